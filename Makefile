@@ -1,0 +1,125 @@
+# One command each; every target does its whole set-up, also in a fresh clone without a virtual environment.
+
+PYTHON ?= python3
+TORCH ?= 2.13.0
+PIP_ARGS ?=
+NPROC ?= 4
+DP ?=
+PP ?=
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+SANITIZE ?= thread
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_ARGS)
+REQUIREMENTS := $(BIN)/python scripts/requirements.py
+
+# What `make` last did, as empty files: in .venv what is installed there, in build/ what is compiled there.
+MADE_VENV := $(VENV)/.made-venv
+MADE_TOOLS := $(VENV)/.made-build-tools
+MADE_TORCH := $(VENV)/.made-torch-$(TORCH)
+MADE_DEV := $(VENV)/.made-dev
+MADE_DEMO := $(VENV)/.made-demo
+MADE_EDITABLE := $(VENV)/.made-editable
+BUILD_DIR := build/torch-$(TORCH)
+MADE_NATIVE := $(BUILD_DIR)/.made-native
+SETTINGS := build/settings
+
+NATIVE_SOURCES := CMakeLists.txt setup.py $(wildcard cmake/*) $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
+FORMATTED := csrc tests/native
+
+SHELL := bash
+.SHELLFLAGS := -eo pipefail -c
+.DELETE_ON_ERROR:
+# Two pips in one .venv get in each other's way; what can run side by side does, under ninja.
+.NOTPARALLEL:
+MAKEFLAGS += --no-builtin-rules
+.DEFAULT_GOAL := help
+.PHONY: help build test demo lint format sanitize clean check-machine FORCE
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
+	@echo
+	@echo "  Variables: PYTHON=$(PYTHON) TORCH=$(TORCH) PIP_ARGS='$(PIP_ARGS)' (a package index, say) MAX_JOBS CXX USE_CUDA=auto|0|1"
+
+build: $(MADE_NATIVE) $(MADE_EDITABLE) ## make .venv, install torch into it, compile hpcomm in place
+	@echo "hpcomm is built; $(BIN)/python imports it."
+
+test: build $(MADE_DEV) ## build, then run the C++ tests and the Python tests (PYTEST_ARGS=...)
+	@echo "== C++ tests"
+	$(BIN)/cmake --build $(BUILD_DIR) --target hpcomm_native_tests $(if $(MAX_JOBS),--parallel $(MAX_JOBS))
+	$(BUILD_DIR)/hpcomm_native_tests
+	@echo "== Python tests"
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+# torchrun sets OMP_NUM_THREADS itself when it is unset, with a warning.
+demo: build $(MADE_DEMO) ## train a small GPT on NPROC=4 processes (DP= PP= DEMO_ARGS=...)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
+	$(if $(filter 1,$(NPROC)),$(BIN)/python,$(BIN)/torchrun --standalone --nproc-per-node $(NPROC)) \
+	examples/train_gpt.py $(if $(DP),--dp $(DP)) $(if $(PP),--pp $(PP)) $(DEMO_ARGS)
+
+lint: $(MADE_TORCH) $(MADE_DEV) ## check style and types: ruff, clang-format, mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	find $(FORMATTED) -name '*.cpp' -o -name '*.h' -o -name '*.cu' | xargs $(BIN)/clang-format --dry-run -Werror
+	$(BIN)/mypy --strict hpcomm
+
+format: $(MADE_DEV) ## rewrite the files as lint wants them
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+	find $(FORMATTED) -name '*.cpp' -o -name '*.h' -o -name '*.cu' | xargs $(BIN)/clang-format -i
+
+sanitize: $(MADE_TOOLS) ## run the C++ tests under SANITIZE=thread|address|undefined, without torch
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/$(SANITIZE) -G Ninja -DHPCOMM_BUILD_TESTS=ON -DHPCOMM_SANITIZE=$(SANITIZE)
+	$(BIN)/cmake --build build/$(SANITIZE) --target hpcomm_native_tests $(if $(MAX_JOBS),--parallel $(MAX_JOBS))
+	build/$(SANITIZE)/hpcomm_native_tests
+
+clean: ## remove what was built (not .venv: rm -rf .venv for that)
+	rm -rf build dist hpcomm.egg-info hpcomm/_build.py hpcomm/_C.*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f $(MADE_EDITABLE)
+	find hpcomm tests examples benchmarks scripts -name __pycache__ -prune -exec rm -rf {} +
+
+# --- Set-up ------------------------------------------------------------------------------------------------------------
+
+# Every time, it takes a tenth of a second: nothing is downloaded or half built on a machine that cannot finish.
+check-machine:
+	@PYTHON='$(PYTHON)' sh scripts/check_machine.sh
+
+$(MADE_VENV): | check-machine
+	'$(PYTHON)' -m venv $(VENV)
+	@touch $@
+
+$(MADE_TOOLS): $(MADE_VENV) pyproject.toml
+	$(REQUIREMENTS) build | $(PIP) --quiet -r /dev/stdin
+	@touch $@
+
+$(MADE_TORCH): $(MADE_VENV)
+	$(PIP) torch==$(TORCH)
+	@rm -f $(VENV)/.made-torch-*
+	@touch $@
+
+$(MADE_DEV): $(MADE_VENV) pyproject.toml
+	$(REQUIREMENTS) dev | $(PIP) --quiet -r /dev/stdin
+	@touch $@
+
+$(MADE_DEMO): $(MADE_VENV) pyproject.toml
+	$(REQUIREMENTS) demo | $(PIP) --quiet -r /dev/stdin
+	@touch $@
+
+# Other choices than last time are a reason to build again.
+$(SETTINGS): FORCE
+	@mkdir -p build
+	@printf '%s\n' "$$USE_CUDA" "$$CXX" "$$CXXFLAGS" "$$CMAKE_ARGS" '$(TORCH)' | cmp -s - $@ || \
+	printf '%s\n' "$$USE_CUDA" "$$CXX" "$$CXXFLAGS" "$$CMAKE_ARGS" '$(TORCH)' > $@
+
+$(MADE_NATIVE): $(MADE_TORCH) $(MADE_TOOLS) $(SETTINGS) $(NATIVE_SOURCES) $(if $(wildcard hpcomm/_C.*.so),,FORCE)
+	HPCOMM_BUILD_DIR=$(BUILD_DIR) CMAKE_ARGS="-DHPCOMM_BUILD_TESTS=ON $$CMAKE_ARGS" \
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	@touch $@
+
+# Puts hpcomm on the path of .venv. Its own build of the module finds nothing left to do.
+$(MADE_EDITABLE): pyproject.toml setup.py $(MADE_TORCH) | $(MADE_NATIVE)
+	HPCOMM_BUILD_DIR=$(BUILD_DIR) CMAKE_ARGS="-DHPCOMM_BUILD_TESTS=ON $$CMAKE_ARGS" \
+	$(PIP) --quiet --no-build-isolation --no-deps --editable .
+	@touch $@

@@ -1,0 +1,78 @@
+"""What all benchmarks share: the environment, variants timed in turn in one run, and the table.
+
+A sample is one step, timed on every rank between two barriers; its time is that of the slowest rank. Variants take
+turns step by step, so that a machine that slows down slows all of them. Medians are quoted, with the quartiles.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hpcomm
+from hpcomm import _build
+
+Step = Callable[[], None]
+
+
+def environment(mesh: hpcomm.Mesh) -> dict[str, Any]:
+    """Everything that a reader needs to judge a figure."""
+    return {
+        "hpcomm": hpcomm.__version__,
+        "revision": _build.REVISION,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "compiler": _build.CXX,
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "ranks": mesh.size,
+        "threads per rank": torch.get_num_threads(),
+        "transport": mesh.world.transport,
+    }
+
+
+def measure(mesh: hpcomm.Mesh, variants: Mapping[str, Step], *, rounds: int, warmup: int) -> dict[str, list[float]]:
+    """Seconds of the slowest rank, per variant and round (collective)."""
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    for i in range(warmup + rounds):
+        for name, step in variants.items():
+            mesh.barrier()
+            start = time.perf_counter()
+            step()
+            slowest = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+            mesh.world.all_reduce(slowest, "max")
+            if i >= warmup:
+                samples[name].append(slowest.item())
+    return samples
+
+
+def table(samples: Mapping[str, list[float]], baseline: str) -> str:
+    """Milliseconds and the ratio to ``baseline``: the median of the rounds' own ratios."""
+    lines = [f"{'variant':<34} {'median ms':>10} {'quartiles ms':>17} {'vs ' + baseline:>22}"]
+    for name, times in samples.items():
+        low, middle, high = statistics.quantiles(times, n=4)
+        ratio = statistics.median(b / t for b, t in zip(samples[baseline], times, strict=True))
+        lines.append(f"{name:<34} {middle * 1e3:>10.2f} {low * 1e3:>8.2f}-{high * 1e3:<8.2f} {ratio:>20.2f}x")
+    return "\n".join(lines)
+
+
+def save(path: str | None, question: str, mesh: hpcomm.Mesh, content: Mapping[str, Any]) -> None:
+    """Writes JSON for ``path``, on rank 0."""
+    if path and mesh.rank == 0:
+        document = {"question": question, "environment": environment(mesh), **content}
+        Path(path).write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()

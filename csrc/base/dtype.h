@@ -1,0 +1,36 @@
+// Element types that travel, independent of torch.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+namespace hpcomm {
+
+// The numbers are part of the wire format: append only.
+enum class DType : std::uint8_t {
+  kBool = 0,
+  kUInt8 = 1,
+  kInt8 = 2,
+  kInt16 = 3,
+  kInt32 = 4,
+  kInt64 = 5,
+  kFloat16 = 6,
+  kBFloat16 = 7,
+  kFloat32 = 8,
+  kFloat64 = 9,
+  kComplex64 = 10,
+  kComplex128 = 11,
+  kFloat8E4M3FN = 12,
+  kFloat8E5M2 = 13,
+};
+
+// Bytes of one element.
+[[nodiscard]] std::size_t size_of(DType dtype) noexcept;
+[[nodiscard]] const char* to_string(DType dtype) noexcept;
+// Real floating point types: the ones that may be scaled and cast on the way.
+[[nodiscard]] bool is_floating(DType dtype) noexcept;
+// A byte read from the wire; empty when it names no dtype.
+[[nodiscard]] std::optional<DType> dtype_from_wire(std::uint8_t code) noexcept;
+
+}  // namespace hpcomm

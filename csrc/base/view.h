@@ -1,0 +1,46 @@
+// Non-owning views of memory: what every layer below the torch seam is given instead of tensors.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "base/dtype.h"
+
+namespace hpcomm {
+
+enum class DeviceType : std::uint8_t { kCpu = 0, kCuda = 1 };
+
+struct Device {
+  DeviceType type = DeviceType::kCpu;
+  int index = 0;
+  friend bool operator==(const Device&, const Device&) = default;
+};
+
+// `count` contiguous elements of `dtype` at `data`. Does not own: see Keepalive.
+struct BufferView {
+  void* data = nullptr;
+  std::size_t bytes = 0;
+  std::size_t count = 0;
+  DType dtype = DType::kUInt8;
+  Device device;
+};
+
+// Whatever must outlive an operation that was issued and has not ended: a tensor, a slot, a bucket.
+using Keepalive = std::shared_ptr<const void>;
+
+// An owned block of bytes as an Allocator hands it out.
+struct Buffer {
+  BufferView view;
+  Keepalive owner;
+};
+
+// Where engine code gets memory from. Handed in by the torch layer; the engine never makes one.
+class Allocator {
+ public:
+  virtual ~Allocator() = default;
+  // `bytes` uint8 elements, at least 64-byte aligned. `bytes` may be 0.
+  virtual Buffer allocate(std::size_t bytes) = 0;
+};
+
+}  // namespace hpcomm

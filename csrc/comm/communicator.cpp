@@ -1,0 +1,196 @@
+// Checks, sequence numbers and names that all transports share.
+#include "comm/communicator.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+
+#include "base/hash.h"
+
+namespace hpcomm {
+
+const char* to_string(ReduceOp op) noexcept {
+  switch (op) {
+    case ReduceOp::kSum:
+      return "sum";
+    case ReduceOp::kAverage:
+      return "avg";
+    case ReduceOp::kProduct:
+      return "product";
+    case ReduceOp::kMin:
+      return "min";
+    case ReduceOp::kMax:
+      return "max";
+  }
+  return "unknown";
+}
+
+const char* Communicator::operation_name(Operation::Kind kind) noexcept {
+  switch (kind) {
+    case Operation::Kind::kAllReduce:
+      return "all_reduce";
+    case Operation::Kind::kReduceScatter:
+      return "reduce_scatter";
+    case Operation::Kind::kAllGather:
+      return "all_gather";
+    case Operation::Kind::kBroadcast:
+      return "broadcast";
+    case Operation::Kind::kAllToAll:
+      return "all_to_all";
+    case Operation::Kind::kSend:
+      return "send";
+    case Operation::Kind::kRecv:
+      return "recv";
+    case Operation::Kind::kBarrier:
+      return "barrier";
+  }
+  return "unknown";
+}
+
+Communicator::Communicator(CommunicatorConfig config)
+    : config_(std::move(config)), sent_(config_.ranks.size(), 0), received_(config_.ranks.size(), 0) {
+  HPCOMM_REQUIRE(config_.rank >= 0 && config_.rank < size(), "communicator: rank ", config_.rank, " of ", size());
+  HPCOMM_REQUIRE(config_.stream != nullptr && config_.control != nullptr, "communicator: no stream or no Control");
+}
+
+ErrorContext Communicator::context(const char* operation, int peer, std::uint64_t sequence) const {
+  const int self = config_.ranks[static_cast<std::size_t>(config_.rank)];
+  const int other = peer < 0 ? -1 : config_.ranks[static_cast<std::size_t>(peer)];
+  return {self, other, static_cast<long long>(sequence), operation};
+}
+
+void Communicator::require_peer(const char* operation, int peer) const {
+  HPCOMM_REQUIRE(peer >= 0 && peer < size() && peer != rank(), operation, ": rank ", rank(), " of ", size(),
+                 " has no peer ", peer, "; peers are the other ranks of the communicator");
+}
+
+WorkPtr Communicator::issue(Operation operation) {
+  switch (operation.kind) {
+    case Operation::Kind::kSend:
+      operation.sequence = sent_[static_cast<std::size_t>(operation.peer)]++;
+      break;
+    case Operation::Kind::kRecv:
+      operation.sequence = received_[static_cast<std::size_t>(operation.peer)]++;
+      break;
+    case Operation::Kind::kAllReduce:
+    case Operation::Kind::kReduceScatter:
+    case Operation::Kind::kAllGather:
+    case Operation::Kind::kBroadcast:
+    case Operation::Kind::kAllToAll:
+    case Operation::Kind::kBarrier:
+      operation.sequence = collectives_++;
+      break;
+  }
+  return submit(std::move(operation));
+}
+
+WorkPtr Communicator::all_reduce(const BufferView& buffer, ReduceOp op, const OpOptions& options) {
+  return issue({Operation::Kind::kAllReduce, buffer, buffer, op, -1, 0, options});
+}
+
+WorkPtr Communicator::reduce_scatter(const BufferView& output, const BufferView& input, ReduceOp op,
+                                     const OpOptions& options) {
+  HPCOMM_REQUIRE(input.count == output.count * static_cast<std::size_t>(size()) && input.dtype == output.dtype,
+                 "reduce_scatter over ", size(), " ranks: input has ", input.count, " ", to_string(input.dtype),
+                 " elements, output ", output.count, " ", to_string(output.dtype));
+  return issue({Operation::Kind::kReduceScatter, output, input, op, -1, 0, options});
+}
+
+WorkPtr Communicator::all_gather(const BufferView& output, const BufferView& input, const OpOptions& options) {
+  HPCOMM_REQUIRE(output.count == input.count * static_cast<std::size_t>(size()) && input.dtype == output.dtype,
+                 "all_gather over ", size(), " ranks: input has ", input.count, " ", to_string(input.dtype),
+                 " elements, output ", output.count, " ", to_string(output.dtype));
+  return issue({Operation::Kind::kAllGather, output, input, ReduceOp::kSum, -1, 0, options});
+}
+
+WorkPtr Communicator::broadcast(const BufferView& buffer, int root, const OpOptions& options) {
+  HPCOMM_REQUIRE(root >= 0 && root < size(), "broadcast: root ", root, " of ", size(), " ranks");
+  return issue({Operation::Kind::kBroadcast, buffer, buffer, ReduceOp::kSum, root, 0, options});
+}
+
+WorkPtr Communicator::all_to_all(const BufferView& output, const BufferView& input, const OpOptions& options) {
+  HPCOMM_REQUIRE(
+      output.count == input.count && input.dtype == output.dtype && input.count % static_cast<std::size_t>(size()) == 0,
+      "all_to_all over ", size(), " ranks: input has ", input.count, " ", to_string(input.dtype), " elements, output ",
+      output.count, " ", to_string(output.dtype));
+  return issue({Operation::Kind::kAllToAll, output, input, ReduceOp::kSum, -1, 0, options});
+}
+
+WorkPtr Communicator::send(const BufferView& buffer, int peer, const OpOptions& options) {
+  require_peer("send", peer);
+  return issue({Operation::Kind::kSend, {}, buffer, ReduceOp::kSum, peer, 0, options});
+}
+
+WorkPtr Communicator::recv(const BufferView& buffer, int peer, const OpOptions& options) {
+  require_peer("recv", peer);
+  return issue({Operation::Kind::kRecv, buffer, {}, ReduceOp::kSum, peer, 0, options});
+}
+
+WorkPtr Communicator::barrier(const OpOptions& options) {
+  return issue({Operation::Kind::kBarrier, {}, {}, ReduceOp::kSum, -1, 0, options});
+}
+
+std::uint64_t Communicator::next_edge_id(int from, int to) {
+  require_peer("edge", from == rank() ? to : from);
+  Fingerprint hash;
+  hash.add(config_.name).add_int(static_cast<std::uint64_t>(from)).add_int(static_cast<std::uint64_t>(to));
+  return hash.add_int(static_cast<std::uint64_t>(edges_[{from, to}]++)).value();
+}
+
+std::shared_ptr<Communicator> Communicator::subgroup(const std::vector<int>& members, const std::string& lane) {
+  CommunicatorConfig child = config_;
+  child.ranks.clear();
+  child.rank = -1;
+  std::string label = lane;
+  for (std::size_t i = 0; i < members.size(); ++i) {
+    const int member = members[i];
+    HPCOMM_REQUIRE(member >= 0 && member < size(), "subgroup: rank ", member, " of ", size());
+    HPCOMM_REQUIRE(std::count(members.begin(), members.end(), member) == 1, "subgroup: rank ", member,
+                   " is named twice");
+    child.ranks.push_back(config_.ranks[static_cast<std::size_t>(member)]);
+    label += str(i == 0 ? ":" : ",", child.ranks.back());
+    if (member == rank()) {
+      child.rank = static_cast<int>(i);
+    }
+  }
+  HPCOMM_REQUIRE(child.rank >= 0, "subgroup: rank ", rank(), " is not among the members");
+  // All members have made the same subgroups of this communicator before, so they count alike.
+  child.name = str(config_.name, "/", label, "#", children_[label]++);
+  child.lane = lane;
+  child.stream = make_worker_stream("hpcomm:" + lane);
+  return make_child(std::move(child));
+}
+
+std::shared_ptr<Communicator> Communicator::split(int color, int key) {
+  // Everybody learns everybody's choice; each then computes the same groups.
+  std::vector<std::int64_t> mine{color, key};
+  std::vector<std::int64_t> all(mine.size() * config_.ranks.size());
+  const auto view = [](std::vector<std::int64_t>& numbers) {
+    return BufferView{numbers.data(), numbers.size() * sizeof(std::int64_t), numbers.size(), DType::kInt64, {}};
+  };
+  all_gather(view(all), view(mine))->wait();
+  std::vector<std::pair<std::int64_t, int>> chosen;
+  for (int r = 0; r < size(); ++r) {
+    const auto at = static_cast<std::size_t>(2 * r);
+    if (all[at] == color) {
+      chosen.emplace_back(all[at + 1], r);
+    }
+  }
+  std::sort(chosen.begin(), chosen.end());
+  std::vector<int> members;
+  for (const auto& choice : chosen) {
+    members.push_back(choice.second);
+  }
+  return subgroup(members, config_.lane);
+}
+
+Buffer Communicator::allocate(std::size_t bytes) {
+  const std::size_t rounded = (bytes + 63) / 64 * 64;  // 0 when the addition wraps around
+  void* data = rounded < bytes ? nullptr : std::aligned_alloc(64, rounded);
+  if (data == nullptr && bytes > 0) {
+    throw std::bad_alloc();
+  }
+  return {{data, bytes, bytes, DType::kUInt8, {}}, Keepalive(data, std::free)};
+}
+
+}  // namespace hpcomm

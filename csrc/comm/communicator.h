@@ -1,0 +1,127 @@
+// Communicator: a group of ranks that exchange messages on one device type, on one lane. The contract of all
+// transports; no wider than the narrowest of them.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/view.h"
+#include "comm/work.h"
+#include "control/control.h"
+#include "stream/stream.h"
+
+namespace hpcomm {
+
+enum class ReduceOp : std::uint8_t { kSum, kAverage, kProduct, kMin, kMax };
+[[nodiscard]] const char* to_string(ReduceOp op) noexcept;
+
+struct OpOptions {
+  // Zero means the communicator's default. Counted from the moment the operation starts on its lane.
+  std::chrono::milliseconds timeout{0};
+  // Held until the operation has ended, also when nobody waits for it.
+  Keepalive keepalive;
+  // Run in the calling thread when nothing is queued before it: saves two thread switches for synchronous callers.
+  bool inline_when_idle = false;
+};
+
+// Who is in the group and what it runs on; one struct because every transport takes the same.
+struct CommunicatorConfig {
+  std::string name;        // unique in the job and equal on all members; children extend it
+  std::vector<int> ranks;  // of the job, in group order
+  int rank = 0;            // this rank's place in `ranks`
+  std::string lane;        // shown in messages and thread names
+  std::shared_ptr<Stream> stream;
+  std::shared_ptr<Control> control;
+  std::chrono::milliseconds timeout{std::chrono::minutes(10)};
+};
+
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+
+  [[nodiscard]] int rank() const noexcept { return config_.rank; }
+  [[nodiscard]] int size() const noexcept { return static_cast<int>(config_.ranks.size()); }
+  [[nodiscard]] const std::vector<int>& ranks() const noexcept { return config_.ranks; }
+  [[nodiscard]] const std::string& name() const noexcept { return config_.name; }
+  [[nodiscard]] const std::string& lane() const noexcept { return config_.lane; }
+  [[nodiscard]] Stream& stream() const noexcept { return *config_.stream; }
+  [[nodiscard]] Control& control() const noexcept { return *config_.control; }
+  [[nodiscard]] const std::shared_ptr<Control>& shared_control() const noexcept { return config_.control; }
+  [[nodiscard]] std::chrono::milliseconds timeout() const noexcept { return config_.timeout; }
+  [[nodiscard]] virtual const char* transport() const noexcept = 0;
+  [[nodiscard]] virtual Device device() const noexcept = 0;
+
+  // Operations are issued here, in the host thread, which fixes their order and sequence number; they run in that
+  // order on the lane's stream. Buffers are contiguous and of this communicator's device.
+  // In place.
+  WorkPtr all_reduce(const BufferView& buffer, ReduceOp op, const OpOptions& options = {});
+  // `input` holds size() equal parts; this rank's part of the reduction lands in `output`.
+  WorkPtr reduce_scatter(const BufferView& output, const BufferView& input, ReduceOp op, const OpOptions& options = {});
+  WorkPtr all_gather(const BufferView& output, const BufferView& input, const OpOptions& options = {});
+  WorkPtr broadcast(const BufferView& buffer, int root, const OpOptions& options = {});
+  // Part i of `input` goes to rank i; part i of `output` comes from it.
+  WorkPtr all_to_all(const BufferView& output, const BufferView& input, const OpOptions& options = {});
+  // First in, first out per pair of ranks; there are no tags. Empty buffers are not sent.
+  WorkPtr send(const BufferView& buffer, int peer, const OpOptions& options = {});
+  WorkPtr recv(const BufferView& buffer, int peer, const OpOptions& options = {});
+  WorkPtr barrier(const OpOptions& options = {});
+
+  // Memory that this transport can send without a copy.
+  [[nodiscard]] virtual Buffer allocate(std::size_t bytes);
+  // A communicator of `members` (ranks of this one, this rank among them, in group order) on a lane of its own, with
+  // its own worker. Collective over the members alone.
+  [[nodiscard]] std::shared_ptr<Communicator> subgroup(const std::vector<int>& members, const std::string& lane);
+  // A communicator of the ranks that pass the same `color`, ordered by (key, rank). Collective over this one.
+  [[nodiscard]] std::shared_ptr<Communicator> split(int color, int key);
+  // Finishes what was issued, then refuses more. Idempotent; local.
+  virtual void close() = 0;
+  // Ends every operation, running or queued, with `why`. From any thread; does not wait.
+  virtual void abort(const Error& why) noexcept = 0;
+  // The reason once abort() was called.
+  [[nodiscard]] virtual std::optional<Error> aborted() const = 0;
+
+  // "all_reduce #12 on lane gradient" with the job's ranks: for messages.
+  [[nodiscard]] ErrorContext context(const char* operation, int peer, std::uint64_t sequence) const;
+  // A Control channel for the next edge from one member to another. Both ends call it for their edges in the same
+  // order.
+  [[nodiscard]] std::uint64_t next_edge_id(int from, int to);
+
+ protected:
+  explicit Communicator(CommunicatorConfig config);
+  // What a transport supplies: puts `operation` in order on the lane.
+  struct Operation {
+    enum class Kind { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kAllToAll, kSend, kRecv, kBarrier };
+    Kind kind;
+    BufferView output;  // or the only buffer
+    BufferView input;
+    ReduceOp op = ReduceOp::kSum;
+    int peer = -1;  // root, for a broadcast
+    std::uint64_t sequence = 0;
+    OpOptions options;
+  };
+  [[nodiscard]] static const char* operation_name(Operation::Kind kind) noexcept;
+  virtual WorkPtr submit(Operation operation) = 0;
+  // The transport's part of subgroup(): `child` is complete.
+  [[nodiscard]] virtual std::shared_ptr<Communicator> make_child(CommunicatorConfig child) = 0;
+
+  [[nodiscard]] const CommunicatorConfig& config() const noexcept { return config_; }
+
+ private:
+  WorkPtr issue(Operation operation);
+  void require_peer(const char* operation, int peer) const;
+
+  CommunicatorConfig config_;
+  // Collectives count together; messages count per peer and direction, as both ends see them.
+  std::uint64_t collectives_ = 0;
+  std::vector<std::uint64_t> sent_;
+  std::vector<std::uint64_t> received_;
+  std::map<std::pair<int, int>, int> edges_;
+  std::map<std::string, int> children_;
+};
+
+}  // namespace hpcomm

@@ -1,0 +1,71 @@
+// Work: an issued operation. wait() returns when it has run, or throws what went wrong.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <memory>
+#include <mutex>
+
+#include "base/error.h"
+#include "stream/event.h"
+
+namespace hpcomm {
+
+class Work {
+ public:
+  Work() = default;
+  Work(const Work&) = delete;
+  Work& operator=(const Work&) = delete;
+  virtual ~Work() = default;
+
+  // What was issued: operation, rank, peer, sequence number. For messages.
+  [[nodiscard]] virtual const ErrorContext& what() const noexcept = 0;
+  [[nodiscard]] virtual bool done() const = 0;
+  // Blocks up to `deadline`; false when it came first. Throws the operation's error. The layer that owns a caller
+  // (the Python seam) slices its waits with it, to poll signals.
+  [[nodiscard]] virtual bool wait_until(Deadline deadline) const = 0;
+  // For streams that must come after this operation. It happens for failed operations as well.
+  [[nodiscard]] virtual Event event() const = 0;
+
+  void wait() const {
+    while (!wait_until(Clock::now() + std::chrono::hours(1))) {
+    }
+  }
+};
+
+using WorkPtr = std::shared_ptr<Work>;
+
+// The Work of operations that host threads execute: completed or failed exactly once, by whoever runs it.
+class HostWork final : public Work {
+ public:
+  explicit HostWork(ErrorContext what) : state_(std::make_shared<State>()), what_(std::move(what)) {}
+
+  [[nodiscard]] const ErrorContext& what() const noexcept override { return what_; }
+  [[nodiscard]] bool done() const override { return state_->done(); }
+  [[nodiscard]] bool wait_until(Deadline deadline) const override;
+  [[nodiscard]] Event event() const override { return Event(state_); }
+
+  void complete() { state_->settle(nullptr); }
+  void fail(std::exception_ptr error) { state_->settle(std::move(error)); }
+
+ private:
+  class State final : public EventState {
+   public:
+    [[nodiscard]] bool done() const override;
+    [[nodiscard]] bool wait_until(Deadline deadline) const override;
+    void settle(std::exception_ptr error);
+    [[nodiscard]] std::exception_ptr error() const;
+
+   private:
+    mutable std::mutex mutex_;
+    mutable std::condition_variable settled_;
+    bool done_ = false;
+    std::exception_ptr error_;
+  };
+
+  std::shared_ptr<State> state_;
+  ErrorContext what_;
+};
+
+}  // namespace hpcomm

@@ -1,0 +1,92 @@
+// What every Control shares, and the Control of a job of one.
+#include "control/control.h"
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+namespace hpcomm {
+
+namespace {
+
+class SoloControl final : public Control {
+ public:
+  [[nodiscard]] int rank() const noexcept override { return 0; }
+  [[nodiscard]] int size() const noexcept override { return 1; }
+  void send(int peer, std::uint64_t, std::string_view) override { nobody(peer); }
+  std::optional<std::string> try_receive(int peer, std::uint64_t, Deadline) override { nobody(peer); }
+  // Nothing can fail behind this rank's back, but it can give up itself.
+  void abort(const std::string& message) override {
+    std::lock_guard order(listeners_mutex_);
+    {
+      std::lock_guard lock(mutex_);
+      if (failure_) {
+        return;
+      }
+      failure_ = Error(ErrorKind::kClosed, "this rank gave up: " + message, {0, -1, -1, "abort"});
+    }
+    for (auto& [token, listener] : listeners_) {
+      listener(*failure_);
+    }
+    listeners_.clear();
+  }
+  void close() noexcept override {}
+  [[nodiscard]] std::optional<Error> failure() const override {
+    std::lock_guard lock(mutex_);
+    return failure_;
+  }
+  std::uint64_t on_failure(std::function<void(const Error&)> listener) override {
+    std::lock_guard order(listeners_mutex_);
+    if (const auto error = failure()) {
+      listener(*error);
+      return 0;
+    }
+    listeners_.emplace(next_listener_, std::move(listener));
+    return next_listener_++;
+  }
+  void remove_listener(std::uint64_t token) override {
+    std::lock_guard order(listeners_mutex_);
+    listeners_.erase(token);
+  }
+
+ private:
+  [[noreturn]] static void nobody(int peer) {
+    throw Error(ErrorKind::kInvalidArgument, str("rank ", peer, " does not exist: this job has one rank"));
+  }
+
+  mutable std::mutex mutex_;
+  std::optional<Error> failure_;
+  // Held while listeners run, as in TcpControl. Taken before mutex_.
+  std::mutex listeners_mutex_;
+  std::map<std::uint64_t, std::function<void(const Error&)>> listeners_;
+  std::uint64_t next_listener_ = 1;
+};
+
+}  // namespace
+
+std::string Control::receive(int peer, std::uint64_t channel, Deadline deadline) {
+  if (auto body = try_receive(peer, channel, deadline)) {
+    return std::move(*body);
+  }
+  throw Error(ErrorKind::kTimedOut, str("rank ", rank(), " waited too long for a message from rank ", peer),
+              {rank(), peer, -1, "receive"});
+}
+
+std::vector<std::string> Control::exchange(const std::vector<int>& ranks, std::uint64_t channel,
+                                           const std::string& body, Deadline deadline) {
+  for (int peer : ranks) {
+    if (peer != rank()) {
+      send(peer, channel, body);
+    }
+  }
+  std::vector<std::string> all;
+  all.reserve(ranks.size());
+  for (int peer : ranks) {
+    all.push_back(peer == rank() ? body : receive(peer, channel, deadline));
+  }
+  return all;
+}
+
+std::shared_ptr<Control> make_solo_control() { return std::make_shared<SoloControl>(); }
+
+}  // namespace hpcomm

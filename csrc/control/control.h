@@ -1,0 +1,85 @@
+// Control: small ordered messages between all ranks of a job, abort, and the death of a peer. CPU only, TCP.
+//
+// One connection per pair of ranks and one I/O thread per process. Headers, plan hashes and errors travel here, never
+// tensor data. A send never waits for the receiver: what the socket does not take is queued.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/error.h"
+#include "control/socket.h"
+#include "control/wire.h"
+#include "stream/event.h"
+
+namespace hpcomm {
+
+class Control {
+ public:
+  virtual ~Control() = default;
+
+  [[nodiscard]] virtual int rank() const noexcept = 0;
+  [[nodiscard]] virtual int size() const noexcept = 0;
+
+  // Messages of one (peer, channel) arrive in the order they were sent; channels are independent. Throws the job's
+  // failure when there is one.
+  virtual void send(int peer, std::uint64_t channel, std::string_view body) = 0;
+  // The next message, or nothing when `until` came first. Throws the job's failure.
+  virtual std::optional<std::string> try_receive(int peer, std::uint64_t channel, Deadline until) = 0;
+  // The next message. Throws kTimedOut, or the job's failure.
+  [[nodiscard]] std::string receive(int peer, std::uint64_t channel, Deadline deadline);
+
+  // Tells every peer that this rank cannot go on, and why: their operations raise kPeerError with `message`.
+  virtual void abort(const std::string& message) = 0;
+  // Leaves in order: peers that still wait for this rank raise, others go on. Idempotent.
+  virtual void close() noexcept = 0;
+
+  // The first failure of the job that this rank knows of: kRankFailed or kPeerError.
+  [[nodiscard]] virtual std::optional<Error> failure() const = 0;
+  // Throws failure().
+  void check() const {
+    if (auto error = failure()) {
+      throw Error(*error);
+    }
+  }
+  // `listener` runs once, on the I/O thread (or at once when it is already too late), at the first failure. It must
+  // not block. Returns a token for remove_listener, after which it neither runs nor is running.
+  virtual std::uint64_t on_failure(std::function<void(const Error&)> listener) = 0;
+  virtual void remove_listener(std::uint64_t token) = 0;
+
+  // Gathers one message from each of `ranks` (this rank among them), in that order. Collective over `ranks`.
+  [[nodiscard]] std::vector<std::string> exchange(const std::vector<int>& ranks, std::uint64_t channel,
+                                                  const std::string& body, Deadline deadline);
+};
+
+// A job of one rank: nobody to talk to.
+[[nodiscard]] std::shared_ptr<Control> make_solo_control();
+
+// Bound and listening, not connected yet: the caller publishes address() and collects those of the others.
+class ControlListener {
+ public:
+  // Listens on `host` (a numeric address of one interface), on a port that the kernel picks.
+  ControlListener(const std::string& host, int rank, int size, control::JobToken token);
+  ~ControlListener();
+
+  [[nodiscard]] const std::string& address() const noexcept { return address_; }  // "host:port"
+
+  // Connects to every lower rank and accepts every higher one; `addresses[r]` is rank r's. Strangers that connect
+  // meanwhile are dropped with one line on stderr. Throws kTimedOut with the ranks that are missing.
+  // The listener is closed afterwards: nobody can join later.
+  [[nodiscard]] std::shared_ptr<Control> connect(const std::vector<std::string>& addresses, Deadline deadline);
+
+ private:
+  control::Fd fd_;
+  int rank_;
+  int size_;
+  control::JobToken token_;
+  std::string address_;
+};
+
+}  // namespace hpcomm

@@ -1,0 +1,129 @@
+// TCP sockets by numeric address.
+#include "control/socket.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <linux/sockios.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <memory>
+
+#include "base/error.h"
+
+namespace hpcomm::control {
+
+namespace {
+
+[[noreturn]] void fail(const std::string& what, int error) {
+  throw Error(ErrorKind::kTransport, str("control connection: ", what, ": ", std::strerror(error)));
+}
+
+using AddressList = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
+
+AddressList resolve_numeric(const std::string& host, const std::string& port) {
+  addrinfo hints{};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
+  addrinfo* found = nullptr;
+  const int code = getaddrinfo(host.c_str(), port.c_str(), &hints, &found);
+  HPCOMM_REQUIRE(code == 0, "control connection: '", host, ":", port, "' is no numeric address: ", gai_strerror(code));
+  return {found, freeaddrinfo};
+}
+
+std::string name_of(const sockaddr_storage& address, socklen_t length) {
+  char host[NI_MAXHOST];
+  char port[NI_MAXSERV];
+  if (getnameinfo(reinterpret_cast<const sockaddr*>(&address), length, host, sizeof host, port, sizeof port,
+                  NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
+    return "unknown";
+  }
+  return address.ss_family == AF_INET6 ? str("[", host, "]:", port) : str(host, ":", port);
+}
+
+void set_no_delay(int fd) {
+  const int one = 1;
+  (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+}
+
+}  // namespace
+
+Fd::~Fd() {
+  if (fd_ >= 0) {
+    (void)::close(fd_);
+  }
+}
+
+std::pair<Fd, std::string> listen_on(const std::string& host, int backlog) {
+  const AddressList where = resolve_numeric(host, "0");
+  Fd fd(::socket(where->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!fd.valid()) {
+    fail("socket", errno);
+  }
+  if (::bind(fd.get(), where->ai_addr, where->ai_addrlen) != 0 || ::listen(fd.get(), backlog) != 0) {
+    fail("cannot listen on " + host, errno);
+  }
+  sockaddr_storage bound{};
+  socklen_t length = sizeof bound;
+  if (::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&bound), &length) != 0) {
+    fail("getsockname", errno);
+  }
+  return {std::move(fd), name_of(bound, length)};
+}
+
+Fd start_connect(const std::string& address) {
+  const std::size_t colon = address.rfind(':');
+  HPCOMM_REQUIRE(colon != std::string::npos, "control connection: '", address, "' is not host:port");
+  std::string host = address.substr(0, colon);
+  if (host.size() > 2 && host.front() == '[' && host.back() == ']') {
+    host = host.substr(1, host.size() - 2);
+  }
+  const AddressList where = resolve_numeric(host, address.substr(colon + 1));
+  Fd fd(::socket(where->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!fd.valid()) {
+    fail("socket", errno);
+  }
+  set_no_delay(fd.get());
+  if (::connect(fd.get(), where->ai_addr, where->ai_addrlen) != 0 && errno != EINPROGRESS) {
+    fail("cannot connect to " + address, errno);
+  }
+  return fd;
+}
+
+int connect_error(int fd) {
+  int error = 0;
+  socklen_t length = sizeof error;
+  (void)getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length);
+  return error;
+}
+
+Fd accept_one(int listener) {
+  Fd fd(::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+  if (fd.valid()) {
+    set_no_delay(fd.get());
+  }
+  return fd;
+}
+
+std::string peer_name(int fd) {
+  sockaddr_storage address{};
+  socklen_t length = sizeof address;
+  if (::getpeername(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0) {
+    return "unknown";
+  }
+  return name_of(address, length);
+}
+
+int unsent_bytes(int fd) {
+  int bytes = 0;
+  return ::ioctl(fd, SIOCOUTQ, &bytes) == 0 ? bytes : 0;
+}
+
+}  // namespace hpcomm::control

@@ -1,0 +1,76 @@
+// Control over one TCP connection per peer, made by ControlListener. Private to this folder.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "control/control.h"
+#include "control/socket.h"
+
+namespace hpcomm::control {
+
+class TcpControl final : public Control {
+ public:
+  // `connections[r]` is the open connection to rank r (invalid at `rank`); `surplus[r]` are bytes that arrived
+  // behind the greeting.
+  TcpControl(int rank, std::vector<Fd> connections, std::vector<std::string> surplus);
+  ~TcpControl() override;
+
+  [[nodiscard]] int rank() const noexcept override { return rank_; }
+  [[nodiscard]] int size() const noexcept override { return static_cast<int>(peers_.size()); }
+  void send(int peer, std::uint64_t channel, std::string_view body) override;
+  std::optional<std::string> try_receive(int peer, std::uint64_t channel, Deadline until) override;
+  void abort(const std::string& message) override;
+  void close() noexcept override;
+  [[nodiscard]] std::optional<Error> failure() const override;
+  std::uint64_t on_failure(std::function<void(const Error&)> listener) override;
+  void remove_listener(std::uint64_t token) override;
+
+ private:
+  enum class PeerState { kOpen, kLeft, kLost };
+  struct Peer {
+    Fd fd;
+    PeerState state = PeerState::kOpen;
+    std::string incoming;  // bytes of an unfinished frame
+    std::string outgoing;  // what the socket did not take yet, behind `sent` bytes that it did
+    std::size_t sent = 0;
+  };
+  struct Inbox {
+    std::deque<std::string> messages;
+    std::condition_variable arrived;
+  };
+
+  void run();
+  void read_from(int peer);
+  void parse_incoming(int peer);
+  void flush(Peer& peer);
+  void queue_frame(Peer& peer, const std::string& bytes);
+  void lose(int peer, const std::string& why);
+  void fail(Error error);
+  void notify_listeners();
+  void wake() const noexcept;
+
+  const int rank_;
+  // Guards everything below but the listeners. No listener and no blocking call runs under it.
+  mutable std::mutex mutex_;
+  std::vector<Peer> peers_;
+  std::map<std::pair<int, std::uint64_t>, Inbox> inboxes_;  // never erased: waiters hold references
+  std::optional<Error> failure_;
+  bool closing_ = false;
+  bool stop_ = false;
+
+  // Held while listeners run, so that remove_listener can promise that none is running. Taken before mutex_.
+  mutable std::mutex listeners_mutex_;
+  std::map<std::uint64_t, std::function<void(const Error&)>> listeners_;
+  std::uint64_t next_listener_ = 1;
+  bool notified_ = false;
+
+  Fd wake_;
+  std::thread thread_;  // last: it starts when everything above exists
+};
+
+}  // namespace hpcomm::control

@@ -1,0 +1,197 @@
+// Buckets are filled in ready order and issued in plan order.
+#include "engine/reducer.h"
+
+#include <cstring>
+#include <exception>
+#include <utility>
+
+#include "base/error.h"
+
+namespace hpcomm {
+
+Reducer::Reducer(std::shared_ptr<Communicator> communicator, BucketPlan plan, std::vector<TensorSize> params,
+                 std::shared_ptr<Allocator> allocator)
+    : communicator_(std::move(communicator)), plan_(std::move(plan)), places_(params.size()), marked_(params.size()) {
+  std::vector<bool> placed(params.size(), false);
+  for (std::size_t b = 0; b < plan_.buckets.size(); ++b) {
+    const Bucket& bucket = plan_.buckets[b];
+    const std::vector<Layout::Entry>& entries = bucket.layout.entries();
+    HPCOMM_REQUIRE(entries.size() == bucket.params.size(), "bucket ", b, " has ", bucket.params.size(),
+                   " parameters and places for ", entries.size());
+    for (std::size_t e = 0; e < bucket.params.size(); ++e) {
+      const auto param = static_cast<std::size_t>(bucket.params[e]);
+      HPCOMM_REQUIRE(param < params.size() && !placed[param], "the bucket plan places parameter ", param,
+                     " twice, or the model has no such parameter");
+      HPCOMM_REQUIRE(entries[e].count == params[param].count && entries[e].dtype == params[param].dtype,
+                     "the bucket plan was made for another model: it has ", entries[e].count, " ",
+                     to_string(entries[e].dtype), " for parameter ", param, ", which has ", params[param].count, " ",
+                     to_string(params[param].dtype));
+      placed[param] = true;
+      places_[param] = {b, e};
+    }
+    Buffer buffer;
+    if (communicator_->size() > 1) {
+      buffer = allocator->allocate(bucket.layout.bytes());
+      // Padding is summed too; zero once is zero for ever.
+      std::memset(buffer.view.data, 0, buffer.view.bytes);
+      buffer.view.dtype = bucket.dtype;
+      buffer.view.count = bucket.count();
+    }
+    buffers_.push_back(std::move(buffer));
+  }
+  for (std::size_t i = 0; i < placed.size(); ++i) {
+    HPCOMM_REQUIRE(placed[i], "the bucket plan leaves out parameter ", i);
+  }
+}
+
+void Reducer::arm(Scale scale, Event scale_ready) {
+  std::lock_guard lock(mutex_);
+  HPCOMM_ASSERT(!armed_, "armed twice without finish()");
+  armed_ = true;
+  scale_ = std::move(scale);
+  next_ = 0;
+  works_.clear();
+  marked_.assign(marked_.size(), 0);
+  pending_.clear();
+  for (const Bucket& bucket : plan_.buckets) {
+    const std::size_t entries = bucket.params.size();
+    pending_.push_back({entries, std::vector<void*>(entries, nullptr), std::vector<Keepalive>(entries)});
+  }
+  communicator_->stream().wait(scale_ready);
+}
+
+void Reducer::mark_ready(int param, void* gradient, Keepalive keepalive) {
+  std::lock_guard lock(mutex_);
+  HPCOMM_REQUIRE(param >= 0 && static_cast<std::size_t>(param) < places_.size(), "parameter ", param, " of ",
+                 places_.size());
+  if (!armed_) {
+    return;
+  }
+  std::uint8_t& marked = marked_[static_cast<std::size_t>(param)];
+  HPCOMM_REQUIRE(marked == 0, "parameter ", param,
+                 " was marked ready twice in one step: its gradient was final "
+                 "already when it changed again");
+  marked = 1;
+  const Place place = places_[static_cast<std::size_t>(param)];
+  Pending& pending = pending_[place.bucket];
+  pending.gradients[place.entry] = gradient;
+  pending.owners[place.entry] = std::move(keepalive);
+  --pending.missing;
+  issue_complete();
+}
+
+bool Reducer::awaits(int param) const {
+  std::lock_guard lock(mutex_);
+  return armed_ && marked_.at(static_cast<std::size_t>(param)) == 0;
+}
+
+std::size_t Reducer::issued() const {
+  std::lock_guard lock(mutex_);
+  return next_;
+}
+
+std::vector<WorkPtr> Reducer::flush() {
+  std::lock_guard lock(mutex_);
+  HPCOMM_ASSERT(armed_, "finish() without arm()");
+  for (Pending& pending : pending_) {
+    pending.missing = 0;
+  }
+  armed_ = false;
+  try {
+    issue_complete();
+  } catch (...) {
+    auto refused = std::make_shared<HostWork>(communicator_->context("reduce", -1, next_));
+    refused->fail(std::current_exception());
+    works_.push_back(std::move(refused));
+  }
+  pending_.clear();
+  return std::exchange(works_, {});
+}
+
+void Reducer::finish() {
+  // All of them, also behind a failed one: the caller gets its gradients back, so nothing may still write them.
+  std::exception_ptr first;
+  for (const WorkPtr& work : flush()) {
+    try {
+      work->wait();
+    } catch (...) {
+      first = first ? first : std::current_exception();
+    }
+  }
+  if (first) {
+    std::rethrow_exception(first);
+  }
+}
+
+void Reducer::issue_complete() {
+  while (next_ < pending_.size() && pending_[next_].missing == 0) {
+    works_.push_back(issue(next_));
+    ++next_;
+  }
+}
+
+WorkPtr Reducer::issue(std::size_t index) {
+  const Bucket& bucket = plan_.buckets[index];
+  Pending& pending = pending_[index];
+  Stream& stream = communicator_->stream();
+  // Every task holds what it touches: any of them may be refused when those before it are already on the lane, and
+  // this object may be gone before they run. A copy, since a refused bucket is issued once more by flush().
+  using Held = std::pair<std::vector<Keepalive>, Keepalive>;
+  const auto held = std::make_shared<const Held>(pending.owners, buffers_[index].owner);
+  auto work = std::make_shared<HostWork>(communicator_->context("reduce", -1, index));
+
+  if (communicator_->size() == 1) {
+    scale_alone(bucket, pending, held);
+    stream.enqueue([work, held] { work->complete(); });
+    return work;
+  }
+  // A bucket of one gradient is reduced where it lies, or as zeros in the buffer; no rank knows which the others do, so
+  // both reduce its elements without padding.
+  const bool single = bucket.layout.is_plain();
+  const bool in_place = single && pending.gradients.front() != nullptr;
+  const BufferView& buffer = buffers_[index].view;
+  BufferView view = buffer;
+  if (single) {
+    const Layout::Entry& entry = bucket.layout.entries().front();
+    view = {in_place ? pending.gradients.front() : buffer.data, entry.wire_bytes(), entry.count, entry.wire,
+            buffer.device};
+  }
+  if (!in_place) {
+    const std::vector<const void*> sources(pending.gradients.begin(), pending.gradients.end());
+    pack(stream, bucket.layout, sources, buffer, scale_, held);
+  } else if (scale_.factor != nullptr) {
+    scale(stream, {view}, scale_, held);
+  }
+  OpOptions options;
+  options.keepalive = held;
+  const WorkPtr reduced = communicator_->all_reduce(view, ReduceOp::kSum, options);
+  if (!in_place) {
+    unpack(stream, bucket.layout, buffer, pending.gradients, {}, held);
+  }
+  // The caller waits for the unpack, and learns the error of the reduction.
+  stream.enqueue([work, reduced, held] {
+    try {
+      reduced->wait();
+      work->complete();
+    } catch (...) {
+      work->fail(std::current_exception());
+    }
+  });
+  return work;
+}
+
+void Reducer::scale_alone(const Bucket& bucket, const Pending& pending, const Keepalive& held) {
+  if (scale_.factor == nullptr) {
+    return;
+  }
+  std::vector<BufferView> views;
+  for (std::size_t e = 0; e < pending.gradients.size(); ++e) {
+    const Layout::Entry& entry = bucket.layout.entries()[e];
+    if (pending.gradients[e] != nullptr) {
+      views.push_back({pending.gradients[e], entry.wire_bytes(), entry.count, entry.wire, {}});
+    }
+  }
+  scale(communicator_->stream(), views, scale_, held);
+}
+
+}  // namespace hpcomm

@@ -1,0 +1,79 @@
+// Reducer: is told which gradients are ready, fills buckets, and issues their reduction in plan order.
+//
+//   state     | arm        | mark_ready          | finish
+//   ----------+------------+---------------------+-----------------------------------------
+//   kIdle     | -> kArmed  | ignored             | error
+//   kArmed    | error      | counts; may issue   | issues the rest -> waits -> kIdle
+//
+// Marks before arm() belong to backwards that only accumulate, so they are ignored by design: the runner arms the
+// Reducer for the backward that makes the last contribution.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "pack/pack.h"
+#include "plan/bucket_plan.h"
+
+namespace hpcomm {
+
+class Reducer {
+ public:
+  // `params[i]` is the size and dtype of parameter i; `plan` covers all of them, and is equal on all ranks.
+  Reducer(std::shared_ptr<Communicator> communicator, BucketPlan plan, std::vector<TensorSize> params,
+          std::shared_ptr<Allocator> allocator);
+
+  // The next marks count. Gradients are multiplied by `scale` on the way in, which is read after `scale_ready`.
+  void arm(Scale scale, Event scale_ready);
+  // Gradient `param` is final. Contiguous memory of the parameter's size that `keepalive` holds; the reduced values
+  // are written back into it. Null: this rank contributes zeros and keeps no result. A second mark of the same
+  // parameter throws. Issues every bucket that is next in plan order and complete. Any one thread at a time.
+  void mark_ready(int param, void* gradient, Keepalive keepalive);
+  // Whether a mark is still missing for `param` (false when idle).
+  [[nodiscard]] bool awaits(int param) const;
+  // Marks what is missing as null, and waits for all reductions. Throws the first error in plan order once none runs
+  // any more; idle again either way.
+  void finish();
+  // The same without waiting: the Works of all buckets, in plan order. The first bucket that cannot be issued is the
+  // last of them, and its Work has failed.
+  [[nodiscard]] std::vector<WorkPtr> flush();
+
+  [[nodiscard]] const BucketPlan& plan() const noexcept { return plan_; }
+  // Buckets issued since arm(): what a test of overlap looks at.
+  [[nodiscard]] std::size_t issued() const;
+
+ private:
+  struct Pending {  // one bucket between arm() and finish()
+    std::size_t missing = 0;
+    std::vector<void*> gradients;
+    std::vector<Keepalive> owners;
+  };
+  struct Place {
+    std::size_t bucket = 0;
+    std::size_t entry = 0;
+  };
+
+  void issue_complete();
+  WorkPtr issue(std::size_t bucket);
+  void scale_alone(const Bucket& bucket, const Pending& pending, const Keepalive& held);
+
+  std::shared_ptr<Communicator> communicator_;
+  const BucketPlan plan_;
+  std::vector<Place> places_;    // of each parameter
+  std::vector<Buffer> buffers_;  // of each bucket; empty where nothing is ever packed
+
+  // Hooks call from the thread that runs the backward, the runner from its own.
+  mutable std::mutex mutex_;
+  bool armed_ = false;
+  Scale scale_;
+  std::vector<Pending> pending_;
+  std::vector<std::uint8_t> marked_;
+  std::size_t next_ = 0;
+  std::vector<WorkPtr> works_;
+};
+
+}  // namespace hpcomm

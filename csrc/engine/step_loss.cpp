@@ -1,0 +1,49 @@
+// One all-reduce of two numbers.
+#include "engine/step_loss.h"
+
+#include <cmath>
+#include <limits>
+
+namespace hpcomm {
+
+StepLoss::StepLoss(std::shared_ptr<Communicator> communicator)
+    : communicator_(std::move(communicator)), sums_(std::make_shared<Sums>()), factor_(std::make_shared<double>(1.0)) {}
+
+void StepLoss::issue(double loss_sum, double weight_sum, bool accumulate) {
+  HPCOMM_REQUIRE(work_ == nullptr || work_->done(), "the loss of the previous step is still being reduced");
+  sums_->loss = loss_sum;
+  sums_->weight = weight_sum;
+  OpOptions options;
+  options.keepalive = sums_;
+  const BufferView pair{&sums_->loss, 2 * sizeof(double), 2, DType::kFloat64, {}};
+  const WorkPtr reduced = communicator_->all_reduce(pair, ReduceOp::kSum, options);
+  auto work = std::make_shared<HostWork>(reduced->what());
+  // On the lane, so that the factor is there when ready() is, and the host never waits for it.
+  communicator_->stream().enqueue([sums = sums_, factor = factor_, reduced, work, accumulate] {
+    try {
+      reduced->wait();
+      sums->kept_weight += sums->weight;
+      *factor = 1.0 / sums->kept_weight;
+      if (!accumulate) {
+        sums->kept_weight = 0;
+      }
+      work->complete();
+    } catch (...) {
+      work->fail(std::current_exception());
+    }
+  });
+  work_ = std::move(work);
+}
+
+void StepLoss::forget() {
+  HPCOMM_REQUIRE(work_ == nullptr || work_->done(), "the loss of the previous step is still being reduced");
+  sums_->kept_weight = 0;
+}
+
+Event StepLoss::ready() const { return work_ == nullptr ? Event() : work_->event(); }
+
+double StepLoss::value() const noexcept {
+  return sums_->weight == 0 ? std::numeric_limits<double>::quiet_NaN() : sums_->loss / sums_->weight;
+}
+
+}  // namespace hpcomm

@@ -1,0 +1,47 @@
+// StepLoss: the loss of a step on every rank, and the factor that turns summed gradients into its gradient.
+//
+// Loss = sum of weight x loss over all microbatches and replicas / sum of weights (docs/explanation/numerics). Both
+// sums travel in one small all-reduce; 1 / weight is then read by the gradient lane when it packs.
+#pragma once
+
+#include <memory>
+
+#include "comm/communicator.h"
+#include "pack/pack.h"
+
+namespace hpcomm {
+
+class StepLoss {
+ public:
+  // `communicator` spans all ranks whose gradients belong together, on a lane of its own.
+  explicit StepLoss(std::shared_ptr<Communicator> communicator);
+
+  // Issues the reduction. `loss_sum` and `weight_sum` are this rank's part: zero where no loss was computed.
+  // With `accumulate`, the step's gradients are kept for a later step, whose factor then covers both.
+  // Throws kInvalidArgument when the previous issue() has not ended.
+  void issue(double loss_sum, double weight_sum, bool accumulate);
+
+  // The gradients of accumulating steps were dropped: the next factor covers its own step alone.
+  void forget();
+
+  // Of the last issue(). The factor 1 / weight; read it after ready().
+  [[nodiscard]] Scale scale() const { return {factor_}; }
+  [[nodiscard]] Event ready() const;
+  [[nodiscard]] const WorkPtr& work() const noexcept { return work_; }
+  // The loss; NaN when the weights sum to zero. Call after work()->wait().
+  [[nodiscard]] double value() const noexcept;
+
+ private:
+  struct Sums {
+    double loss = 0;
+    double weight = 0;
+    double kept_weight = 0;  // of steps whose gradients wait for a later reduction
+  };
+
+  std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<Sums> sums_;
+  std::shared_ptr<double> factor_;
+  WorkPtr work_;
+};
+
+}  // namespace hpcomm

@@ -1,0 +1,43 @@
+// Which gradients are reduced together: a pure function of sizes, so that every rank decides alike.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "plan/layout.h"
+
+namespace hpcomm {
+
+struct Bucket {
+  std::vector<int> params;  // indices into the list that was planned, in the order of the Layout's entries
+  Layout layout;
+  DType dtype = DType::kFloat32;  // of the whole buffer: a reduction has one element type
+
+  // Elements of `dtype` in the buffer, padding included (it is zero and stays zero under a sum).
+  [[nodiscard]] std::size_t count() const noexcept { return layout.bytes() / size_of(dtype); }
+};
+
+struct BucketLimits {
+  // The first bucket is small so that the first reduction starts early in the backward; the sizes are those
+  // of PyTorch's DDP (S. Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3).
+  std::size_t first_bytes = std::size_t{1} << 20;
+  std::size_t cap_bytes = std::size_t{25} << 20;
+};
+
+struct BucketPlan {
+  std::vector<Bucket> buckets;  // in reduction order
+
+  [[nodiscard]] std::uint64_t fingerprint() const noexcept;
+  // One line per bucket: its parameters, size and dtype.
+  [[nodiscard]] std::string to_text() const;
+};
+
+// Walks `params` in `ready_order` (indices; normally the reverse of the model's order) and closes a bucket when
+// the next gradient would take it over its limit. A gradient larger than the limit gets a bucket of its own.
+// Dtypes never share a bucket. Throws kInvalidArgument when `ready_order` is no permutation.
+[[nodiscard]] BucketPlan plan_buckets(const std::vector<TensorSize>& params, const std::vector<int>& ready_order,
+                                      const BucketLimits& limits = {});
+
+}  // namespace hpcomm

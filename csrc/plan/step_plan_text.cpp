@@ -1,0 +1,139 @@
+// A StepPlan as a person draws it: one row of issue entries per rank.
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <iterator>
+
+#include "base/error.h"
+#include "plan/action.h"
+#include "plan/step_plan.h"
+
+namespace hpcomm::plan {
+
+namespace {
+
+constexpr std::size_t kRowWidth = 110;
+
+constexpr const char* kLegend =
+    "F forward, B backward, I input gradient, W weight gradient, S send activation, s send gradient, r "
+    "receive,\n"
+    "R reduce bucket, L loss; the number is the microbatch (of R the bucket); B3{R1 R0}: issued while B3 "
+    "runs\n";
+
+struct Style {
+  bool stages = false;  // name the stage in front: a rank holds several
+};
+
+char letter(const Action& action) {
+  switch (action.kind) {
+    case ActionKind::kForward:
+      return 'F';
+    case ActionKind::kBackward:
+      return 'B';
+    case ActionKind::kInputGrad:
+      return 'I';
+    case ActionKind::kWeightGrad:
+      return 'W';
+    case ActionKind::kSend:
+      return action.payload == Payload::kGradient ? 's' : 'S';
+    case ActionKind::kRecv:
+      return 'r';
+    case ActionKind::kReduce:
+      return 'R';
+    case ActionKind::kLoss:
+      return 'L';
+  }
+  return '?';
+}
+
+std::string token(const Action& action, Style style) {
+  std::string text = style.stages && action.stage >= 0 ? str(action.stage, letter(action)) : str(letter(action));
+  if (action.kind == ActionKind::kReduce) {
+    text += str(action.bucket);
+  } else if (action.kind != ActionKind::kLoss) {
+    text += str(action.microbatch);
+  }
+  // A skip connection gives a stage several messages per microbatch.
+  if (std::abs(action.stage - action.peer_stage) > 1) {
+    if (action.kind == ActionKind::kSend) {
+      text += str(">", action.peer_stage);
+    } else if (action.kind == ActionKind::kRecv) {
+      text += str("<", action.peer_stage);
+    }
+  }
+  for (std::size_t i = 0; i < action.inside.size(); ++i) {
+    text += (i == 0 ? "{" : " ") + token(action.inside[i], style);
+  }
+  return action.inside.empty() ? text : text + "}";
+}
+
+std::vector<std::string> row(const StepPlan& plan, int rank, Style style) {
+  std::vector<std::string> tokens;
+  for (const Action& action : actions(plan, rank)) {
+    tokens.push_back(token(action, style));
+  }
+  return tokens;
+}
+
+// Breaks between entries; a continued row repeats the bar under an empty label.
+std::string wrap(const std::string& label, const std::vector<std::string>& tokens) {
+  std::string text;
+  std::string line = label + " |";
+  const std::size_t empty = line.size();
+  for (const std::string& next : tokens) {
+    if (line.size() > empty && line.size() + 1 + next.size() > kRowWidth) {
+      text += line + "\n";
+      line = std::string(label.size(), ' ') + " |";
+    }
+    line += " " + next;
+  }
+  return text + line + "\n";
+}
+
+std::string count_by_lane(const StepPlan& plan) {
+  std::string text;
+  for (const Lane lane : {Lane::kForward, Lane::kBackward, Lane::kGradient, Lane::kScalar}) {
+    const auto count = std::count_if(plan.communicators.begin(), plan.communicators.end(),
+                                     [&](const CommunicatorSpec& spec) { return spec.lane == lane; });
+    if (count > 0) {
+      text += str(text.empty() ? "" : ", ", count, " ", to_string(lane));
+    }
+  }
+  return text.empty() ? "none" : text;
+}
+
+}  // namespace
+
+std::string StepPlan::to_text() const {
+  HPCOMM_REQUIRE(dp >= 1, "dp is ", dp);
+  const Style style{.stages = num_stages() > pp};
+  std::vector<std::string> labels;
+  std::vector<std::vector<std::string>> rows;
+  // The replicas of a pipeline rank are neighbours in the mesh; as long as nobody edits them, their rows are
+  // equal.
+  for (int first = 0; first < std::ssize(lists);) {
+    std::vector<std::string> tokens = row(*this, first, style);
+    int next = first + 1;
+    while (next < std::ssize(lists) && next % dp != 0 && row(*this, next, style) == tokens) {
+      ++next;
+    }
+    labels.push_back(next == first + 1 ? str("rank ", first) : str("rank ", first, "-", next - 1));
+    rows.push_back(std::move(tokens));
+    first = next;
+  }
+  std::size_t width = 0;
+  for (const std::string& label : labels) {
+    width = std::max(width, label.size());
+  }
+  std::string text;
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    text += wrap(labels[i] + std::string(width - labels[i].size(), ' '), rows[i]);
+  }
+  std::array<char, 17> hex{};
+  std::snprintf(hex.data(), hex.size(), "%016llx", static_cast<unsigned long long>(hash()));
+  return text + kLegend +
+         str("pp ", pp, " x dp ", dp, ", ", num_stages(), " stages, ", num_microbatches, " microbatches, ",
+             operations.size(), " operations, communicators: ", count_by_lane(*this), ", hash ", hex.data(), "\n");
+}
+
+}  // namespace hpcomm::plan

@@ -1,0 +1,33 @@
+// The proof that a StepPlan ends on every machine on which ranks start their communication in issue order.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "plan/step_plan.h"
+
+namespace hpcomm::plan {
+
+struct VerifyResult {
+  std::int64_t operations = 0;
+  int ranks = 0;
+  std::int64_t edges = 0;   // of the graph that was found to have no cycle
+  std::string start_order;  // what the proof takes for granted, and who guarantees it
+};
+
+// The reference machine is the hardest one: every rank executes its list one operation at a time, an
+// operation ends only when all its participants have started it (no buffering), and the n-th send from r to s
+// on a communicator meets the n-th receive, the n-th collective the n-th. verify() decides whether the plan
+// ends there: one node per operation (participants contracted), edges between neighbours of each issue list,
+// along data dependencies, and from the consumption of message n to the send of message n + slot_depth; no
+// cycle, no deadlock.
+//
+// Judges any value, not only what compile() made. Near linear in the plan's size. Throws
+//   kInvalidArgument  the plan means nothing (well_formed.h), issues an operation never or twice, or
+//                     reduces a gradient bucket not at all or before its stage's last backward
+//   kSchemaMismatch   operations of different names would meet
+//   kDeadlock         an operation has no counterpart, or operations wait in a circle: the shortest one in
+//   words
+VerifyResult verify(const StepPlan& plan);
+
+}  // namespace hpcomm::plan

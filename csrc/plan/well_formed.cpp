@@ -1,0 +1,237 @@
+// The checks of well_formed.h, from the outside in: later ones index with what earlier ones have checked.
+#include "plan/well_formed.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <iterator>
+#include <limits>
+#include <numeric>
+#include <tuple>
+
+#include "base/error.h"
+
+namespace hpcomm::plan {
+
+namespace {
+
+constexpr std::int64_t kMaxInt = std::numeric_limits<int>::max();
+
+bool in_range(std::int64_t index, std::int64_t size) { return index >= 0 && index < size; }
+
+void check_mesh(const StepPlan& plan) {
+  HPCOMM_REQUIRE(plan.pp >= 1 && plan.dp >= 1, "pp and dp must be at least 1, not ", plan.pp, " and ", plan.dp);
+  const std::int64_t world = std::int64_t{plan.pp} * plan.dp;
+  HPCOMM_REQUIRE(std::ssize(plan.lists) == world, "pp ", plan.pp, " x dp ", plan.dp, " needs ", world,
+                 " issue lists, the plan has ", plan.lists.size());
+  HPCOMM_REQUIRE(plan.num_microbatches >= 0, "num_microbatches is ", plan.num_microbatches);
+  HPCOMM_REQUIRE(plan.slot_depth >= 0, "slot_depth is ", plan.slot_depth, "; 0 means no bound");
+  // Indices into these are ints.
+  HPCOMM_REQUIRE(std::ssize(plan.operations) <= kMaxInt && std::ssize(plan.stage_to_rank) <= kMaxInt &&
+                     std::ssize(plan.communicators) <= kMaxInt && std::ssize(plan.dependencies) <= kMaxInt,
+                 "the plan is too large: its parts are numbered with 31 bits");
+  for (int stage = 0; stage < plan.num_stages(); ++stage) {
+    HPCOMM_REQUIRE(in_range(plan.stage_to_rank[stage], plan.pp), "stage ", stage, " lives on pipeline rank ",
+                   plan.stage_to_rank[stage], "; there are ", plan.pp);
+  }
+  HPCOMM_REQUIRE(plan.buckets.size() == plan.stage_to_rank.size(), "buckets are given for ", plan.buckets.size(),
+                 " stages, the plan has ", plan.num_stages());
+}
+
+void check_communicators(const StepPlan& plan) {
+  std::vector<const CommunicatorSpec*> sorted;
+  for (int i = 0; i < std::ssize(plan.communicators); ++i) {
+    const CommunicatorSpec& spec = plan.communicators[i];
+    // Strictly increasing: sorted, and nobody twice.
+    const bool increasing =
+        std::adjacent_find(spec.ranks.begin(), spec.ranks.end(), std::greater_equal<>()) == spec.ranks.end();
+    HPCOMM_REQUIRE(increasing && spec.ranks.size() >= 2 && in_range(spec.ranks.front(), plan.world()) &&
+                       in_range(spec.ranks.back(), plan.world()),
+                   "communicator ", i, " must list two or more different ranks below ", plan.world(),
+                   " in increasing order");
+    HPCOMM_REQUIRE(spec.lane != Lane::kCompute, "communicator ", i, " is on the compute lane, where nothing travels");
+    sorted.push_back(&spec);
+  }
+  const auto key = [](const CommunicatorSpec* spec) { return std::tie(spec->lane, spec->ranks); };
+  std::sort(sorted.begin(), sorted.end(), [&](auto* a, auto* b) { return key(a) < key(b); });
+  const auto twin = std::adjacent_find(sorted.begin(), sorted.end(), [](auto* a, auto* b) { return *a == *b; });
+  HPCOMM_REQUIRE(twin == sorted.end(), "two communicators have the same ranks and the ", to_string((*twin)->lane),
+                 " lane; one serves both");
+}
+
+class OperationCheck {
+ public:
+  OperationCheck(const StepPlan& plan, int index) : plan_(plan), op_(plan.operations[index]), index_(index) {}
+
+  void run() const {
+    switch (op_.kind) {
+      case OpKind::kForward:
+      case OpKind::kBackward:
+      case OpKind::kInputGrad:
+      case OpKind::kWeightGrad:
+        return compute();
+      case OpKind::kTransfer:
+        return transfer();
+      case OpKind::kReduce:
+        return reduce();
+      case OpKind::kLoss:
+        return loss();
+    }
+    fail("has no kind");
+  }
+
+ private:
+  template <typename... Parts>
+  [[noreturn]] void fail(const Parts&... parts) const {
+    throw Error(ErrorKind::kInvalidArgument, str("operation ", index_, " (", describe(op_), ") ", parts...));
+  }
+  template <typename... Parts>
+  void require(bool condition, const Parts&... parts) const {
+    if (!condition) {
+      fail(parts...);
+    }
+  }
+
+  // Fields that the kind does not use would make two equal plans differ.
+  void only(bool stage, bool peer_stage, bool microbatch, bool bucket, bool payload) const {
+    const int stages = plan_.num_stages();
+    require(stage ? in_range(op_.stage, stages) : op_.stage == -1, "has stage ", op_.stage, " of ", stages);
+    require(peer_stage ? in_range(op_.peer_stage, stages) : op_.peer_stage == -1, "has peer stage ", op_.peer_stage,
+            " of ", stages);
+    require(microbatch ? in_range(op_.microbatch, plan_.num_microbatches) : op_.microbatch == -1, "has microbatch ",
+            op_.microbatch, " of ", plan_.num_microbatches);
+    require(bucket ? in_range(op_.bucket, std::ssize(plan_.buckets[op_.stage])) : op_.bucket == -1, "has bucket ",
+            op_.bucket, bucket ? ", which its stage does not have" : " but reduces none");
+    const bool known = op_.payload == Payload::kActivation || op_.payload == Payload::kGradient;
+    require(payload ? known : op_.payload == Payload::kNone, "has payload ", static_cast<int>(op_.payload));
+    require(op_.bytes >= 0, "has ", op_.bytes, " bytes");
+  }
+
+  // Does the operation travel on a communicator that joins exactly `ranks` (or, for a transfer, at least
+  // them)?
+  void travels(bool exactly) const {
+    require(in_range(op_.communicator, std::ssize(plan_.communicators)), "is on communicator ", op_.communicator,
+            " of ", plan_.communicators.size());
+    const CommunicatorSpec& spec = plan_.communicators[op_.communicator];
+    require(spec.lane == lane_of(op_), "is on communicator ", op_.communicator, " of the ", to_string(spec.lane),
+            " lane; it belongs on the ", to_string(lane_of(op_)), " lane");
+    const auto member = [&](int rank) { return std::binary_search(spec.ranks.begin(), spec.ranks.end(), rank); };
+    require(exactly ? spec.ranks == op_.participants
+                    : std::all_of(op_.participants.begin(), op_.participants.end(), member),
+            "is on communicator ", op_.communicator, ", which joins other ranks");
+  }
+
+  void compute() const {
+    only(true, false, true, false, false);
+    require(op_.participants.size() == 1 && in_range(op_.participants[0], plan_.world()) &&
+                op_.participants[0] / plan_.dp == plan_.stage_to_rank[op_.stage],
+            "must have one participant, a rank that holds stage ", op_.stage);
+    require(op_.communicator == -1, "computes, yet is on communicator ", op_.communicator);
+  }
+
+  void transfer() const {
+    only(true, true, true, false, true);
+    const auto& ranks = op_.participants;
+    require(ranks.size() == 2, "must have two participants: source, destination");
+    for (const int side : {0, 1}) {
+      const int stage = side == 0 ? op_.stage : op_.peer_stage;
+      require(in_range(ranks[side], plan_.world()) && ranks[side] / plan_.dp == plan_.stage_to_rank[stage],
+              side == 0 ? "starts" : "ends", " at rank ", ranks[side], ", which does not hold stage ", stage);
+    }
+    require(ranks[0] != ranks[1], "joins a rank to itself; stages of one rank hand over without a transfer");
+    require(ranks[0] % plan_.dp == ranks[1] % plan_.dp, "joins two replicas");
+    travels(/*exactly=*/false);
+  }
+
+  void reduce() const {
+    only(true, false, false, true, false);
+    require(op_.bytes == plan_.buckets[op_.stage][op_.bucket], "has ", op_.bytes, " bytes, its bucket has ",
+            plan_.buckets[op_.stage][op_.bucket]);
+    collective(plan_.rank_of(op_.stage, 0), plan_.dp, "every rank that holds its stage");
+  }
+
+  void loss() const {
+    only(false, false, false, false, false);
+    collective(0, plan_.world(), "every rank");
+  }
+
+  void collective(int first_rank, int count, const char* who) const {
+    bool all = std::ssize(op_.participants) == count;
+    for (int i = 0; all && i < count; ++i) {
+      all = op_.participants[i] == first_rank + i;
+    }
+    require(all, "must have as participants ", who, ", sorted");
+    if (count > 1) {
+      travels(/*exactly=*/true);
+    } else {
+      require(op_.communicator == -1, "is on communicator ", op_.communicator, " though one rank has no one to meet");
+    }
+  }
+
+  const StepPlan& plan_;
+  const Operation& op_;
+  int index_;
+};
+
+// Operations meet by name (verify.h): a name that stands for two of them would let strangers meet.
+void check_names(const StepPlan& plan) {
+  std::vector<int> order(plan.operations.size());
+  std::iota(order.begin(), order.end(), 0);
+  const auto key = [&](int index) {
+    const Operation& op = plan.operations[index];
+    return std::tie(op.kind, op.stage, op.peer_stage, op.microbatch, op.bucket, op.payload, op.participants);
+  };
+  std::sort(order.begin(), order.end(), [&](int a, int b) { return key(a) < key(b); });
+  const auto twin = std::adjacent_find(order.begin(), order.end(), [&](int a, int b) { return key(a) == key(b); });
+  HPCOMM_REQUIRE(twin == order.end(), describe(plan.operations[*twin]), " stands in the plan twice, as operations ",
+                 std::min(twin[0], twin[1]), " and ", std::max(twin[0], twin[1]));
+}
+
+bool takes_part(const Operation& op, int rank) {
+  const auto& ranks = op.participants;
+  // Source and destination are in no order; members of a collective are sorted and may be many.
+  return ranks.size() <= 2 ? std::find(ranks.begin(), ranks.end(), rank) != ranks.end()
+                           : std::binary_search(ranks.begin(), ranks.end(), rank);
+}
+
+void check_list(const StepPlan& plan, int rank) {
+  int host = -1;  // the last entry that is no issue point
+  for (int position = 0; position < std::ssize(plan.lists[rank]); ++position) {
+    const Issue& issue = plan.lists[rank][position];
+    const auto where = [&] { return str("entry ", position, " of rank ", rank, "'s list"); };
+    HPCOMM_REQUIRE(in_range(issue.op, std::ssize(plan.operations)), where(), " names operation ", issue.op,
+                   ", the plan has ", plan.operations.size());
+    const Operation& op = plan.operations[issue.op];
+    HPCOMM_REQUIRE(takes_part(op, rank), where(), " is ", describe(op), ", in which that rank takes no part");
+    if (issue.host == -1) {
+      host = issue.op;
+      continue;
+    }
+    HPCOMM_REQUIRE(issue.host == host, where(), " (", describe(op, rank), ") is issued inside operation ", issue.host,
+                   ", so it must follow that operation or another entry inside it");
+    HPCOMM_REQUIRE(is_backward(plan.operations[host].kind), where(), " (", describe(op, rank), ") is issued inside ",
+                   describe(plan.operations[host], rank), ", which is no backward");
+    HPCOMM_REQUIRE(!is_compute(op.kind), where(), " computes inside ", describe(plan.operations[host], rank));
+  }
+}
+
+}  // namespace
+
+void require_well_formed(const StepPlan& plan) {
+  check_mesh(plan);
+  check_communicators(plan);
+  for (int i = 0; i < std::ssize(plan.operations); ++i) {
+    OperationCheck(plan, i).run();
+  }
+  check_names(plan);
+  for (int rank = 0; rank < plan.world(); ++rank) {
+    check_list(plan, rank);
+  }
+  for (const Dependency& dependency : plan.dependencies) {
+    const std::int64_t size = std::ssize(plan.operations);
+    HPCOMM_REQUIRE(
+        in_range(dependency.before, size) && in_range(dependency.after, size) && dependency.before != dependency.after,
+        "dependency ", dependency.before, " -> ", dependency.after, " must join two of the ", size, " operations");
+  }
+}
+
+}  // namespace hpcomm::plan

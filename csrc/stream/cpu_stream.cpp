@@ -1,0 +1,150 @@
+// Streams of a CPU rank: the caller itself, and FIFO worker threads.
+#include <pthread.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdio>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "stream/stream.h"
+
+namespace hpcomm {
+
+namespace {
+
+class CallerStream final : public Stream {
+ public:
+  [[nodiscard]] Device device() const noexcept override { return {}; }
+  void enqueue(Task task) override { task(); }
+  [[nodiscard]] Event record() override { return {}; }
+  void wait(const Event& event) override { event.wait(); }
+  [[nodiscard]] bool is_current() const noexcept override { return true; }
+  [[nodiscard]] bool idle() const noexcept override { return true; }
+};
+
+class Flag final : public EventState {
+ public:
+  [[nodiscard]] bool done() const override {
+    std::lock_guard lock(mutex_);
+    return set_;
+  }
+  [[nodiscard]] bool wait_until(Deadline deadline) const override {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_until(lock, deadline, [this] { return set_; });
+  }
+  void set() {
+    // Notified under the lock: a waiter may destroy this object as soon as it sees the flag.
+    std::lock_guard lock(mutex_);
+    set_ = true;
+    changed_.notify_all();
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  bool set_ = false;
+};
+
+class WorkerStream final : public Stream {
+ public:
+  explicit WorkerStream(const std::string& name) : thread_(run, queue_) {
+    pthread_setname_np(thread_.native_handle(), name.substr(0, 15).c_str());
+  }
+
+  ~WorkerStream() override {
+    {
+      std::lock_guard lock(queue_->mutex);
+      queue_->stopping = true;
+    }
+    queue_->ready.notify_one();
+    if (is_current()) {
+      // The last reference went away inside one of our own tasks; the thread ends by itself once the queue is empty.
+      thread_.detach();
+    } else {
+      thread_.join();
+    }
+  }
+
+  [[nodiscard]] Device device() const noexcept override { return {}; }
+
+  void enqueue(Task task) override {
+    // Held here too: when the task has run, somebody else may destroy the stream before notify_one() returns.
+    const std::shared_ptr<Queue> queue = queue_;
+    {
+      std::lock_guard lock(queue->mutex);
+      queue->tasks.push_back(std::move(task));
+    }
+    queue->ready.notify_one();
+  }
+
+  [[nodiscard]] Event record() override {
+    auto flag = std::make_shared<Flag>();
+    enqueue([flag] { flag->set(); });
+    return Event(flag);
+  }
+
+  void wait(const Event& event) override {
+    if (!event.done()) {
+      enqueue([event] { event.wait(); });
+    }
+  }
+
+  [[nodiscard]] bool is_current() const noexcept override { return std::this_thread::get_id() == thread_.get_id(); }
+
+  [[nodiscard]] bool idle() const noexcept override {
+    std::lock_guard lock(queue_->mutex);
+    return queue_->tasks.empty() && !queue_->running;
+  }
+
+ private:
+  // Shared with the thread, which outlives the stream when that is destroyed by one of its own tasks.
+  struct Queue {
+    std::mutex mutex;
+    std::condition_variable ready;
+    std::deque<Task> tasks;
+    bool running = false;
+    bool stopping = false;
+  };
+
+  static void run(const std::shared_ptr<Queue>& queue) {
+    std::unique_lock lock(queue->mutex);
+    for (;;) {
+      queue->ready.wait(lock, [&queue] { return queue->stopping || !queue->tasks.empty(); });
+      if (queue->tasks.empty()) {
+        return;
+      }
+      {
+        Task task = std::move(queue->tasks.front());
+        queue->tasks.pop_front();
+        queue->running = true;
+        lock.unlock();
+        try {
+          task();
+        } catch (const std::exception& error) {
+          // Tasks promise not to throw; losing the process over a broken promise would lose the message too.
+          std::fprintf(stderr, "hpcomm: bug: a stream task threw: %s\n", error.what());
+        } catch (...) {
+          std::fprintf(stderr, "hpcomm: bug: a stream task threw something that is no std::exception\n");
+        }
+      }  // the task and what it keeps alive end here, outside the lock
+      lock.lock();
+      queue->running = false;
+    }
+  }
+
+  const std::shared_ptr<Queue> queue_ = std::make_shared<Queue>();
+  std::thread thread_;  // last: it starts when everything above exists
+};
+
+}  // namespace
+
+std::shared_ptr<Stream> make_caller_stream() { return std::make_shared<CallerStream>(); }
+
+std::shared_ptr<Stream> make_worker_stream(const std::string& name) { return std::make_shared<WorkerStream>(name); }
+
+}  // namespace hpcomm

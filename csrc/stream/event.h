@@ -1,0 +1,45 @@
+// Event: a point in a Stream. It says "what was enqueued up to here has run", and nothing more.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <utility>
+
+namespace hpcomm {
+
+using Clock = std::chrono::steady_clock;
+using Deadline = Clock::time_point;
+
+// At most a year ahead: the longest limits that callers can write, added to a clock, would lie in its past.
+[[nodiscard]] inline Deadline deadline_after(std::chrono::milliseconds limit) {
+  return Clock::now() + std::min(limit, std::chrono::milliseconds(std::chrono::hours(24 * 365)));
+}
+
+// What an Event refers to; one implementation per device.
+class EventState {
+ public:
+  virtual ~EventState() = default;
+  [[nodiscard]] virtual bool done() const = 0;
+  // Blocks the calling thread; false when the deadline came first.
+  [[nodiscard]] virtual bool wait_until(Deadline deadline) const = 0;
+};
+
+// A cheap value. A default-made Event has already happened.
+class Event {
+ public:
+  Event() = default;
+  explicit Event(std::shared_ptr<const EventState> state) : state_(std::move(state)) {}
+
+  [[nodiscard]] bool done() const { return state_ == nullptr || state_->done(); }
+  [[nodiscard]] bool wait_until(Deadline deadline) const { return state_ == nullptr || state_->wait_until(deadline); }
+  void wait() const {
+    while (!wait_until(Clock::now() + std::chrono::hours(1))) {
+    }
+  }
+
+ private:
+  std::shared_ptr<const EventState> state_;
+};
+
+}  // namespace hpcomm

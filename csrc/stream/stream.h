@@ -1,0 +1,44 @@
+// Stream: an ordered queue of device work. The same contract on CPU and CUDA, so overlap is written once.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "base/view.h"
+#include "stream/event.h"
+
+namespace hpcomm {
+
+// Host code that runs in stream order. It must not throw: failures belong to a Work (comm/work.h).
+using Task = std::function<void()>;
+
+class Stream {
+ public:
+  Stream() = default;
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  virtual ~Stream() = default;
+
+  [[nodiscard]] virtual Device device() const noexcept = 0;
+  // Runs `task` after everything enqueued before. CPU streams only; CUDA kernels go to the native handle.
+  virtual void enqueue(Task task) = 0;
+  [[nodiscard]] virtual Event record() = 0;
+  // What is enqueued from now on starts after `event`. Does not block the host, except on the caller's stream.
+  virtual void wait(const Event& event) = 0;
+  // True when the calling code already runs in this stream's order: it may execute at once what it would enqueue.
+  [[nodiscard]] virtual bool is_current() const noexcept = 0;
+  // True when nothing is enqueued or running.
+  [[nodiscard]] virtual bool idle() const noexcept = 0;
+  // Blocks the host until everything enqueued has run.
+  void synchronize() { record().wait(); }
+};
+
+// The compute stream of a CPU rank is the caller itself: everything runs before the call returns.
+[[nodiscard]] std::shared_ptr<Stream> make_caller_stream();
+
+// A side lane on CPU: one thread that runs tasks first in, first out, and sleeps when there are none.
+// `name` shows in /proc and in debuggers (15 characters). The destructor runs what is still enqueued, then joins.
+[[nodiscard]] std::shared_ptr<Stream> make_worker_stream(const std::string& name);
+
+}  // namespace hpcomm

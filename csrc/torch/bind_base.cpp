@@ -1,0 +1,88 @@
+// Streams, events, Work and the waiting that all of them share.
+#include <pybind11/stl.h>
+
+#include <algorithm>
+
+#include "stream/stream.h"
+#include "torch/bindings.h"
+#include "torch/gil.h"
+
+namespace py = pybind11;
+
+namespace hpcomm {
+
+namespace {
+
+constexpr auto kSignalPoll = std::chrono::milliseconds(50);
+
+// `step(until)` waits and says whether it is over.
+template <typename Step>
+bool wait_in_slices(Deadline deadline, const Step& step) {
+  for (;;) {
+    bool over = false;
+    {
+      const WithoutGil scope;
+      over = step(std::min(deadline, Clock::now() + kSignalPoll));
+    }
+    if (over) {
+      return true;
+    }
+    if (PyErr_CheckSignals() != 0) {
+      throw py::error_already_set();
+    }
+    if (Clock::now() >= deadline) {
+      return false;
+    }
+  }
+}
+
+}  // namespace
+
+Deadline in_seconds(double seconds) {
+  constexpr double kForever = 1e9;  // thirty years; a Clock overflows soon after three hundred
+  const double bounded = seconds < 0 ? kForever : std::min(seconds, kForever);
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bounded));
+}
+
+void wait_for(const Work& work, double seconds) {
+  if (!wait_in_slices(in_seconds(seconds), [&](Deadline until) { return work.wait_until(until); })) {
+    const ErrorContext& what = work.what();
+    throw Error(ErrorKind::kTimedOut, str(what.operation, " #", what.sequence, " has not ended after ", seconds, " s"),
+                what);
+  }
+}
+
+void bind_base(py::module_& module) {
+  py::class_<Event>(module, "Event")
+      .def("done", &Event::done)
+      .def(
+          "wait",
+          [](const Event& event, double timeout) {
+            return wait_in_slices(in_seconds(timeout), [&](Deadline until) { return event.wait_until(until); });
+          },
+          py::arg("timeout") = -1.0);
+
+  py::class_<Stream, std::shared_ptr<Stream>>(module, "Stream")
+      .def_static("caller", &make_caller_stream)
+      .def_static(
+          "worker", [](const std::string& name) { return released_without_gil(make_worker_stream(name)); },
+          py::arg("name"))
+      .def("record", &Stream::record)
+      .def("wait", &Stream::wait, py::arg("event"), py::call_guard<py::gil_scoped_release>())
+      .def("idle", &Stream::idle)
+      .def("synchronize", [](Stream& stream) {
+        const Event event = stream.record();
+        (void)wait_in_slices(in_seconds(-1), [&](Deadline until) { return event.wait_until(until); });
+      });
+
+  py::class_<Work, std::shared_ptr<Work>>(module, "Work")
+      .def(
+          "wait", [](const Work& work, double timeout) { wait_for(work, timeout); }, py::arg("timeout") = -1.0)
+      .def("done", &Work::done)
+      .def("event", &Work::event)
+      .def_property_readonly("operation", [](const Work& work) { return work.what().operation; })
+      .def_property_readonly("peer", [](const Work& work) { return work.what().peer; })
+      .def_property_readonly("sequence", [](const Work& work) { return work.what().sequence; });
+}
+
+}  // namespace hpcomm

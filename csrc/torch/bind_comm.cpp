@@ -1,0 +1,211 @@
+// Communicator as Python sees it. Checks at the top of each call, in this order: device, dtype, contiguity, sizes.
+#include <pybind11/stl.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "comm/communicator.h"
+#include "comm/solo/solo_communicator.h"
+#include "torch/bindings.h"
+#include "torch/c10d_communicator.h"
+#include "torch/gil.h"
+#include "torch/tensor.h"
+
+namespace py = pybind11;
+
+namespace hpcomm {
+
+namespace {
+
+ReduceOp parse_op(const std::string& op) {
+  for (const ReduceOp known :
+       {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kProduct, ReduceOp::kMin, ReduceOp::kMax}) {
+    if (op == to_string(known)) {
+      return known;
+    }
+  }
+  HPCOMM_REQUIRE(false, "reduction '", op, "' is unknown; use sum, avg, product, min or max");
+  return ReduceOp::kSum;
+}
+
+// The tail of every operation: how it is issued and whether the call waits. Synchronous calls do not run inline: a wait
+// inside gloo could not look at signals.
+struct Call {
+  bool async_op;
+  double timeout;  // seconds; the communicator's own when negative
+
+  [[nodiscard]] OpOptions options(Keepalive keepalive) const {
+    OpOptions options;
+    options.keepalive = std::move(keepalive);
+    if (timeout > 0) {
+      options.timeout = std::chrono::milliseconds(std::max<std::int64_t>(1, static_cast<std::int64_t>(timeout * 1e3)));
+    }
+    return options;
+  }
+  template <typename Issue>
+  WorkPtr run(const Issue& issue) const {
+    WorkPtr work = issue();
+    if (!async_op) {
+      wait_for(*work, -1);  // the operation's own deadline ends it
+    }
+    return work;
+  }
+};
+
+Keepalive keep_both(const at::Tensor& a, const at::Tensor& b) {
+  return std::make_shared<const std::pair<Keepalive, Keepalive>>(keep(a), keep(b));
+}
+
+WorkPtr all_reduce(Communicator& self, const at::Tensor& tensor, const std::string& op, bool async_op, double timeout) {
+  const BufferView view = view_of(tensor, "all_reduce");
+  const Call call{async_op, timeout};
+  return call.run([&] { return self.all_reduce(view, parse_op(op), call.options(keep(tensor))); });
+}
+
+WorkPtr reduce_scatter(Communicator& self, const at::Tensor& output, const at::Tensor& input, const std::string& op,
+                       bool async_op, double timeout) {
+  const BufferView to = view_of(output, "reduce_scatter output");
+  const BufferView from = view_of(input, "reduce_scatter input");
+  const Call call{async_op, timeout};
+  return call.run([&] { return self.reduce_scatter(to, from, parse_op(op), call.options(keep_both(output, input))); });
+}
+
+WorkPtr all_gather(Communicator& self, const at::Tensor& output, const at::Tensor& input, bool async_op,
+                   double timeout) {
+  const BufferView to = view_of(output, "all_gather output");
+  const BufferView from = view_of(input, "all_gather input");
+  const Call call{async_op, timeout};
+  return call.run([&] { return self.all_gather(to, from, call.options(keep_both(output, input))); });
+}
+
+WorkPtr all_to_all(Communicator& self, const at::Tensor& output, const at::Tensor& input, bool async_op,
+                   double timeout) {
+  const BufferView to = view_of(output, "all_to_all output");
+  const BufferView from = view_of(input, "all_to_all input");
+  const Call call{async_op, timeout};
+  return call.run([&] { return self.all_to_all(to, from, call.options(keep_both(output, input))); });
+}
+
+WorkPtr broadcast(Communicator& self, const at::Tensor& tensor, int root, bool async_op, double timeout) {
+  const BufferView view = view_of(tensor, "broadcast");
+  const Call call{async_op, timeout};
+  return call.run([&] { return self.broadcast(view, root, call.options(keep(tensor))); });
+}
+
+WorkPtr send(Communicator& self, const at::Tensor& tensor, int peer, bool async_op, double timeout) {
+  const BufferView view = view_of(tensor, "send");
+  const Call call{async_op, timeout};
+  return call.run([&] { return self.send(view, peer, call.options(keep(tensor))); });
+}
+
+WorkPtr recv(Communicator& self, const at::Tensor& tensor, int peer, bool async_op, double timeout) {
+  const BufferView view = view_of(tensor, "recv");
+  const Call call{async_op, timeout};
+  return call.run([&] { return self.recv(view, peer, call.options(keep(tensor))); });
+}
+
+WorkPtr barrier(Communicator& self, bool async_op, double timeout) {
+  const Call call{async_op, timeout};
+  return call.run([&] { return self.barrier(call.options(nullptr)); });
+}
+
+at::ScalarType to_scalar_type(const py::object& dtype) {
+  HPCOMM_REQUIRE(THPDtype_Check(dtype.ptr()), "allocate: dtype must be a torch.dtype");
+  return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+}
+
+at::Tensor allocate(Communicator& self, const std::vector<std::int64_t>& shape, const py::object& dtype) {
+  const at::ScalarType type = to_scalar_type(dtype);
+  std::int64_t count = 1;
+  for (const std::int64_t length : shape) {
+    HPCOMM_REQUIRE(length >= 0, "allocate: a dimension of ", length);
+    count *= length;
+  }
+  Buffer buffer = self.allocate(static_cast<std::size_t>(count) * c10::elementSize(type));
+  return at::from_blob(buffer.view.data, shape, [owner = buffer.owner](void*) {}, at::TensorOptions().dtype(type));
+}
+
+// Python functions need the GIL to be called and to be let go of; communicators are destroyed without it.
+C10dBackendFactory to_factory(py::function function) {
+  const std::shared_ptr<py::function> shared(new py::function(std::move(function)), [](py::function* owned) {
+    const py::gil_scoped_acquire gil;
+    delete owned;
+  });
+  return [shared](const std::string& name, int rank, int size) {
+    const py::gil_scoped_acquire gil;
+    return (*shared)(name, rank, size).cast<C10dBackend>();
+  };
+}
+
+}  // namespace
+
+void bind_comm(py::module_& module) {
+  py::class_<CommunicatorConfig>(module, "CommunicatorConfig")
+      .def(py::init([](std::string name, std::vector<int> ranks, int rank, std::string lane,
+                       std::shared_ptr<Stream> stream, std::shared_ptr<Control> control, double timeout) {
+             const std::chrono::milliseconds limit(static_cast<std::int64_t>(timeout * 1e3));
+             return CommunicatorConfig{std::move(name),   std::move(ranks),   rank, std::move(lane),
+                                       std::move(stream), std::move(control), limit};
+           }),
+           py::kw_only(), py::arg("name"), py::arg("ranks"), py::arg("rank"), py::arg("lane"), py::arg("stream"),
+           py::arg("control"), py::arg("timeout"));
+
+  const auto later = py::arg("async_op") = false;
+  const auto limit = py::arg("timeout") = -1.0;
+  py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator")
+      .def_property_readonly("rank", &Communicator::rank)
+      .def_property_readonly("size", &Communicator::size)
+      .def_property_readonly("ranks", &Communicator::ranks)
+      .def_property_readonly("name", &Communicator::name)
+      .def_property_readonly("lane", &Communicator::lane)
+      .def_property_readonly("transport", &Communicator::transport)
+      .def_property_readonly("control", &Communicator::shared_control)
+      .def_property_readonly("timeout",
+                             [](const Communicator& self) { return static_cast<double>(self.timeout().count()) / 1e3; })
+      .def_property_readonly(
+          "device", [](const Communicator& self) { return self.device().type == DeviceType::kCpu ? "cpu" : "cuda"; })
+      .def("all_reduce", &all_reduce, py::arg("tensor"), py::arg("op") = "sum", py::kw_only(), later, limit)
+      .def("reduce_scatter", &reduce_scatter, py::arg("output"), py::arg("input"), py::arg("op") = "sum", py::kw_only(),
+           later, limit)
+      .def("all_gather", &all_gather, py::arg("output"), py::arg("input"), py::kw_only(), later, limit)
+      .def("all_to_all", &all_to_all, py::arg("output"), py::arg("input"), py::kw_only(), later, limit)
+      .def("broadcast", &broadcast, py::arg("tensor"), py::arg("root"), py::kw_only(), later, limit)
+      .def("send", &send, py::arg("tensor"), py::arg("peer"), py::kw_only(), later, limit)
+      .def("recv", &recv, py::arg("tensor"), py::arg("peer"), py::kw_only(), later, limit)
+      .def("barrier", &barrier, py::kw_only(), later, limit)
+      .def("allocate", &allocate, py::arg("shape"), py::arg("dtype"))
+      .def(
+          "split",
+          [](Communicator& self, int color, int key) {
+            const WithoutGil scope;
+            return released_without_gil(self.split(color, key));
+          },
+          py::arg("color"), py::arg("key") = 0)
+      .def(
+          "subgroup",
+          [](Communicator& self, const std::vector<int>& members, const std::string& lane) {
+            const WithoutGil scope;
+            return released_without_gil(self.subgroup(members, lane));
+          },
+          py::arg("members"), py::arg("lane"))
+      .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "abort",
+          [](Communicator& self, const std::string& reason) {
+            self.abort(Error(ErrorKind::kClosed, "aborted: " + reason, self.context("abort", -1, 0)));
+          },
+          py::arg("reason") = "the program asked for it", py::call_guard<py::gil_scoped_release>());
+
+  module.def(
+      "solo_communicator",
+      [](const CommunicatorConfig& config) { return released_without_gil(make_solo_communicator(config)); },
+      py::arg("config"));
+  module.def(
+      "c10d_communicator",
+      [](const CommunicatorConfig& config, C10dBackend backend, std::optional<py::function> factory) {
+        C10dBackendFactory make = factory ? to_factory(std::move(*factory)) : nullptr;
+        return released_without_gil(make_c10d_communicator(config, std::move(backend), std::move(make)));
+      },
+      py::arg("config"), py::arg("backend"), py::arg("factory") = py::none());
+}
+
+}  // namespace hpcomm

@@ -1,0 +1,85 @@
+// Control as Python sees it.
+#include <pybind11/stl.h>
+
+#include <algorithm>
+
+#include "control/control.h"
+#include "torch/bindings.h"
+#include "torch/gil.h"
+
+namespace py = pybind11;
+
+namespace hpcomm {
+
+namespace {
+
+control::JobToken to_token(const py::bytes& bytes) {
+  const std::string_view view = bytes;
+  control::JobToken token{};
+  HPCOMM_REQUIRE(view.size() == token.size(), "a job token has ", token.size(), " bytes, got ", view.size());
+  std::copy(view.begin(), view.end(), token.begin());
+  return token;
+}
+
+py::object failure(const Control& control) {
+  const auto error = control.failure();
+  return error ? py::object(py::str(error->what())) : py::object(py::none());
+}
+
+std::vector<py::bytes> exchange(Control& control, const std::vector<int>& ranks, std::uint64_t channel,
+                                const std::string& body, double timeout) {
+  std::vector<std::string> all;
+  {
+    const WithoutGil scope;
+    all = control.exchange(ranks, channel, body, in_seconds(timeout));
+  }
+  return {all.begin(), all.end()};
+}
+
+}  // namespace
+
+void bind_control(py::module_& module) {
+  py::class_<Control, std::shared_ptr<Control>>(module, "Control")
+      .def_property_readonly("rank", &Control::rank)
+      .def_property_readonly("size", &Control::size)
+      .def(
+          "send",
+          [](Control& control, int peer, std::uint64_t channel, const std::string& body) {
+            control.send(peer, channel, body);
+          },
+          py::arg("peer"), py::arg("channel"), py::arg("body"))
+      .def(
+          "receive",
+          [](Control& control, int peer, std::uint64_t channel, double timeout) {
+            std::string body;
+            {
+              const WithoutGil scope;
+              body = control.receive(peer, channel, in_seconds(timeout));
+            }
+            return py::bytes(body);
+          },
+          py::arg("peer"), py::arg("channel"), py::arg("timeout"))
+      .def("exchange", &exchange, py::arg("ranks"), py::arg("channel"), py::arg("body"), py::arg("timeout"))
+      .def("abort", &Control::abort, py::arg("message"), py::call_guard<py::gil_scoped_release>())
+      .def("check", &Control::check)
+      .def("failure", &failure)
+      .def("close", &Control::close, py::call_guard<py::gil_scoped_release>());
+
+  py::class_<ControlListener>(module, "ControlListener")
+      .def(py::init([](const std::string& host, int rank, int size, const py::bytes& token) {
+             return std::make_unique<ControlListener>(host, rank, size, to_token(token));
+           }),
+           py::arg("host"), py::arg("rank"), py::arg("size"), py::arg("token"))
+      .def_property_readonly("address", &ControlListener::address)
+      .def(
+          "connect",
+          [](ControlListener& listener, const std::vector<std::string>& addresses, double timeout) {
+            const WithoutGil scope;
+            return released_without_gil(listener.connect(addresses, in_seconds(timeout)));
+          },
+          py::arg("addresses"), py::arg("timeout"));
+
+  module.def("solo_control", &make_solo_control);
+}
+
+}  // namespace hpcomm

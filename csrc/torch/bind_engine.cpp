@@ -1,0 +1,167 @@
+// Edges, Reducer, StepLoss and the hooks as Python sees them.
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "engine/edge.h"
+#include "engine/reducer.h"
+#include "engine/step_loss.h"
+#include "torch/bindings.h"
+#include "torch/ddp_hook.h"
+#include "torch/gil.h"
+#include "torch/ready_hook.h"
+#include "torch/tensor.h"
+
+namespace py = pybind11;
+
+namespace hpcomm {
+
+namespace {
+
+EdgeConfig make_edge(std::shared_ptr<Communicator> communicator, int peer, bool frozen) {
+  return {std::move(communicator), peer, frozen ? SchemaMode::kFrozen : SchemaMode::kPerMessage};
+}
+
+WorkPtr send_message(SendEdge& edge, const std::string& structure, const std::vector<at::Tensor>& tensors,
+                     int microbatch) {
+  Schema schema;
+  schema.structure = structure;
+  std::vector<const void*> data;
+  auto owners = std::make_shared<std::vector<c10::Storage>>();
+  for (const at::Tensor& tensor : tensors) {
+    const BufferView view = view_of(tensor, "send");
+    schema.tensors.push_back({view.dtype, tensor.requires_grad(), tensor.sizes().vec()});
+    data.push_back(view.data);
+    owners->push_back(tensor.storage());
+  }
+  return edge.send(schema, data, owners, microbatch);
+}
+
+// Tensors that live in the message's slot; it is used again when the last of them is gone.
+std::vector<at::Tensor> unpack_views(const Incoming& message) {
+  std::vector<at::Tensor> tensors;
+  for (std::size_t i = 0; i < message.schema->tensors.size(); ++i) {
+    const TensorSchema& schema = message.schema->tensors[i];
+    const Layout::Entry& entry = message.layout->entries()[i];
+    const auto options = at::TensorOptions().dtype(scalar_type(schema.dtype));
+    at::Tensor tensor;
+    if (entry.count == 0) {
+      tensor = at::empty(schema.shape, options);
+    } else {
+      void* data = static_cast<char*>(message.payload.view.data) + entry.offset;
+      tensor = at::from_blob(data, schema.shape, [owner = message.payload.owner](void*) {}, options);
+    }
+    if (schema.requires_grad) {
+      tensor.set_requires_grad(true);
+    }
+    tensors.push_back(std::move(tensor));
+  }
+  return tensors;
+}
+
+std::pair<py::bytes, std::vector<at::Tensor>> wait_message(const Receipt& receipt, double timeout) {
+  wait_for(*receipt.work, timeout);
+  return {py::bytes(receipt.message->schema->structure), unpack_views(*receipt.message)};
+}
+
+std::vector<TensorSize> sizes_of(const std::vector<at::Tensor>& params) {
+  std::vector<TensorSize> sizes;
+  sizes.reserve(params.size());
+  for (const at::Tensor& param : params) {
+    sizes.push_back({static_cast<std::size_t>(param.numel()), dtype_of(param)});
+  }
+  return sizes;
+}
+
+// The order in which a backward makes gradients ready, as long as nobody has measured it: the model's, reversed.
+BucketPlan plan_of(const std::vector<TensorSize>& sizes, std::size_t first_bytes, std::size_t cap_bytes) {
+  std::vector<int> order;
+  for (std::size_t i = sizes.size(); i-- > 0;) {
+    order.push_back(static_cast<int>(i));
+  }
+  return plan_buckets(sizes, order, {first_bytes, cap_bytes});
+}
+
+}  // namespace
+
+void bind_engine(py::module_& module) {
+  py::class_<Receipt>(module, "Receipt")
+      .def("wait", &wait_message, py::arg("timeout") = -1.0)
+      .def("done", [](const Receipt& receipt) { return receipt.work->done(); });
+
+  py::class_<SendEdge>(module, "SendEdge")
+      .def(py::init([](std::shared_ptr<Communicator> communicator, int peer, bool frozen) {
+             return std::make_unique<SendEdge>(make_edge(std::move(communicator), peer, frozen),
+                                               make_torch_allocator());
+           }),
+           py::arg("communicator"), py::arg("peer"), py::arg("frozen"))
+      .def("send", &send_message, py::arg("structure"), py::arg("tensors"), py::arg("microbatch") = -1);
+
+  py::class_<RecvEdge>(module, "RecvEdge")
+      .def(py::init([](std::shared_ptr<Communicator> communicator, int peer, bool frozen) {
+             return std::make_unique<RecvEdge>(make_edge(std::move(communicator), peer, frozen),
+                                               make_torch_allocator());
+           }),
+           py::arg("communicator"), py::arg("peer"), py::arg("frozen"))
+      .def("recv", &RecvEdge::recv, py::arg("microbatch") = -1);
+
+  py::class_<BucketPlan>(module, "BucketPlan")
+      .def(py::init([](const std::vector<at::Tensor>& params, std::size_t first_bytes, std::size_t cap_bytes) {
+             return plan_of(sizes_of(params), first_bytes, cap_bytes);
+           }),
+           py::arg("params"), py::arg("first_bytes") = BucketLimits{}.first_bytes,
+           py::arg("cap_bytes") = BucketLimits{}.cap_bytes)
+      .def_property_readonly("buckets",
+                             [](const BucketPlan& plan) {
+                               std::vector<std::vector<int>> params;
+                               for (const Bucket& bucket : plan.buckets) {
+                                 params.push_back(bucket.params);
+                               }
+                               return params;
+                             })
+      .def_property_readonly("bytes",
+                             [](const BucketPlan& plan) {
+                               std::vector<std::size_t> bytes;
+                               for (const Bucket& bucket : plan.buckets) {
+                                 bytes.push_back(bucket.layout.bytes());
+                               }
+                               return bytes;
+                             })
+      .def_property_readonly("hash", &BucketPlan::fingerprint)
+      .def("__str__", &BucketPlan::to_text);
+
+  py::class_<StepLoss>(module, "StepLoss")
+      .def(py::init<std::shared_ptr<Communicator>>(), py::arg("communicator"))
+      .def("issue", &StepLoss::issue, py::arg("loss_sum"), py::arg("weight_sum"), py::arg("accumulate") = false)
+      .def("forget", &StepLoss::forget)
+      .def("wait", [](const StepLoss& loss) {
+        HPCOMM_REQUIRE(loss.work() != nullptr, "no loss was issued");
+        wait_for(*loss.work(), -1);
+        return loss.value();
+      });
+
+  py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer")
+      .def(py::init([](std::shared_ptr<Communicator> communicator, const std::vector<at::Tensor>& params,
+                       const BucketPlan& plan) {
+             return released_without_gil(
+                 std::make_shared<Reducer>(std::move(communicator), plan, sizes_of(params), make_torch_allocator()));
+           }),
+           py::arg("communicator"), py::arg("params"), py::arg("plan"))
+      .def(
+          "arm", [](Reducer& reducer, const StepLoss& loss) { reducer.arm(loss.scale(), loss.ready()); },
+          py::arg("loss"))
+      .def("awaits", &Reducer::awaits, py::arg("param"))
+      .def_property_readonly("issued", &Reducer::issued)
+      .def("finish", [](Reducer& reducer) {
+        for (const WorkPtr& work : reducer.flush()) {
+          wait_for(*work, -1);
+        }
+      });
+
+  py::class_<ReadyHooks>(module, "ReadyHooks")
+      .def(py::init<std::shared_ptr<Reducer>, const std::vector<at::Tensor>&>(), py::arg("reducer"), py::arg("params"))
+      .def("mark_rest", &ReadyHooks::mark_rest);
+
+  module.def("register_ddp_hook", &register_ddp_hook, py::arg("reducer"), py::arg("communicator"));
+}
+
+}  // namespace hpcomm

@@ -1,0 +1,283 @@
+// Blocking calls on a c10d::Backend that can be interrupted.
+#include "torch/c10d_communicator.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "comm/host_communicator.h"
+#include "comm/solo/solo_communicator.h"
+#include "torch/tensor.h"
+
+namespace hpcomm {
+
+namespace {
+
+// How long a transport error waits for Control to say which rank is behind it.
+constexpr auto kBlameWait = std::chrono::milliseconds(200);
+
+c10d::ReduceOp::RedOpType reduce_op(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+    case ReduceOp::kAverage:  // summed, then divided here: gloo has no average
+      return c10d::ReduceOp::SUM;
+    case ReduceOp::kProduct:
+      return c10d::ReduceOp::PRODUCT;
+    case ReduceOp::kMin:
+      return c10d::ReduceOp::MIN;
+    case ReduceOp::kMax:
+      return c10d::ReduceOp::MAX;
+  }
+  return c10d::ReduceOp::SUM;
+}
+
+// Set by a future's callback on the backend's thread.
+struct Settled {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool done = false;
+};
+
+class C10dCommunicator final : public HostCommunicator {
+ public:
+  C10dCommunicator(CommunicatorConfig config, C10dBackend backend, C10dBackendFactory factory)
+      : HostCommunicator(std::move(config)), backend_(std::move(backend)), factory_(std::move(factory)) {
+    HPCOMM_REQUIRE(backend_ != nullptr, "no c10d backend");
+    HPCOMM_REQUIRE(backend_->getSize() == size() && backend_->getRank() == rank(), "the c10d backend has rank ",
+                   backend_->getRank(), " of ", backend_->getSize(), ", the communicator rank ", rank(), " of ",
+                   size());
+    watch_peers();
+  }
+
+  ~C10dCommunicator() override {
+    shut_down();
+    if (abandoned_) {
+      // A thread of the backend still waits for a peer; its destructor would join that thread for as long as the
+      // backend's own time-out. The process is about to report an error: let it.
+      (void)backend_.release();
+    }
+  }
+
+  [[nodiscard]] const char* transport() const noexcept override { return "c10d"; }
+
+ protected:
+  [[nodiscard]] std::shared_ptr<Communicator> make_child(CommunicatorConfig child) override {
+    if (child.ranks.size() == 1) {
+      return make_solo_communicator(std::move(child));
+    }
+    HPCOMM_REQUIRE(factory_ != nullptr, "this communicator wraps a backend that it did not make and cannot divide it");
+    C10dBackend backend = factory_(child.name, child.rank, static_cast<int>(child.ranks.size()));
+    return make_c10d_communicator(std::move(child), std::move(backend), factory_);
+  }
+
+  void execute(const Operation& operation, Deadline deadline) override {
+    const auto remaining = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
+    const auto limit = std::max(remaining, std::chrono::milliseconds(1));
+    try {
+      switch (operation.kind) {
+        case Operation::Kind::kSend:
+        case Operation::Kind::kRecv:
+          transfer(operation, limit);
+          return;
+        case Operation::Kind::kAllReduce:
+        case Operation::Kind::kReduceScatter:
+        case Operation::Kind::kAllGather:
+        case Operation::Kind::kBroadcast:
+        case Operation::Kind::kAllToAll:
+        case Operation::Kind::kBarrier:
+          wait_collective(operation, start(operation, limit), deadline);
+          if (operation.kind == Operation::Kind::kReduceScatter) {
+            as_tensor(operation.output, operation.options.keepalive)
+                .copy_(parts(scratch_)[static_cast<std::size_t>(rank())]);
+            scratch_.reset();
+          }
+          if (operation.op == ReduceOp::kAverage) {
+            as_tensor(operation.output, operation.options.keepalive).div_(size());
+          }
+          return;
+      }
+    } catch (const Error&) {
+      throw;
+    } catch (const c10::Error& error) {
+      explain(operation, error.what_without_backtrace(), deadline);
+    } catch (const std::exception& error) {
+      explain(operation, error.what(), deadline);
+    }
+  }
+
+  void interrupt() noexcept override {
+    std::lock_guard lock(mutex_);
+    interrupted_ = true;
+    if (transfer_ != nullptr) {
+      try {
+        transfer_->abort();
+      } catch (const std::exception&) {
+        // A backend without abort() ends by its own time-out.
+      }
+    }
+  }
+
+ private:
+  // Messages: the backend's Work can be aborted.
+  void transfer(const Operation& operation, std::chrono::milliseconds limit) {
+    const bool sends = operation.kind == Operation::Kind::kSend;
+    const BufferView& view = sends ? operation.input : operation.output;
+    if (view.bytes == 0) {
+      return;
+    }
+    std::vector<at::Tensor> tensors{as_tensor(view, operation.options.keepalive)};
+    auto work = sends ? backend_->send(tensors, operation.peer, 0) : backend_->recv(tensors, operation.peer, 0);
+    {
+      std::lock_guard lock(mutex_);
+      if (interrupted_) {
+        work->abort();
+      }
+      transfer_ = work;
+    }
+    const auto forget = [this] {
+      std::lock_guard lock(mutex_);
+      transfer_.reset();
+    };
+    try {
+      work->wait(limit);
+    } catch (...) {
+      forget();
+      throw;
+    }
+    forget();
+    throw_if_aborted();
+  }
+
+  c10::intrusive_ptr<c10d::Work> start(const Operation& operation, std::chrono::milliseconds limit) {
+    at::Tensor output = as_tensor(operation.output, operation.options.keepalive);
+    at::Tensor input = as_tensor(operation.input, operation.options.keepalive);
+    std::vector<at::Tensor> one{output};
+    switch (operation.kind) {
+      case Operation::Kind::kAllReduce: {
+        c10d::AllreduceOptions options;
+        options.reduceOp = reduce_op(operation.op);
+        options.timeout = limit;
+        return backend_->allreduce(one, options);
+      }
+      case Operation::Kind::kBroadcast: {
+        c10d::BroadcastOptions options;
+        options.rootRank = operation.peer;
+        options.timeout = limit;
+        return backend_->broadcast(one, options);
+      }
+      case Operation::Kind::kAllGather: {
+        c10d::AllgatherOptions options;
+        options.timeout = limit;
+        std::vector<std::vector<at::Tensor>> outputs{parts(output)};
+        std::vector<at::Tensor> inputs{input};
+        return backend_->allgather(outputs, inputs, options);
+      }
+      case Operation::Kind::kReduceScatter: {
+        // gloo has no such collective of its own, and the Work that it returns for one has no future to wait on.
+        c10d::AllreduceOptions options;
+        options.reduceOp = reduce_op(operation.op);
+        options.timeout = limit;
+        scratch_ = input.clone();
+        std::vector<at::Tensor> whole{scratch_};
+        return backend_->allreduce(whole, options);
+      }
+      case Operation::Kind::kAllToAll: {
+        c10d::AllToAllOptions options;
+        options.timeout = limit;
+        std::vector<std::int64_t> even;
+        return backend_->alltoall_base(output, input, even, even, options);
+      }
+      case Operation::Kind::kBarrier: {
+        c10d::BarrierOptions options;
+        options.timeout = limit;
+        return backend_->barrier(options);
+      }
+      case Operation::Kind::kSend:
+      case Operation::Kind::kRecv:
+        break;
+    }
+    HPCOMM_ASSERT(false, "not a collective");
+    return {};
+  }
+
+  [[nodiscard]] std::vector<at::Tensor> parts(const at::Tensor& whole) const {
+    return whole.view({size(), -1}).unbind(0);
+  }
+
+  // Collectives run on the backend's own threads and cannot be aborted there, so this side stops waiting instead:
+  // the buffers stay alive through the tensors that the backend holds.
+  void wait_collective(const Operation& operation, const c10::intrusive_ptr<c10d::Work>& work, Deadline deadline) {
+    const auto settled = std::make_shared<Settled>();
+    const auto future = work->getFuture();
+    future->addCallback([settled](c10::ivalue::Future&) {
+      std::lock_guard lock(settled->mutex);
+      settled->done = true;
+      settled->changed.notify_all();
+    });
+    {
+      std::unique_lock lock(settled->mutex);
+      while (!settled->done && !aborted() && Clock::now() < deadline) {
+        const Deadline slice = std::min(deadline, Clock::now() + std::chrono::milliseconds(20));
+        settled->changed.wait_until(lock, slice, [&] { return settled->done; });
+      }
+      if (!settled->done) {
+        abandoned_ = true;
+      }
+    }
+    if (abandoned_) {
+      throw_if_aborted();
+      const Error late(ErrorKind::kTimedOut,
+                       str(operation_name(operation.kind), " #", operation.sequence, " on lane ", lane(),
+                           " took longer than its time-out; did every rank of the group issue it?"),
+                       context(operation_name(operation.kind), operation.peer, operation.sequence));
+      abort(late);  // the backend may still finish it one day: nothing can follow in order
+      throw late;
+    }
+    if (future->hasError()) {
+      std::rethrow_exception(future->exception_ptr());
+    }
+  }
+
+  void throw_if_aborted() const {
+    if (auto why = aborted()) {
+      throw Error(*why);
+    }
+  }
+
+  // gloo says neither rank nor operation. Control knows who died; the clock knows time-outs.
+  [[noreturn]] void explain(const Operation& operation, const std::string& error, Deadline deadline) {
+    throw_if_aborted();
+    const ErrorContext what = context(operation_name(operation.kind), operation.peer, operation.sequence);
+    const std::string where = str(operation_name(operation.kind), " #", operation.sequence, " on lane ", lane());
+    if (Clock::now() >= deadline) {
+      throw Error(ErrorKind::kTimedOut,
+                  str(where, what.peer < 0 ? "" : str(" with rank ", what.peer), " took longer than its time-out"),
+                  what);
+    }
+    const Deadline patience = Clock::now() + kBlameWait;
+    while (Clock::now() < patience && !aborted()) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    throw_if_aborted();
+    throw Error(ErrorKind::kTransport, str(where, ": ", error), what);
+  }
+
+  C10dBackend backend_;
+  C10dBackendFactory factory_;
+  std::mutex mutex_;
+  c10::intrusive_ptr<c10d::Work> transfer_;
+  at::Tensor scratch_;  // of the reduce_scatter that runs
+  bool interrupted_ = false;
+  bool abandoned_ = false;  // written on the lane, read after shut_down()
+};
+
+}  // namespace
+
+std::shared_ptr<Communicator> make_c10d_communicator(CommunicatorConfig config, C10dBackend backend,
+                                                     C10dBackendFactory factory) {
+  return std::make_shared<C10dCommunicator>(std::move(config), std::move(backend), std::move(factory));
+}
+
+}  // namespace hpcomm

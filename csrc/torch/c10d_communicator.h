@@ -1,0 +1,23 @@
+// The c10d transport: our contract over any backend that PyTorch created (gloo on CPU by default).
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "comm/communicator.h"
+
+namespace hpcomm {
+
+using C10dBackend = c10::intrusive_ptr<c10d::Backend>;
+// Makes a backend for a new group: (the communicator's name, rank, size). Collective over the group.
+using C10dBackendFactory = std::function<C10dBackend(const std::string& name, int rank, int size)>;
+
+// `backend` belongs to this communicator alone: c10d counts collectives per backend, so a second user on another
+// thread would break the order. `factory` serves subgroup() and may be empty.
+[[nodiscard]] std::shared_ptr<Communicator> make_c10d_communicator(CommunicatorConfig config, C10dBackend backend,
+                                                                   C10dBackendFactory factory);
+
+}  // namespace hpcomm

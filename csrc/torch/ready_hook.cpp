@@ -1,0 +1,93 @@
+// Hooks behind AccumulateGrad, as torch's own Reducer uses them.
+#include "torch/ready_hook.h"
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+
+#include "base/error.h"
+#include "torch/tensor.h"
+#include "torch/torch_error.h"
+
+namespace hpcomm {
+
+namespace {
+
+void mark(Reducer& reducer, int index, const at::Tensor& param) {
+  const at::Tensor& gradient = param.grad();
+  if (!gradient.defined()) {
+    reducer.mark_ready(index, nullptr, nullptr);
+    return;
+  }
+  HPCOMM_REQUIRE(gradient.sizes() == param.sizes() && gradient.scalar_type() == param.scalar_type(), "parameter ",
+                 index, ": its gradient has another shape or dtype than the parameter");
+  // A gradient has its parameter's strides; a parameter that is not contiguous (channels_last) is dense all the
+  // same, and every rank has the same order of elements.
+  HPCOMM_REQUIRE(gradient.is_non_overlapping_and_dense(), "parameter ", index, ": its gradient is not dense");
+  reducer.mark_ready(index, gradient.data_ptr(), keep(gradient));
+}
+
+class ReadyHook final : public torch::autograd::FunctionPostHook {
+ public:
+  // `param` is a weak reference by way of its accumulator: the hook hangs on that accumulator, which holds the
+  // parameter; a strong one here would be a cycle.
+  ReadyHook(std::weak_ptr<Reducer> reducer, int index, c10::weak_intrusive_ptr<c10::TensorImpl> param)
+      : reducer_(std::move(reducer)), index_(index), param_(std::move(param)) {}
+
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
+                                            const torch::autograd::variable_list&) override {
+    const auto reducer = reducer_.lock();
+    auto param = param_.lock();
+    if (reducer != nullptr && param != nullptr && reducer->awaits(index_)) {
+      try {
+        mark(*reducer, index_, at::Tensor(std::move(param)));
+      } catch (...) {
+        std::rethrow_exception(visible_to_torch(std::current_exception()));
+      }
+    }
+    return outputs;
+  }
+
+ private:
+  std::weak_ptr<Reducer> reducer_;
+  int index_;
+  c10::weak_intrusive_ptr<c10::TensorImpl> param_;
+};
+
+}  // namespace
+
+struct ReadyHooks::Accumulator {
+  // auto-typed: a shared_ptr up to torch 2.12, an intrusive_ptr from 2.13.
+  decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>())) node;
+  std::uintptr_t hook = 0;
+};
+
+ReadyHooks::ReadyHooks(std::shared_ptr<Reducer> reducer, const std::vector<at::Tensor>& params)
+    : reducer_(std::move(reducer)), params_(params) {
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    auto accumulator = std::make_unique<Accumulator>();
+    accumulator->node = torch::autograd::impl::grad_accumulator(params_[i]);
+    HPCOMM_REQUIRE(accumulator->node != nullptr, "parameter ", i, " requires no gradient or is no leaf");
+    accumulator->hook = accumulator->node->add_post_hook(std::make_unique<ReadyHook>(
+        reducer_, static_cast<int>(i), c10::weak_intrusive_ptr<c10::TensorImpl>(params_[i].getIntrusivePtr())));
+    accumulators_.push_back(std::move(accumulator));
+  }
+}
+
+ReadyHooks::~ReadyHooks() {
+  for (const auto& accumulator : accumulators_) {
+    accumulator->node->del_post_hook(accumulator->hook);
+  }
+}
+
+void ReadyHooks::mark_rest() {
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    const int index = static_cast<int>(i);
+    if (reducer_->awaits(index)) {
+      mark(*reducer_, index, params_[i]);
+    }
+  }
+}
+
+}  // namespace hpcomm

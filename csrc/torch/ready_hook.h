@@ -1,0 +1,32 @@
+// Tells a Reducer, from inside the backward, that a parameter's gradient is final.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <memory>
+#include <vector>
+
+#include "engine/reducer.h"
+
+namespace hpcomm {
+
+// Hooks on the gradient accumulators of `params`; they are taken off when this object goes away. They run in the
+// thread of the backward, without the GIL, and do nothing while the Reducer is not armed.
+class ReadyHooks {
+ public:
+  ReadyHooks(std::shared_ptr<Reducer> reducer, const std::vector<at::Tensor>& params);
+  ReadyHooks(const ReadyHooks&) = delete;
+  ReadyHooks& operator=(const ReadyHooks&) = delete;
+  ~ReadyHooks();
+
+  // Marks every parameter that the backward did not reach: with its gradient if it has one, as missing otherwise.
+  void mark_rest();
+
+ private:
+  struct Accumulator;
+  std::shared_ptr<Reducer> reducer_;
+  std::vector<at::Tensor> params_;
+  std::vector<std::unique_ptr<Accumulator>> accumulators_;
+};
+
+}  // namespace hpcomm

@@ -1,0 +1,95 @@
+// Conversions between at::Tensor and BufferView.
+#include "torch/tensor.h"
+
+#include <c10/core/CPUAllocator.h>
+
+#include "base/error.h"
+
+namespace hpcomm {
+
+DType dtype_of(const at::Tensor& tensor) {
+  const at::ScalarType type = tensor.scalar_type();
+  // Not a switch: torch's enum grows with every version, and most of it never travels.
+  for (std::uint8_t code = 0;; ++code) {
+    const auto dtype = dtype_from_wire(code);
+    HPCOMM_REQUIRE(dtype.has_value(), "tensors of dtype ", c10::toString(type), " are not supported");
+    if (scalar_type(*dtype) == type) {
+      return *dtype;
+    }
+  }
+}
+
+at::ScalarType scalar_type(DType dtype) noexcept {
+  switch (dtype) {
+    case DType::kBool:
+      return at::kBool;
+    case DType::kUInt8:
+      return at::kByte;
+    case DType::kInt8:
+      return at::kChar;
+    case DType::kInt16:
+      return at::kShort;
+    case DType::kInt32:
+      return at::kInt;
+    case DType::kInt64:
+      return at::kLong;
+    case DType::kFloat16:
+      return at::kHalf;
+    case DType::kBFloat16:
+      return at::kBFloat16;
+    case DType::kFloat32:
+      return at::kFloat;
+    case DType::kFloat64:
+      return at::kDouble;
+    case DType::kComplex64:
+      return at::kComplexFloat;
+    case DType::kComplex128:
+      return at::kComplexDouble;
+    case DType::kFloat8E4M3FN:
+      return at::kFloat8_e4m3fn;
+    case DType::kFloat8E5M2:
+      return at::kFloat8_e5m2;
+  }
+  return at::kByte;
+}
+
+BufferView view_of(const at::Tensor& tensor, const char* what) {
+  HPCOMM_REQUIRE(tensor.defined(), what, ": expected a tensor, got None");
+  HPCOMM_REQUIRE(tensor.device().is_cpu(), what, ": this communicator serves CPU tensors, got one on ",
+                 tensor.device().str());
+  HPCOMM_REQUIRE(tensor.layout() == at::kStrided, what, ": sparse tensors are not supported");
+  const DType dtype = dtype_of(tensor);
+  HPCOMM_REQUIRE(tensor.is_contiguous(), what, ": the tensor must be contiguous; call .contiguous() first");
+  const auto count = static_cast<std::size_t>(tensor.numel());
+  return {tensor.data_ptr(), count * size_of(dtype), count, dtype, {}};
+}
+
+Keepalive keep(const at::Tensor& tensor) {
+  // The storage, not the tensor: it has no Python object, so a lane may let go of it without the GIL.
+  return std::make_shared<const c10::Storage>(tensor.storage());
+}
+
+at::Tensor as_tensor(const BufferView& view, Keepalive owner) {
+  if (view.count == 0) {
+    return at::empty({0}, scalar_type(view.dtype));
+  }
+  return at::from_blob(
+      view.data, {static_cast<std::int64_t>(view.count)}, [owner = std::move(owner)](void*) {},
+      at::TensorOptions().dtype(scalar_type(view.dtype)));
+}
+
+namespace {
+
+class TorchAllocator final : public Allocator {
+ public:
+  Buffer allocate(std::size_t bytes) override {
+    auto memory = std::make_shared<c10::DataPtr>(c10::GetCPUAllocator()->allocate(bytes));
+    return {{memory->get(), bytes, bytes, DType::kUInt8, {}}, Keepalive(memory, memory->get())};
+  }
+};
+
+}  // namespace
+
+std::shared_ptr<Allocator> make_torch_allocator() { return std::make_shared<TorchAllocator>(); }
+
+}  // namespace hpcomm

@@ -1,0 +1,26 @@
+// Tensors at the seam: torch's types to ours and back.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <memory>
+
+#include "base/view.h"
+
+namespace hpcomm {
+
+// Throws kInvalidArgument for dtypes that do not travel (quantised, complex32, ...).
+[[nodiscard]] DType dtype_of(const at::Tensor& tensor);
+[[nodiscard]] at::ScalarType scalar_type(DType dtype) noexcept;
+
+// A view of a dense, contiguous CPU tensor. `what` names it in the error. Checks device, dtype, contiguity.
+[[nodiscard]] BufferView view_of(const at::Tensor& tensor, const char* what);
+// Holds the tensor's storage.
+[[nodiscard]] Keepalive keep(const at::Tensor& tensor);
+// A one-dimensional tensor over `view` that holds `owner`.
+[[nodiscard]] at::Tensor as_tensor(const BufferView& view, Keepalive owner);
+
+// Memory from torch's CPU allocator.
+[[nodiscard]] std::shared_ptr<Allocator> make_torch_allocator();
+
+}  // namespace hpcomm

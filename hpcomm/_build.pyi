@@ -1,0 +1,8 @@
+"""Types of hpcomm/_build.py, which setup.py writes at build time."""
+
+TORCH_VERSION: str
+TORCH_CUDA: str
+PYTHON: str
+USE_CUDA: bool
+CXX: str
+REVISION: str

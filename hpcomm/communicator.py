@@ -1,0 +1,151 @@
+"""The ranks' Control and the first Communicator, from which all others are made by ``subgroup``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+
+from hpcomm import _C
+from hpcomm.errors import HpcommError, InvalidArgument, SchemaMismatch, TimedOut
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Backend
+
+    from hpcomm._C import Communicator, Control
+
+__all__: list[str] = []
+
+DEFAULT_TIMEOUT = 600.0  # seconds
+
+# Control channels below 2**16 belong to the Python layer; edges use 64-bit hashes.
+AGREE_CHANNEL = 1
+
+
+def default_timeout() -> float:
+    """Seconds that one operation may take: ``HPCOMM_TIMEOUT``, or ten minutes."""
+    text = os.environ.get("HPCOMM_TIMEOUT")
+    if text is None:
+        return DEFAULT_TIMEOUT
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise InvalidArgument(f"HPCOMM_TIMEOUT={text!r}: expected a positive number of seconds")
+    return seconds
+
+
+def start_control(store: Store, rank: int, size: int, *, timeout: float) -> Control:
+    """Connects the Control of all ``size`` ranks that share ``store`` (collective).
+
+    Raises:
+        TimedOut: a rank did not come within ``timeout`` seconds.
+        RankFailed: a rank went away while the job was starting.
+    """
+    if size == 1:
+        return _C.solo_control()
+    if rank == 0:
+        store.set("token", secrets.token_hex(16))
+    token = bytes.fromhex(_get(store, "token", "rank 0", timeout).decode())
+    listener = _C.ControlListener(_listen_host(), rank, size, token)
+    store.set(f"control/{rank}", listener.address)
+    addresses = [_get(store, f"control/{r}", f"rank {r}", timeout).decode() for r in range(size)]
+    return listener.connect(addresses, timeout)
+
+
+def first_communicator(
+    store: Store, control: Control, ranks: Sequence[int], *, name: str, lane: str, timeout: float
+) -> Communicator:
+    """A communicator of all ranks of ``control`` on gloo, or of this rank alone (collective)."""
+    config = _C.CommunicatorConfig(
+        name=name,
+        ranks=list(ranks),
+        rank=control.rank,
+        lane=lane,
+        stream=_C.Stream.worker(f"hpcomm:{lane}"),
+        control=control,
+        timeout=timeout,
+    )
+    if control.size == 1:
+        return _C.solo_communicator(config)
+    _require_cpu_transport()
+    factory = _gloo_factory(store, timeout)
+    return _C.c10d_communicator(config, factory(name, control.rank, control.size), factory)
+
+
+def agree(
+    control: Control, topic: str, lines: Sequence[str], *, timeout: float, ranks: Sequence[int] | None = None
+) -> None:
+    """Checks that all ``ranks`` (of ``control``; everybody by default) hold equal ``lines`` (collective over them).
+
+    Raises:
+        SchemaMismatch: on every rank, with the first line that differs and who holds what.
+    """
+    body = "\n".join(lines).encode()
+    members = list(range(control.size)) if ranks is None else list(ranks)
+    everybody = [text.decode().split("\n") for text in control.exchange(members, AGREE_CHANNEL, body, timeout)]
+    # Nobody raises before everybody knows: a rank that is told of another one's error in the middle of the exchange
+    # could not say what the difference is. Whoever fails here has all the lines already.
+    with contextlib.suppress(HpcommError):
+        control.exchange(members, AGREE_CHANNEL, b"", timeout)
+    for rank, theirs in zip(members, everybody, strict=True):
+        if theirs == everybody[0]:
+            continue
+        length = max(len(theirs), len(everybody[0]))
+        for i in range(length):
+            first = everybody[0][i] if i < len(everybody[0]) else "nothing more"
+            other = theirs[i] if i < len(theirs) else "nothing more"
+            if first != other:
+                raise SchemaMismatch(
+                    f"ranks disagree on the {topic}: rank {members[0]} has {first!r}, rank {rank} has {other!r}; "
+                    "every rank must run the same program with the same arguments",
+                    rank=control.rank,
+                    peer=rank,
+                )
+
+
+def _get(store: Store, key: str, who: str, timeout: float) -> bytes:
+    try:
+        store.wait([key], timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise TimedOut(
+            f"{who} did not come within {timeout:.0f} s while the job was starting; is it running?", operation="init"
+        ) from error
+    return bytes(store.get(key))
+
+
+def _listen_host() -> str:
+    """The numeric address of the interface that leads to ``MASTER_ADDR``: peers reach us where we reach it."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing: it only chooses the route
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise InvalidArgument(f"MASTER_ADDR={master!r} cannot be resolved or reached: {error}") from error
+
+
+def _require_cpu_transport() -> None:
+    chosen = os.environ.get("HPCOMM_CPU_TRANSPORT", "auto")
+    if chosen not in ("auto", "gloo"):
+        raise InvalidArgument(f"HPCOMM_CPU_TRANSPORT={chosen!r}: this version has auto and gloo")
+
+
+def _gloo_factory(store: Store, timeout: float) -> Callable[[str, int, int], Backend]:
+    def make(name: str, rank: int, size: int) -> Backend:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [ProcessGroupGloo.create_default_device()]
+        options._threads = 1  # a lane runs one collective at a time
+        options._timeout = timedelta(seconds=timeout)
+        backend: Backend = ProcessGroupGloo(PrefixStore(f"gloo/{name}", store), rank, size, options)
+        return backend
+
+    return make

@@ -1,0 +1,67 @@
+"""Exception classes: what a caller can act on, and :class:`InternalError` for our own bugs.
+
+They exist without the native part, which raises them through one translator (``csrc/torch/bind_errors.cpp``).
+"""
+
+from __future__ import annotations
+
+
+class HpcommError(RuntimeError):
+    """Base of all errors of hpcomm.
+
+    Attributes: ``rank`` (that raised), ``peer`` (that it was about), ``operation`` and its ``sequence`` number;
+    -1 and ``""`` where they do not apply. Ranks are those of the job.
+    """
+
+    def __init__(
+        self, message: str = "", *, rank: int = -1, peer: int = -1, operation: str = "", sequence: int = -1
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.peer = peer
+        self.operation = operation
+        self.sequence = sequence
+
+
+class InvalidArgument(HpcommError, ValueError):
+    """A call that cannot be right on this rank: shape, dtype, device, mesh, model."""
+
+
+class RankFailed(HpcommError):
+    """A peer's process is gone."""
+
+
+class PeerError(HpcommError):
+    """A peer raised; its traceback is in the message."""
+
+
+class TimedOut(HpcommError, TimeoutError):
+    """A deadline passed. ``HPCOMM_TIMEOUT`` (seconds) sets the default."""
+
+
+class SchemaMismatch(HpcommError):
+    """Ranks disagree on shapes, dtypes, operations, models or plans."""
+
+
+class ProtocolError(HpcommError):
+    """Bytes that are not ours: damaged, replayed, or of another version."""
+
+
+class DeadlockError(HpcommError):
+    """A plan that cannot end; the message holds the cycle."""
+
+
+class Closed(HpcommError):
+    """Used after ``close()`` or ``abort()``."""
+
+
+class TransportError(HpcommError):
+    """The transport below (gloo, TCP) reported an error of its own."""
+
+
+class NumericsMismatch(HpcommError):
+    """Parallel training and one process computed different numbers."""
+
+
+class InternalError(HpcommError):
+    """A bug of hpcomm. Please report it with its message."""

@@ -1,0 +1,274 @@
+"""``init()`` and the Mesh: the ranks of a job arranged on named axes, with a communicator and a group for each."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import sys
+import traceback
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+
+from hpcomm.communicator import agree, default_timeout, first_communicator, start_control
+from hpcomm.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from hpcomm._C import Communicator, Control
+
+__all__: list[str] = []
+
+AXES = ("pp", "dp", "tp")  # outermost to innermost
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def axis_sizes(world: int, sizes: dict[str, int], order: Sequence[str] = AXES) -> dict[str, int]:
+    """The size of every axis in ``order``, with a single -1 filled in so that their product is ``world``.
+
+    Raises:
+        InvalidArgument: the product cannot be ``world``, or a size is neither positive nor -1.
+    """
+    if sorted(order) != sorted(AXES):
+        raise InvalidArgument(f"order={tuple(order)!r}: expected each of {AXES} once")
+    for axis, size in sizes.items():
+        if size < 1 and size != -1:
+            raise InvalidArgument(f"mesh axis {axis}={size}: expected a positive number of ranks, or -1 to infer it")
+    unknown = [axis for axis in order if sizes[axis] == -1]
+    known = 1
+    for size in sizes.values():
+        known *= size if size > 0 else 1
+    shown = " x ".join(f"{axis}={sizes[axis]}" for axis in order if sizes[axis] != 1) or "a mesh of one rank"
+    if len(unknown) > 1:
+        raise InvalidArgument(f"mesh {shown}: only one axis can be inferred (-1)")
+    if (world % known if unknown else world != known) != 0:
+        hint = f"start it with `torchrun --nproc-per-node {known}` or change the axes"
+        ranks = "1 process (no torchrun environment)" if "RANK" not in os.environ else f"{world} ranks"
+        raise InvalidArgument(
+            f"mesh {shown} {'divides into' if unknown else 'needs'} {known} ranks, the job has {ranks}; {hint}"
+        )
+    return {axis: world // known if sizes[axis] == -1 else sizes[axis] for axis in order}
+
+
+class Mesh:
+    """Ranks on the axes ``pp``, ``dp``, ``tp`` (outermost to innermost unless ``order`` said otherwise).
+
+    ``mesh.dp``, ``mesh.pp`` and ``mesh.tp`` are the Communicators of this rank's row on each axis; ``mesh.world``
+    spans all ranks. Made by :func:`init`.
+    """
+
+    def __init__(self, sizes: dict[str, int], store: Store, rank: int, *, timeout: float, owns_group: bool) -> None:
+        self._sizes = sizes
+        self._timeout = timeout
+        self._owns_group = owns_group
+        self._closed = False
+        world = math.prod(sizes.values())
+        self.rank = rank
+        self.size = world
+        self.coordinate = _coordinate(rank, sizes)
+        # One key per init() of this process group: a second mesh must not read the first one's addresses.
+        generation = store.add(f"hpcomm/generation/{rank}", 1)
+        private = PrefixStore(f"hpcomm/{generation}", store)
+        self.control: Control = start_control(private, rank, world, timeout=timeout)
+        agree(self.control, "mesh", [f"{axis}={size}" for axis, size in sizes.items()], timeout=timeout)
+        self.world: Communicator = first_communicator(
+            private, self.control, range(world), name=f"mesh{generation}", lane="world", timeout=timeout
+        )
+        self._lanes: dict[tuple[tuple[int, ...], str], Communicator] = {}
+        # Every rank makes its rows in the same order of axes: no two ranks wait for each other on different rows.
+        self._rows = {axis: self._row(axis) for axis in sizes}
+        self._communicators = {axis: self.lane(row, axis) for axis, row in self._rows.items()}
+        self._groups = {axis: self._new_group(row) for axis, row in self._rows.items()}
+        self._watch_exit()
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The size of each axis, outermost first."""
+        return dict(self._sizes)
+
+    @property
+    def dp(self) -> Communicator:
+        """Replicas of this rank's part of the model."""
+        return self._communicators["dp"]
+
+    @property
+    def pp(self) -> Communicator:
+        """The pipeline that this rank is a stage of."""
+        return self._communicators["pp"]
+
+    @property
+    def tp(self) -> Communicator:
+        """The ranks that share this rank's layers."""
+        return self._communicators["tp"]
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that one operation may take."""
+        return self._timeout
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The row of ``axis`` as a ProcessGroup, for torch's own wrappers."""
+        if axis not in self._groups:
+            raise InvalidArgument(f"mesh has no axis {axis!r}; it has {tuple(self._groups)}")
+        return self._groups[axis]
+
+    def ranks(self, axis: str) -> list[int]:
+        """The job's ranks in this rank's row of ``axis``, in order."""
+        return list(self._rows[axis])
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The same mesh for DTensor, FSDP2 and distributed checkpoint; it uses this mesh's groups."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        names = tuple(self._sizes)
+        layout = torch.arange(self.size).view(*self._sizes.values())
+        return DeviceMesh.from_group([self._groups[axis] for axis in names], "cpu", layout, mesh_dim_names=names)
+
+    def lane(self, ranks: Sequence[int], lane: str) -> Communicator:
+        """The communicator of ``ranks`` on ``lane``; made at the first call, which is collective over them."""
+        key = (tuple(ranks), lane)
+        if key not in self._lanes:
+            self._lanes[key] = self.world.subgroup(list(ranks), lane)
+        return self._lanes[key]
+
+    def barrier(self) -> None:
+        """Returns when every rank of the mesh has called it."""
+        self.world.barrier()
+
+    def close(self) -> None:
+        """Leaves the job in order. Idempotent; runs by itself at exit."""
+        if self._closed:
+            return
+        self._closed = True
+        self._lanes.clear()
+        self._communicators.clear()
+        self.control.close()
+        self._forget_exit()
+        if not dist.is_initialized():
+            return
+        if self._owns_group:
+            dist.destroy_process_group()
+        else:
+            for group in self._groups.values():
+                if group is not dist.group.WORLD:
+                    dist.destroy_process_group(group)
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None:
+            self.control.abort(describe(error))
+        self.close()
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{axis}={size}" for axis, size in self._sizes.items())
+        return f"Mesh({axes}; rank {self.rank} at {self.coordinate})"
+
+    def _row(self, axis: str) -> list[int]:
+        stride = math.prod(list(self._sizes.values())[list(self._sizes).index(axis) + 1 :])
+        first = self.rank - self.coordinate[axis] * stride
+        return [first + i * stride for i in range(self._sizes[axis])]
+
+    def _new_group(self, row: list[int]) -> dist.ProcessGroup:
+        if len(row) == self.size:
+            return dist.group.WORLD  # type: ignore[return-value]
+        group = dist.new_group(row, backend="gloo", use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    def _watch_exit(self) -> None:
+        """Ends in order at exit; tells the peers when an exception ends this process."""
+        myself = weakref.ref(self)
+        previous = sys.excepthook
+
+        def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            mesh = myself()
+            if mesh is not None and not mesh._closed:
+                mesh.control.abort(describe(error))
+            previous(kind, error, trace)
+
+        def leave() -> None:
+            mesh = myself()
+            if mesh is not None:
+                with contextlib.suppress(Exception):
+                    mesh.close()
+
+        def forget() -> None:
+            if sys.excepthook is report:  # somebody else's later hook calls ours, which then does nothing
+                sys.excepthook = previous
+            atexit.unregister(leave)
+
+        sys.excepthook = report
+        atexit.register(leave)
+        self._forget_exit = forget
+
+
+def init(*, dp: int = 1, pp: int = 1, tp: int = 1, order: Sequence[str] = AXES, timeout: float | None = None) -> Mesh:
+    """Joins the job and arranges its ranks on named axes (collective over all ranks).
+
+    Under torchrun it reads the environment that torchrun sets; a plain ``python train.py`` is a mesh of one rank. The
+    default process group is used if there is one, and made (gloo) if not.
+
+    Args:
+        dp, pp, tp: ranks on each axis; one of them may be -1 (inferred). With none given, ``dp`` is inferred.
+        order: axes from outermost to innermost. Neighbouring ranks share the innermost axis.
+        timeout: seconds that one operation may take; ``HPCOMM_TIMEOUT`` or 600 by default.
+
+    Raises:
+        InvalidArgument: the axes do not multiply to the number of ranks, or torchrun's environment is incomplete.
+        SchemaMismatch: ranks passed different axes.
+        TimedOut, RankFailed: a rank did not come.
+    """
+    seconds = default_timeout() if timeout is None else timeout
+    rank, world = _job()
+    if (dp, pp, tp) == (1, 1, 1):
+        dp = -1
+    sizes = axis_sizes(world, {"dp": dp, "pp": pp, "tp": tp}, order)
+    owns_group = not dist.is_initialized()
+    if owns_group:
+        if world == 1:
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        else:
+            dist.init_process_group("gloo")
+    return Mesh(sizes, _default_store(), rank, timeout=seconds, owns_group=owns_group)
+
+
+def describe(error: BaseException) -> str:
+    """The traceback as the peers shall read it."""
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
+
+
+def _job() -> tuple[int, int]:
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    present = [name for name in _TORCHRUN if name in os.environ]
+    if "RANK" not in present and "WORLD_SIZE" not in present:
+        return 0, 1
+    missing = [name for name in _TORCHRUN if name not in present]
+    if missing:
+        raise InvalidArgument(
+            f"the environment has {', '.join(present)} but not {', '.join(missing)}; start the program with torchrun, "
+            "or unset all of them for a single process"
+        )
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def _default_store() -> Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _coordinate(rank: int, sizes: dict[str, int]) -> dict[str, int]:
+    coordinate = {}
+    for axis in reversed(sizes):
+        rank, coordinate[axis] = divmod(rank, sizes[axis])
+    return {axis: coordinate[axis] for axis in sizes}

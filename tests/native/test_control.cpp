@@ -1,0 +1,734 @@
+// control/: the wire format against damaged bytes, and jobs whose ranks are threads.
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "control/control.h"
+#include "control/tcp_control.h"
+#include "control/wire.h"
+#include "native/check.h"
+#include "native/thread_communicator.h"
+
+using namespace hpcomm;
+using namespace hpcomm::control;
+using namespace hpcomm::testing;
+using namespace std::chrono_literals;
+
+namespace {
+
+Deadline soon() { return Clock::now() + 20s; }
+
+std::size_t count_entries(const char* folder) {
+  return static_cast<std::size_t>(
+      std::distance(std::filesystem::directory_iterator(folder), std::filesystem::directory_iterator{}));
+}
+
+// A connection that is not ours: a port scanner, another job, a damaged process.
+class Stranger {
+ public:
+  explicit Stranger(const std::string& address) : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    sockaddr_in where{};
+    where.sin_family = AF_INET;
+    where.sin_port = htons(static_cast<std::uint16_t>(std::stoi(address.substr(address.rfind(':') + 1))));
+    ::inet_pton(AF_INET, "127.0.0.1", &where.sin_addr);
+    CHECK_EQ(::connect(fd_, reinterpret_cast<const sockaddr*>(&where), sizeof where), 0);
+  }
+  Stranger(const Stranger&) = delete;
+  Stranger& operator=(const Stranger&) = delete;
+  ~Stranger() { ::close(fd_); }
+  void say(const std::string& bytes) const { (void)!::send(fd_, bytes.data(), bytes.size(), MSG_NOSIGNAL); }
+  [[nodiscard]] bool hung_up_on() const {
+    pollfd poll{fd_, POLLIN, 0};
+    char byte;
+    return ::poll(&poll, 1, 0) == 1 && ::recv(fd_, &byte, 1, MSG_DONTWAIT) <= 0;
+  }
+  // Waits for the whole greeting of the other side.
+  void read_greeting() const {
+    std::array<char, kPrefixBytes + 20> bytes{};
+    (void)!::recv(fd_, bytes.data(), bytes.size(), MSG_WAITALL);
+  }
+  // As a killed process does: pending input turns the goodbye into a reset.
+  void reset() {
+    const linger hard{1, 0};
+    ::setsockopt(fd_, SOL_SOCKET, SO_LINGER, &hard, sizeof hard);
+  }
+
+ private:
+  int fd_;
+};
+
+std::string hello(int rank, unsigned char token = 7) {
+  return encode(FrameKind::kHello, 0, encode_hello({JobToken{token}, rank}));
+}
+
+template <typename Call>
+std::optional<Error> error_from(const Call& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error;
+  }
+  return std::nullopt;
+}
+
+void check_kind(const std::optional<Error>& error, ErrorKind kind, const char* part) {
+  CHECK(error.has_value());
+  if (error) {
+    CHECK_EQ(error->kind(), kind);
+    if (std::string_view(error->what()).find(part) == std::string_view::npos) {
+      check::fail(__FILE__, __LINE__, str("no \"", part, "\" in: ", error->what()));
+    }
+  }
+}
+
+}  // namespace
+
+// --- Wire ------------------------------------------------------------------------------------------------------------
+
+TEST(wire_frames_come_back) {
+  for (std::size_t length : {0U, 1U, 23U, 24U, 25U, 1000U, 1U << 20}) {
+    const std::string body(length, 'x');
+    for (FrameKind kind : {FrameKind::kHello, FrameKind::kMessage, FrameKind::kAbort, FrameKind::kGoodbye}) {
+      const std::string bytes = encode(kind, 0xfedcba9876543210ULL, body);
+      CHECK_EQ(bytes.size(), kPrefixBytes + length);
+      const auto parsed = parse(bytes + "the next frame");
+      CHECK(parsed.has_value());
+      CHECK_EQ(parsed->consumed, bytes.size());
+      CHECK_EQ(parsed->frame.kind, kind);
+      CHECK_EQ(parsed->frame.channel, 0xfedcba9876543210ULL);
+      CHECK(parsed->frame.body == body);
+    }
+  }
+}
+
+TEST(wire_format_is_fixed) {
+  using namespace std::string_literals;
+  CHECK(encode(FrameKind::kMessage, 0x0102, "ab") ==
+        "pcom\x01\x02\0\0\x02\x01\0\0\0\0\0\0\x02\0\0\0\0\0\0\0"s + "ab");
+}
+
+TEST(wire_waits_for_the_rest_of_a_cut_frame) {
+  const std::string bytes = encode(FrameKind::kMessage, 5, "a body of some bytes");
+  for (std::size_t length = 0; length < bytes.size(); ++length) {
+    // A copy of its own, so that a read behind the end is seen by the address sanitizer.
+    const std::vector<char> cut(bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(length));
+    CHECK(!parse(cut).has_value());
+  }
+}
+
+TEST(wire_refuses_what_no_hpcomm_sends) {
+  const std::string good = encode(FrameKind::kMessage, 5, "body");
+  const auto with = [&good](std::size_t at, char value) {
+    std::string bytes = good;
+    bytes[at] = value;
+    return bytes;
+  };
+  CHECK_THROWS(ErrorKind::kProtocol, parse(with(0, 'P')), "not from hpcomm");
+  CHECK_THROWS(ErrorKind::kProtocol, parse(with(4, 2)), "version 2");
+  CHECK_THROWS(ErrorKind::kProtocol, parse(with(5, 0)), "kind 0");
+  CHECK_THROWS(ErrorKind::kProtocol, parse(with(5, 5)), "kind 5");
+  CHECK_THROWS(ErrorKind::kProtocol, parse(with(6, 1)), "unknown frame");
+  CHECK_THROWS(ErrorKind::kProtocol, parse(with(23, 1)), "the limit is");
+  CHECK_THROWS(ErrorKind::kProtocol, parse(std::string("GET / HTTP/1.1\r\nHost: a\r\n\r\n")), "not from hpcomm");
+}
+
+TEST(wire_refuses_a_length_over_the_limit_before_the_body_is_there) {
+  std::string bytes = encode(FrameKind::kMessage, 5, "");
+  const auto announce = [&bytes](std::uint64_t length) {
+    std::memcpy(bytes.data() + 16, &length, sizeof length);
+    return bytes;
+  };
+  CHECK(!parse(announce(kMaxBody)).has_value());
+  CHECK_THROWS(ErrorKind::kProtocol, parse(announce(kMaxBody + 1)), "the limit is");
+  CHECK_THROWS(ErrorKind::kProtocol, parse(announce(~std::uint64_t{0})), "the limit is");
+  CHECK_THROWS(ErrorKind::kProtocol, parse(announce(~std::uint64_t{0} - kPrefixBytes + 1)), "the limit is");
+}
+
+TEST(wire_does_not_send_what_it_would_not_read) {
+  CHECK_EQ(encode(FrameKind::kMessage, 0, std::string(kMaxBody, 'x')).size(), kMaxBody + kPrefixBytes);
+  CHECK_THROWS(ErrorKind::kInvalidArgument, encode(FrameKind::kMessage, 0, std::string(kMaxBody + 1, 'x')), "limit");
+}
+
+TEST(wire_parser_withstands_mutations) {
+  std::mt19937 random(11);
+  int accepted = 0;
+  for (int round = 0; round < 200000; ++round) {
+    std::string bytes = encode(static_cast<FrameKind>(1 + random() % 4), random(), std::string(random() % 40, 'b'));
+    for (std::size_t flips = random() % 4; flips > 0; --flips) {
+      // Mostly the prefix: that is where a parser can be led astray.
+      bytes[random() % std::min<std::size_t>(bytes.size(), random() % 4 == 0 ? 64 : kPrefixBytes)] ^=
+          static_cast<char>(1U << random() % 8);
+    }
+    bytes.resize(random() % 8 == 0 ? random() % (bytes.size() + 1) : bytes.size());
+    const std::vector<char> exact(bytes.begin(), bytes.end());
+    try {
+      const auto parsed = parse(exact);
+      if (parsed) {
+        ++accepted;
+        CHECK(parsed->consumed <= exact.size());
+        CHECK_EQ(parsed->frame.body.size() + kPrefixBytes, parsed->consumed);
+        // Accepted means: some hpcomm may have sent exactly this.
+        CHECK(encode(parsed->frame.kind, parsed->frame.channel, parsed->frame.body) ==
+              std::string(exact.data(), parsed->consumed));
+      }
+    } catch (const Error& error) {
+      CHECK_EQ(error.kind(), ErrorKind::kProtocol);
+    }
+  }
+  CHECK(accepted > 1000);  // or this test says nothing
+}
+
+TEST(wire_greetings_come_back) {
+  JobToken token{};
+  for (std::size_t i = 0; i < token.size(); ++i) {
+    token[i] = static_cast<unsigned char>(255 - i);
+  }
+  const std::string body = encode_hello({token, 1023});
+  const Hello parsed = parse_hello(body);
+  CHECK(parsed.token == token);
+  CHECK_EQ(parsed.rank, 1023);
+  for (std::size_t length = 0; length < body.size(); ++length) {
+    CHECK_THROWS(ErrorKind::kProtocol, parse_hello(body.substr(0, length)), "wrong length");
+  }
+  CHECK_THROWS(ErrorKind::kProtocol, parse_hello(body + "x"), "wrong length");
+}
+
+// --- A job of threads ------------------------------------------------------------------------------------------------
+
+TEST(control_keeps_the_order_of_each_channel) {
+  for (int size : {2, 4, 8}) {
+    const auto controls = connect_controls(size);
+    run_ranks(size, [&](int rank) {
+      Control& mine = *controls[static_cast<std::size_t>(rank)];
+      CHECK_EQ(mine.rank(), rank);
+      CHECK_EQ(mine.size(), size);
+      for (int i = 0; i < 100; ++i) {
+        for (int peer = 0; peer < size; ++peer) {
+          if (peer != rank) {
+            mine.send(peer, 1, str("one ", rank, " ", i));
+            mine.send(peer, 2, str("two ", rank, " ", i));
+          }
+        }
+      }
+      // The channels are independent: the second is read first.
+      for (const char* name : {"two ", "one "}) {
+        for (int peer = 0; peer < size; ++peer) {
+          for (int i = 0; peer != rank && i < 100; ++i) {
+            CHECK_EQ(mine.receive(peer, name[0] == 'o' ? 1 : 2, soon()), str(name, peer, " ", i));
+          }
+        }
+      }
+    });
+  }
+}
+
+TEST(control_large_messages_in_both_directions_at_once) {
+  const auto controls = connect_controls(2);
+  run_ranks(2, [&](int rank) {
+    Control& mine = *controls[static_cast<std::size_t>(rank)];
+    const int peer = 1 - rank;
+    for (int i = 0; i < 3; ++i) {
+      // Nobody reads until both have sent: 8 MiB are far beyond what sockets buffer.
+      mine.send(peer, 9, std::string(std::size_t{8} << 20, static_cast<char>('a' + rank)));
+      mine.send(peer, 9, "small");
+    }
+    for (int i = 0; i < 3; ++i) {
+      CHECK(mine.receive(peer, 9, soon()) == std::string(std::size_t{8} << 20, static_cast<char>('a' + peer)));
+      CHECK_EQ(mine.receive(peer, 9, soon()), "small");
+    }
+  });
+}
+
+TEST(control_sends_of_many_threads_stay_whole) {
+  const auto controls = connect_controls(2);
+  run_ranks(8, [&](int thread) {
+    const int rank = thread % 2;
+    Control& mine = *controls[static_cast<std::size_t>(rank)];
+    const auto channel = static_cast<std::uint64_t>(thread / 2);
+    for (int i = 0; i < 200; ++i) {
+      mine.send(1 - rank, channel, std::string(static_cast<std::size_t>(i) * 50, static_cast<char>('a' + thread / 2)));
+    }
+    for (int i = 0; i < 200; ++i) {
+      CHECK(mine.receive(1 - rank, channel, soon()) ==
+            std::string(static_cast<std::size_t>(i) * 50, static_cast<char>('a' + thread / 2)));
+    }
+  });
+}
+
+TEST(control_largest_message_arrives) {
+  const auto controls = connect_controls(2);
+  std::string body(kMaxBody, 'x');
+  body.back() = 'y';
+  controls[0]->send(1, 0, body);
+  CHECK(controls[1]->receive(0, 0, soon()) == body);
+  CHECK_THROWS(ErrorKind::kInvalidArgument, controls[0]->send(1, 0, body + "z"), "the limit is");
+  CHECK(!controls[0]->failure());
+}
+
+TEST(control_exchange_gathers_in_the_order_of_the_ranks) {
+  const auto controls = connect_controls(4);
+  run_ranks(4, [&](int rank) {
+    Control& mine = *controls[static_cast<std::size_t>(rank)];
+    for (std::uint64_t round = 0; round < 20; ++round) {
+      const auto all = mine.exchange({3, 1, 0, 2}, round % 3, str(rank, "@", round), soon());
+      CHECK_EQ(all, (std::vector<std::string>{str("3@", round), str("1@", round), str("0@", round), str("2@", round)}));
+    }
+    if (rank % 2 == 0) {
+      CHECK_EQ(mine.exchange({0, 2}, 7, str(rank), soon()), (std::vector<std::string>{"0", "2"}));
+    }
+    CHECK_EQ(mine.exchange({rank}, 8, "alone", soon()), std::vector<std::string>{"alone"});
+  });
+}
+
+TEST(control_receive_gives_up_at_its_deadline) {
+  const auto controls = connect_controls(2);
+  CHECK(!controls[0]->try_receive(1, 0, Clock::now() + 5ms).has_value());
+  CHECK(!controls[0]->try_receive(1, 0, Clock::now() - 1s).has_value());
+  const auto error = error_from([&] { (void)controls[0]->receive(1, 0, Clock::now() + 1ms); });
+  check_kind(error, ErrorKind::kTimedOut, "from rank 1");
+  CHECK_EQ(error->context().rank, 0);
+  CHECK_EQ(error->context().peer, 1);
+  controls[1]->send(0, 0, "late");
+  CHECK_EQ(controls[0]->receive(1, 0, soon()), "late");
+}
+
+TEST(control_refuses_peers_that_do_not_exist) {
+  const auto controls = connect_controls(2);
+  for (int peer : {-1, 0, 2}) {
+    CHECK_THROWS(ErrorKind::kInvalidArgument, controls[0]->send(peer, 0, "x"), "rank");
+    CHECK_THROWS(ErrorKind::kInvalidArgument, controls[0]->try_receive(peer, 0, Clock::now()), "rank");
+  }
+}
+
+TEST(control_abort_reaches_everybody_with_its_message) {
+  const auto controls = connect_controls(4);
+  run_ranks(4, [&](int rank) {
+    Control& mine = *controls[static_cast<std::size_t>(rank)];
+    if (rank == 2) {
+      mine.send(0, 5, "before the end");
+      mine.abort("ValueError: no such luck");
+      check_kind(mine.failure(), ErrorKind::kClosed, "this rank gave up: ValueError");
+      mine.abort("a second reason");
+      check_kind(mine.failure(), ErrorKind::kClosed, "ValueError");
+      return;
+    }
+    const auto error = error_from([&] { (void)mine.receive(3 - rank, 0, soon()); });
+    check_kind(error, ErrorKind::kPeerError, "rank 2 failed:\nValueError: no such luck");
+    CHECK_EQ(error->context().peer, 2);
+    CHECK_EQ(error->context().rank, rank);
+    check_kind(mine.failure(), ErrorKind::kPeerError, "no such luck");
+    CHECK_THROWS(ErrorKind::kPeerError, mine.check(), "no such luck");
+    CHECK_THROWS(ErrorKind::kPeerError, mine.send(3 - rank, 0, "x"), "no such luck");
+    if (rank == 0) {
+      CHECK_EQ(mine.receive(2, 5, soon()), "before the end");  // what had come before may still be read
+    }
+  });
+}
+
+TEST(control_orderly_close_is_no_failure) {
+  auto controls = connect_controls(3);
+  controls[0]->send(1, 0, "last words");
+  controls[0]->close();
+  controls[0]->close();
+  CHECK_EQ(controls[1]->receive(0, 0, soon()), "last words");
+  // Somebody who waits for a rank that left must not wait for ever.
+  check_kind(error_from([&] { (void)controls[1]->receive(0, 0, soon()); }), ErrorKind::kRankFailed,
+             "rank 0 has left the job");
+  check_kind(error_from([&] { controls[1]->send(0, 0, "x"); }), ErrorKind::kRankFailed, "rank 0 has left the job");
+  controls[0].reset();
+  // Others go on.
+  controls[1]->send(2, 0, "still here");
+  CHECK_EQ(controls[2]->receive(1, 0, soon()), "still here");
+  CHECK(!controls[1]->failure());
+  CHECK(!controls[2]->failure());
+}
+
+TEST(control_waiter_is_woken_when_its_peer_leaves) {
+  const auto controls = connect_controls(2);
+  run_ranks(2, [&](int rank) {
+    if (rank == 0) {
+      std::this_thread::sleep_for(5ms);
+      controls[0]->close();
+    } else {
+      check_kind(error_from([&] { (void)controls[1]->receive(0, 0, soon()); }), ErrorKind::kRankFailed, "has left");
+    }
+  });
+}
+
+TEST(control_waiter_is_woken_by_its_own_close) {
+  const auto controls = connect_controls(2);
+  std::thread waiter([&] {
+    check_kind(error_from([&] { (void)controls[0]->receive(1, 0, soon()); }), ErrorKind::kClosed, "after close()");
+  });
+  std::this_thread::sleep_for(5ms);
+  controls[0]->close();
+  waiter.join();
+  CHECK_THROWS(ErrorKind::kClosed, controls[0]->send(1, 0, "x"), "after close()");
+  CHECK_THROWS(ErrorKind::kClosed, controls[0]->receive(1, 0, soon()), "after close()");
+  controls[0]->abort("too late");
+  CHECK(!controls[0]->failure());
+  CHECK(!controls[1]->failure());
+}
+
+TEST(control_close_delivers_what_was_queued) {
+  auto controls = connect_controls(2);
+  const std::string body(std::size_t{8} << 20, 'q');
+  controls[0]->send(1, 0, body);
+  controls[1]->send(0, 0, body);  // never read: closing with unread input resets the connection
+  controls[0]->close();
+  controls[0].reset();
+  CHECK(controls[1]->receive(0, 0, soon()) == body);
+  CHECK(!controls[1]->failure());
+}
+
+TEST(control_survives_closing_all_at_once) {
+  for (int round = 0; round < 5; ++round) {
+    auto controls = connect_controls(4);
+    run_ranks(4, [&](int rank) {
+      auto& mine = controls[static_cast<std::size_t>(rank)];
+      mine->send((rank + 1) % 4, 0, "bye");
+      CHECK_EQ(mine->receive((rank + 3) % 4, 0, soon()), "bye");
+      mine->close();
+      CHECK(!mine->failure());
+      mine.reset();
+    });
+  }
+}
+
+// A rank whose process dies: its sockets close without a goodbye. Played by a peer that speaks the protocol by hand.
+TEST(control_names_a_rank_that_dies) {
+  for (const bool hard : {false, true}) {
+    ControlListener listener0("127.0.0.1", 0, 3, JobToken{7});
+    ControlListener listener1("127.0.0.1", 1, 3, JobToken{7});
+    const std::vector<std::string> addresses{listener0.address(), listener1.address(), "127.0.0.1:9"};
+    auto to0 = std::make_unique<Stranger>(addresses[0]);
+    auto to1 = std::make_unique<Stranger>(addresses[1]);
+    to0->say(hello(2) + encode(FrameKind::kMessage, 4, "alive"));
+    to1->say(hello(2));
+    std::vector<std::shared_ptr<Control>> controls(2);
+    run_ranks(2, [&](int rank) {
+      controls[static_cast<std::size_t>(rank)] = (rank == 0 ? listener0 : listener1).connect(addresses, soon());
+    });
+    to0->read_greeting();
+    to1->read_greeting();
+    CHECK_EQ(controls[0]->receive(2, 4, soon()), "alive");
+    if (hard) {
+      to0->reset();
+      to1->reset();
+    }
+    std::thread killer([&] {
+      std::this_thread::sleep_for(3ms);
+      to0.reset();
+      to1.reset();
+    });
+    run_ranks(2, [&](int rank) {
+      Control& mine = *controls[static_cast<std::size_t>(rank)];
+      // Rank 0 waits for the dead rank, rank 1 for the living one: both must learn it.
+      const auto start = Clock::now();
+      const auto error = error_from([&] { (void)mine.receive(rank == 0 ? 2 : 0, 0, soon()); });
+      CHECK(Clock::now() - start < 5s);
+      check_kind(error, ErrorKind::kRankFailed, "rank 2 is gone");
+      CHECK_EQ(error->context().peer, 2);
+      CHECK_EQ(error->context().rank, rank);
+      check_kind(mine.failure(), ErrorKind::kRankFailed, "rank 2 is gone");
+    });
+    killer.join();
+  }
+}
+
+TEST(control_fails_on_bytes_that_are_not_ours) {
+  // A connection that stood and then speaks nonsense: damaged frame, second greeting, wrong version.
+  std::string version = encode(FrameKind::kMessage, 0, "x");
+  version[4] = 99;
+  for (const auto& [bytes, part] : std::vector<std::pair<std::string, const char*>>{
+           {std::string(64, 'Z'), "not from hpcomm"}, {hello(1), "second greeting"}, {version, "version 99"}}) {
+    ControlListener listener("127.0.0.1", 0, 2, JobToken{7});
+    const Stranger peer(listener.address());
+    peer.say(hello(1) + encode(FrameKind::kMessage, 4, "good") + bytes);
+    const auto mine = listener.connect({listener.address(), "127.0.0.1:9"}, soon());
+    CHECK_EQ(mine->receive(1, 4, soon()), "good");
+    check_kind(error_from([&] { (void)mine->receive(1, 4, soon()); }), ErrorKind::kRankFailed, part);
+  }
+}
+
+// --- Starting --------------------------------------------------------------------------------------------------------
+
+TEST(control_start_is_not_disturbed_by_strangers) {
+  CapturedStderr captured;
+  std::vector<std::unique_ptr<ControlListener>> listeners;
+  std::vector<std::string> addresses;
+  for (int rank = 0; rank < 3; ++rank) {
+    listeners.push_back(std::make_unique<ControlListener>("127.0.0.1", rank, 3, JobToken{7}));
+    addresses.push_back(listeners.back()->address());
+  }
+  std::vector<std::unique_ptr<Stranger>> strangers;
+  for (const std::string& address : addresses) {
+    for (const std::string& words :
+         {std::string("GET / HTTP/1.1\r\nHost: example.org\r\n\r\n"),  // garbage
+          hello(2, 8),                                              // another job
+          hello(1).substr(0, 30),                                   // half a greeting, then silence
+          std::string(), hello(-1), hello(0), hello(3), hello(1 << 30),
+          encode(FrameKind::kMessage, 0, "no greeting"), encode(FrameKind::kHello, 0, "short")}) {
+      strangers.push_back(std::make_unique<Stranger>(address));
+      strangers.back()->say(words);
+    }
+    strangers.push_back(std::make_unique<Stranger>(address));
+    strangers.pop_back();  // hangs up at once
+  }
+  std::vector<std::shared_ptr<Control>> controls(3);
+  run_ranks(3, [&](int rank) {
+    const auto r = static_cast<std::size_t>(rank);
+    std::this_thread::sleep_for(rank * 3ms);
+    controls[r] = listeners[r]->connect(addresses, soon());
+    CHECK_EQ(controls[r]->exchange({0, 1, 2}, 0, str(rank), soon()), (std::vector<std::string>{"0", "1", "2"}));
+  });
+  for (const auto& stranger : strangers) {
+    CHECK(eventually([&] { return stranger->hung_up_on(); }));
+  }
+  const std::string log = captured.text();
+  CHECK(log.find("dropped a connection from 127.0.0.1:") != std::string::npos);
+  CHECK(log.find("belongs to another job") != std::string::npos);
+  CHECK(log.find("not from hpcomm") != std::string::npos);
+}
+
+TEST(control_start_reads_no_more_of_a_stranger_than_a_greeting) {
+  // The magic is no secret: a stranger may announce a body of 64 MiB and send it.
+  CapturedStderr captured;
+  ControlListener listener("127.0.0.1", 0, 2, JobToken{7});
+  Stranger flood(listener.address());
+  std::string announced = encode(FrameKind::kHello, 0, "");
+  const std::uint64_t length = kMaxBody;
+  std::memcpy(announced.data() + 16, &length, sizeof length);
+  flood.say(announced + std::string(8192, 'x'));
+  std::atomic<bool> refused = false;
+  std::thread watcher([&] { refused = eventually([&] { return flood.hung_up_on(); }, 1000ms); });
+  check_kind(error_from([&] { (void)listener.connect({listener.address(), "127.0.0.1:9"}, Clock::now() + 300ms); }),
+             ErrorKind::kTimedOut, "rank 1");
+  watcher.join();
+  CHECK(refused.load());
+  CHECK(captured.text().find("greeting") != std::string::npos);
+}
+
+TEST(control_start_refuses_a_second_rank_of_the_same_number) {
+  CapturedStderr captured;
+  ControlListener listener("127.0.0.1", 0, 3, JobToken{7});
+  const Stranger first(listener.address());
+  const Stranger second(listener.address());
+  first.say(hello(1));
+  second.say(hello(1));
+  check_kind(error_from([&] { (void)listener.connect({listener.address(), "127.0.0.1:9", "127.0.0.1:9"},
+                                                     Clock::now() + 200ms); }),
+             ErrorKind::kTimedOut, "did not hear from rank 2 ");
+}
+
+TEST(control_start_names_the_ranks_that_are_missing) {
+  std::vector<std::unique_ptr<ControlListener>> listeners;
+  std::vector<std::string> addresses;
+  for (int rank = 0; rank < 4; ++rank) {
+    listeners.push_back(std::make_unique<ControlListener>("127.0.0.1", rank, 4, JobToken{7}));
+    addresses.push_back(listeners.back()->address());
+  }
+  // Ranks 1 and 3 never connect, though their ports are open.
+  run_ranks(4, [&](int rank) {
+    if (rank % 2 == 0) {
+      const auto error = error_from([&] {
+        (void)listeners[static_cast<std::size_t>(rank)]->connect(addresses, Clock::now() + 200ms);
+      });
+      check_kind(error, ErrorKind::kTimedOut, "did not hear from rank 1, rank 3 ");
+    }
+  });
+}
+
+TEST(control_start_reports_a_rank_that_cannot_be_reached) {
+  std::string closed_port;
+  { closed_port = ControlListener("127.0.0.1", 0, 2, JobToken{7}).address(); }
+  ControlListener listener("127.0.0.1", 1, 2, JobToken{7});
+  const auto error = error_from([&] { (void)listener.connect({closed_port, listener.address()}, soon()); });
+  check_kind(error, ErrorKind::kRankFailed, "cannot reach rank 0");
+  CHECK_EQ(error->context().peer, 0);
+}
+
+TEST(control_start_reports_a_peer_of_another_job) {
+  CapturedStderr captured;
+  ControlListener zero("127.0.0.1", 0, 2, JobToken{7});
+  ControlListener one("127.0.0.1", 1, 2, JobToken{8});
+  const std::vector<std::string> addresses{zero.address(), one.address()};
+  run_ranks(2, [&](int rank) {
+    const auto error = error_from(
+        [&] { (void)(rank == 0 ? zero : one).connect(addresses, Clock::now() + (rank == 0 ? 300ms : 10000ms)); });
+    check_kind(error, rank == 0 ? ErrorKind::kTimedOut : ErrorKind::kRankFailed, rank == 0 ? "rank 1" : "refused rank 1");
+  });
+}
+
+TEST(control_listener_checks_its_arguments) {
+  CHECK_THROWS(ErrorKind::kInvalidArgument, ControlListener("127.0.0.1", 2, 2, {}), "rank 2 of 2");
+  CHECK_THROWS(ErrorKind::kInvalidArgument, ControlListener("127.0.0.1", -1, 2, {}), "rank -1");
+  CHECK_THROWS(ErrorKind::kInvalidArgument, ControlListener("127.0.0.1", 0, 0, {}), "of 0");
+  CHECK_THROWS(ErrorKind::kInvalidArgument, ControlListener("localhost", 0, 2, {}), "no numeric address");
+  CHECK_THROWS(ErrorKind::kTransport, ControlListener("192.0.2.1", 0, 2, {}), "cannot listen");
+  ControlListener listener("127.0.0.1", 1, 2, {});
+  CHECK_THROWS(ErrorKind::kInvalidArgument, listener.connect({"127.0.0.1:1"}, soon()), "one address per rank");
+  CHECK_THROWS(ErrorKind::kInvalidArgument, listener.connect({"nowhere", ""}, soon()), "is not host:port");
+  CHECK_THROWS(ErrorKind::kInvalidArgument, listener.connect({"127.0.0.1:1", ""}, soon()), "connects once");
+}
+
+TEST(control_speaks_ipv6) {
+  std::unique_ptr<ControlListener> zero;
+  try {
+    zero = std::make_unique<ControlListener>("::1", 0, 2, JobToken{7});
+  } catch (const Error&) {
+    return;  // this machine has no IPv6
+  }
+  ControlListener one("::1", 1, 2, JobToken{7});
+  CHECK(zero->address().starts_with("[::1]:"));
+  const std::vector<std::string> addresses{zero->address(), one.address()};
+  run_ranks(2, [&](int rank) {
+    const auto mine = (rank == 0 ? *zero : one).connect(addresses, soon());
+    CHECK_EQ(mine->exchange({0, 1}, 0, str(rank), soon()), (std::vector<std::string>{"0", "1"}));
+  });
+}
+
+// --- Listeners -------------------------------------------------------------------------------------------------------
+
+TEST(control_failure_listeners_run_once) {
+  const auto controls = connect_controls(3);
+  std::array<std::atomic<int>, 3> calls{};
+  for (std::size_t r = 0; r < 3; ++r) {
+    CHECK(controls[r]->on_failure([&calls, r](const Error&) { ++calls[r]; }) != 0);
+  }
+  const std::uint64_t removed = controls[1]->on_failure([&calls](const Error&) { calls[1] += 100; });
+  controls[1]->remove_listener(removed);
+  controls[1]->remove_listener(removed);
+  controls[1]->remove_listener(12345);
+  controls[0]->abort("enough");
+  CHECK_EQ(calls[0].load(), 1);  // runs in abort()
+  CHECK(eventually([&] { return calls[1] == 1 && calls[2] == 1; }));
+  controls[1]->abort("more");
+  controls[0]->abort("more");
+  // Too late is at once.
+  bool told = false;
+  CHECK_EQ(controls[2]->on_failure([&told](const Error& error) {
+    told = true;
+    check_kind(error, ErrorKind::kPeerError, "enough");
+  }), 0);
+  CHECK(told);
+  CHECK_EQ(calls[0].load() + calls[1].load() + calls[2].load(), 3);
+}
+
+TEST(control_removed_listener_neither_runs_nor_is_running) {
+  for (int round = 0; round < 50; ++round) {
+    const auto controls = connect_controls(2);
+    auto alive = std::make_unique<std::atomic<bool>>(true);
+    std::atomic<bool>* watched = alive.get();
+    const std::uint64_t token = controls[1]->on_failure([watched](const Error&) {
+      CHECK(watched->load());
+      std::this_thread::sleep_for(300us);
+      CHECK(watched->load());  // freed memory, if remove_listener did not wait
+    });
+    controls[0]->abort("now");
+    std::this_thread::sleep_for(std::chrono::microseconds(round * 5));
+    controls[1]->remove_listener(token);
+    *alive = false;
+    alive.reset();
+  }
+}
+
+TEST(control_aborts_of_several_ranks_race_without_harm) {
+  for (int round = 0; round < 10; ++round) {
+    auto controls = connect_controls(4);
+    std::array<std::atomic<int>, 4> calls{};
+    for (std::size_t r = 0; r < 4; ++r) {
+      (void)controls[r]->on_failure([&calls, r](const Error&) { ++calls[r]; });
+    }
+    run_ranks(4, [&](int rank) {
+      Control& mine = *controls[static_cast<std::size_t>(rank)];
+      if (rank != 0) {
+        mine.abort(str("reason of ", rank));
+      }
+      CHECK(eventually([&] { return mine.failure().has_value(); }));
+    });
+    for (const auto& control : controls) {
+      control->close();
+    }
+    CHECK(eventually([&] { return calls[0] == 1; }));
+    for (std::size_t r = 1; r < 4; ++r) {
+      CHECK_EQ(calls[r].load(), 1);
+    }
+  }
+}
+
+// --- Ends ------------------------------------------------------------------------------------------------------------
+
+TEST(control_leaves_no_descriptor_and_no_thread) {
+  (void)connect_controls(2);  // whatever is opened once and kept
+  const std::size_t descriptors = count_entries("/proc/self/fd");
+  const std::size_t threads = count_entries("/proc/self/task");
+  for (int round = 0; round < 50; ++round) {
+    auto controls = connect_controls(3);
+    controls[0]->send(1, 0, "x");
+    if (round % 3 == 0) {
+      controls[static_cast<std::size_t>(round) % 3]->abort("enough");
+    } else if (round % 3 == 1) {
+      controls[2]->close();
+    }
+    if (round % 10 == 0) {
+      ControlListener alone("127.0.0.1", 0, 2, JobToken{7});
+      (void)error_from([&] { (void)alone.connect({alone.address(), "127.0.0.1:9"}, Clock::now()); });
+    }
+  }
+  CHECK_EQ(count_entries("/proc/self/fd"), descriptors);
+  CHECK(eventually([&] { return count_entries("/proc/self/task") == threads; }));
+}
+
+TEST(solo_control_has_nobody_to_talk_to) {
+  const auto solo = make_solo_control();
+  CHECK_EQ(solo->rank(), 0);
+  CHECK_EQ(solo->size(), 1);
+  CHECK_EQ(solo->exchange({0}, 0, "me", soon()), std::vector<std::string>{"me"});
+  CHECK_THROWS(ErrorKind::kInvalidArgument, solo->send(0, 0, "x"), "rank 0 does not exist");
+  CHECK_THROWS(ErrorKind::kInvalidArgument, solo->receive(1, 0, soon()), "rank 1 does not exist");
+  CHECK(!solo->failure());
+  solo->check();
+  solo->close();
+  CHECK_EQ(ControlListener("127.0.0.1", 0, 1, {}).connect({""}, soon())->size(), 1);
+}
+
+TEST(solo_control_abort_ends_what_runs_here) {
+  const auto solo = make_solo_control();
+  std::vector<std::string> told;
+  const auto listener = [&told](const Error& error) { told.emplace_back(error.what()); };
+  const std::uint64_t removed = solo->on_failure(listener);
+  (void)solo->on_failure(listener);
+  solo->remove_listener(removed);
+  std::thread([&] { solo->abort("out of luck"); }).join();
+  solo->abort("again");
+  CHECK_EQ(told, std::vector<std::string>{"this rank gave up: out of luck"});
+  CHECK_THROWS(ErrorKind::kClosed, solo->check(), "out of luck");
+  (void)solo->on_failure(listener);  // too late is at once
+  CHECK_EQ(told.size(), 2);
+}
+
+TEST(solo_control_is_shared_by_threads) {
+  const auto solo = make_solo_control();
+  run_ranks(4, [&](int rank) {
+    if (rank == 0) {
+      solo->abort("a reason");
+    }
+    CHECK(eventually([&] { return solo->failure().has_value(); }));
+  });
+}

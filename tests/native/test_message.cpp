@@ -1,0 +1,253 @@
+// engine/message: headers and schemas there and back, and against damaged bytes.
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "engine/message.h"
+#include "native/check.h"
+
+using namespace hpcomm;
+
+namespace {
+
+constexpr std::int64_t kHuge = std::numeric_limits<std::int64_t>::max();
+
+// CRC-32 once more, by the definition: whoever damages a header on purpose also repairs its checksum.
+std::string with_crc(std::string header) {
+  std::uint32_t crc = ~0U;
+  for (std::size_t i = 0; i + 4 < kHeaderBytes; ++i) {
+    crc ^= static_cast<unsigned char>(header[i]);
+    for (int bit = 0; bit < 8; ++bit) {
+      crc = (crc & 1U) != 0 ? (crc >> 1) ^ 0xedb88320U : crc >> 1;
+    }
+  }
+  crc = ~crc;
+  std::memcpy(header.data() + kHeaderBytes - 4, &crc, sizeof crc);
+  return header;
+}
+
+Schema random_schema(std::mt19937& random) {
+  Schema schema;
+  schema.structure = std::string(random() % 20, 's');
+  for (std::size_t i = random() % 6; i > 0; --i) {
+    TensorSchema tensor;
+    tensor.dtype = static_cast<DType>(random() % 14);
+    tensor.requires_grad = random() % 2 == 0;
+    for (std::size_t d = random() % 4; d > 0; --d) {
+      tensor.shape.push_back(random() % 10);
+    }
+    schema.tensors.push_back(tensor);
+  }
+  return schema;
+}
+
+std::string with_shapes(const std::vector<std::vector<std::int64_t>>& shapes) {
+  Schema schema;
+  for (const auto& shape : shapes) {
+    schema.tensors.push_back({DType::kUInt8, false, shape});
+  }
+  return encode_schema(schema);
+}
+
+bool equal(const MessageHeader& a, const MessageHeader& b) {
+  return a.edge == b.edge && a.sequence == b.sequence && a.microbatch == b.microbatch && a.schema == b.schema &&
+         a.payload_bytes == b.payload_bytes && a.carries_schema == b.carries_schema;
+}
+
+void mutate(std::string& bytes, std::mt19937& random) {
+  for (std::size_t flips = 1 + random() % 3; flips > 0 && !bytes.empty(); --flips) {
+    switch (random() % 4) {
+      case 0:
+        bytes[random() % bytes.size()] ^= static_cast<char>(1U << random() % 8);
+        break;
+      case 1:
+        bytes[random() % bytes.size()] = static_cast<char>(random());
+        break;
+      case 2:
+        bytes.resize(random() % (bytes.size() + 1));
+        break;
+      case 3:
+        bytes.insert(random() % (bytes.size() + 1), std::string(1 + random() % 9, static_cast<char>(random())));
+        break;
+    }
+  }
+}
+
+// A copy in memory of exactly its length, so that a read behind the end is seen by the address sanitizer.
+std::vector<char> exact(const std::string& bytes) { return {bytes.begin(), bytes.end()}; }
+
+}  // namespace
+
+TEST(message_headers_come_back) {
+  for (const MessageHeader& header :
+       {MessageHeader{}, MessageHeader{1, 2, 3, 4, 5, true}, MessageHeader{~0ULL, ~0ULL, -1, ~0ULL, ~0ULL, false},
+        MessageHeader{0, 0, std::numeric_limits<std::int32_t>::min(), 0, 0, true}}) {
+    const std::string bytes = encode_header(header);
+    CHECK_EQ(bytes.size(), kHeaderBytes);
+    CHECK(equal(parse_header(bytes), header));
+    CHECK(equal(parse_header(bytes + "schema"), header));
+    CHECK(with_crc(bytes) == bytes);
+  }
+}
+
+TEST(message_header_cut_anywhere_is_refused) {
+  const std::string bytes = encode_header({1, 2, 3, 4, 5, true});
+  for (std::size_t length = 0; length < bytes.size(); ++length) {
+    const auto cut = exact(bytes.substr(0, length));
+    CHECK_THROWS(ErrorKind::kProtocol, parse_header({cut.data(), cut.size()}), "instead of 64");
+  }
+}
+
+TEST(message_header_with_any_flipped_bit_is_refused) {
+  const std::string good = encode_header({1, 2, 3, 4, 5, true});
+  for (std::size_t bit = 0; bit < 8 * kHeaderBytes; ++bit) {
+    std::string bytes = good;
+    bytes[bit / 8] ^= static_cast<char>(1U << bit % 8);
+    CHECK_THROWS(ErrorKind::kProtocol, parse_header(bytes), "header is damaged");
+  }
+}
+
+TEST(message_header_that_no_version_writes_is_refused) {
+  const std::string good = encode_header({1, 2, 3, 4, 5, true});
+  const auto with = [&good](std::size_t at, char value) {
+    std::string bytes = good;
+    bytes[at] = value;
+    return with_crc(bytes);
+  };
+  CHECK_THROWS(ErrorKind::kProtocol, parse_header(with(0, 'X')), "damaged");
+  CHECK_THROWS(ErrorKind::kProtocol, parse_header(with(4, 2)), "version 2");
+  CHECK_THROWS(ErrorKind::kProtocol, parse_header(with(6, 2)), "header");
+  for (std::size_t reserved = 44; reserved < 60; ++reserved) {
+    CHECK_THROWS(ErrorKind::kProtocol, parse_header(with(reserved, 1)), "header");
+  }
+}
+
+TEST(message_header_parser_withstands_mutations) {
+  std::mt19937 random(21);
+  int accepted = 0;
+  for (int round = 0; round < 150000; ++round) {
+    const MessageHeader header{random(), random(), static_cast<std::int32_t>(random()), random(), random(),
+                               random() % 2 == 0};
+    std::string bytes = encode_header(header);
+    mutate(bytes, random);
+    if (round % 2 == 0 && bytes.size() >= kHeaderBytes) {
+      bytes = with_crc(bytes);  // past the checksum, to what is behind it
+    }
+    const auto copy = exact(bytes);
+    try {
+      const MessageHeader parsed = parse_header({copy.data(), copy.size()});
+      ++accepted;
+      CHECK(encode_header(parsed) == bytes.substr(0, kHeaderBytes));
+    } catch (const Error& error) {
+      CHECK_EQ(error.kind(), ErrorKind::kProtocol);
+    }
+  }
+  CHECK(accepted > 1000);
+}
+
+TEST(message_schemas_come_back) {
+  std::mt19937 random(22);
+  for (int round = 0; round < 2000; ++round) {
+    const Schema schema = random_schema(random);
+    const std::string bytes = encode_schema(schema);
+    CHECK(parse_schema(bytes) == schema);
+    CHECK_EQ(parse_schema(bytes).fingerprint(), schema.fingerprint());
+  }
+  Schema large;
+  large.structure = std::string(100000, '\0');
+  large.tensors.resize(5000, {DType::kBFloat16, true, std::vector<std::int64_t>(64, 1)});
+  CHECK(parse_schema(encode_schema(large)) == large);
+}
+
+TEST(message_schema_counts_and_prints) {
+  const Schema schema{"tree",
+                      {{DType::kFloat32, true, {8, 512}}, {DType::kBFloat16, false, {}}, {DType::kInt64, false, {3, 0}}}};
+  CHECK_EQ(schema.to_text(), "float32[8, 512] bfloat16[] int64[3, 0]");
+  CHECK_EQ(Schema().to_text(), "no tensors");
+  CHECK_EQ(schema.tensors[0].count(), 4096);
+  CHECK_EQ(schema.tensors[1].count(), 1);
+  CHECK_EQ(schema.tensors[2].count(), 0);
+  const Layout layout = schema.layout();
+  CHECK_EQ(layout.bytes(), 16384 + 64);
+  CHECK_EQ(layout.entries()[1].offset, 16384);
+}
+
+TEST(message_schema_fingerprints_differ) {
+  const Schema base{"t", {{DType::kFloat32, false, {2, 3}}}};
+  std::vector<Schema> others(6, base);
+  others[0].structure = "u";
+  others[1].tensors[0].dtype = DType::kInt32;
+  others[2].tensors[0].requires_grad = true;
+  others[3].tensors[0].shape = {3, 2};
+  others[4].tensors[0].shape = {6};
+  others[5].tensors.push_back({DType::kFloat32, false, {}});
+  for (const Schema& other : others) {
+    CHECK(other.fingerprint() != base.fingerprint());
+  }
+}
+
+TEST(message_schema_cut_anywhere_is_refused) {
+  const std::string bytes = encode_schema({"tree", {{DType::kFloat32, true, {8, 512}}, {DType::kBool, false, {}}}});
+  for (std::size_t length = 0; length < bytes.size(); ++length) {
+    const auto cut = exact(bytes.substr(0, length));
+    CHECK_THROWS(ErrorKind::kProtocol, parse_schema({cut.data(), cut.size()}), "cut short");
+  }
+  CHECK_THROWS(ErrorKind::kProtocol, parse_schema(bytes + "x"), "bytes behind its end");
+}
+
+TEST(message_schema_limits) {
+  CHECK_THROWS(ErrorKind::kProtocol, parse_schema(with_shapes({{-1}})), "dimension of -1");
+  // Products that wrap around, also behind or before a zero.
+  CHECK_THROWS(ErrorKind::kProtocol, parse_schema(with_shapes({{kHuge, 2}})), "larger than memory");
+  CHECK_THROWS(ErrorKind::kProtocol, parse_schema(with_shapes({{1LL << 32, 1LL << 32}})), "larger than memory");
+  CHECK_THROWS(ErrorKind::kProtocol, parse_schema(with_shapes({{0, 1LL << 32, 1LL << 32}})), "larger than memory");
+  CHECK_THROWS(ErrorKind::kProtocol, parse_schema(with_shapes({{1LL << 32, 1LL << 32, 0}})), "larger than memory");
+  CHECK_THROWS(ErrorKind::kProtocol, parse_schema(with_shapes({{kHuge}, {1}})), "larger than memory");
+  CHECK_EQ(parse_schema(with_shapes({{kHuge, 0}})).tensors[0].count(), 0);
+  CHECK_EQ(parse_schema(with_shapes({{kHuge}})).tensors[0].count(), static_cast<std::uint64_t>(kHuge));
+  // Even the largest that is accepted has a layout that does not wrap around.
+  CHECK(parse_schema(with_shapes({{kHuge - 1}, {1}})).layout().bytes() > static_cast<std::uint64_t>(kHuge));
+  CHECK_EQ(parse_schema(with_shapes({std::vector<std::int64_t>(64, 1)})).tensors[0].shape.size(), 64);
+  CHECK_THROWS(ErrorKind::kInvalidArgument, with_shapes({std::vector<std::int64_t>(65, 1)}), "65 dimensions");
+
+  std::string bytes = with_shapes({{1}});
+  bytes[8] = 14;  // dtype
+  CHECK_THROWS(ErrorKind::kProtocol, parse_schema(bytes), "unknown dtype");
+  bytes = with_shapes({{1}});
+  bytes[9] = 2;
+  CHECK_THROWS(ErrorKind::kProtocol, parse_schema(bytes), "unknown flags");
+  bytes = with_shapes({{1}});
+  bytes[10] = 65;
+  CHECK_THROWS(ErrorKind::kProtocol, parse_schema(bytes), "65 dimensions");
+}
+
+TEST(message_schema_announcing_more_than_it_has_allocates_nothing) {
+  // 4 Gi tensors, or a structure of 4 GiB: the count is believed only as far as bytes follow.
+  for (std::size_t at : {0U, 4U}) {
+    std::string bytes = encode_schema({});
+    std::memset(bytes.data() + at, 0xff, 4);
+    CHECK_THROWS(ErrorKind::kProtocol, parse_schema(bytes), "cut short");
+  }
+}
+
+TEST(message_schema_parser_withstands_mutations) {
+  std::mt19937 random(23);
+  int accepted = 0;
+  for (int round = 0; round < 150000; ++round) {
+    std::string bytes = encode_schema(random_schema(random));
+    mutate(bytes, random);
+    const auto copy = exact(bytes);
+    try {
+      const Schema parsed = parse_schema({copy.data(), copy.size()});
+      ++accepted;
+      CHECK(encode_schema(parsed) == bytes);
+      (void)parsed.layout();
+    } catch (const Error& error) {
+      CHECK_EQ(error.kind(), ErrorKind::kProtocol);
+    }
+  }
+  CHECK(accepted > 1000);
+}

@@ -1,0 +1,507 @@
+// pack/: every cast and scale against plain scalar arithmetic, in every instruction set of this machine.
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "native/check.h"
+#include "pack/pack.h"
+
+namespace {
+
+enum Level : int { kBase = 0, kAvx2 = 1, kAvx512 = 2 };
+
+Level level_of_this_cpu() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq")) {
+    return kAvx512;
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    return kAvx2;
+  }
+#endif
+  return kBase;
+}
+
+constexpr bool claims(int level, std::string_view feature) {
+  return level >= (feature.starts_with("avx512") ? kAvx512 : kAvx2);
+}
+
+}  // namespace
+
+// The kernel chooses its instruction set once, by asking the CPU. To see the paths that this machine would not take,
+// the file is compiled again with another answer; no hook in the product.
+#define __builtin_cpu_supports(feature) claims(kForcedLevel, feature)
+namespace base_only {
+constexpr int kForcedLevel = kBase;
+namespace hpcomm {
+using namespace ::hpcomm;
+}
+#include "pack/pack_cpu.cpp"
+}  // namespace base_only
+namespace avx2_only {
+constexpr int kForcedLevel = kAvx2;
+namespace hpcomm {
+using namespace ::hpcomm;
+}
+#include "pack/pack_cpu.cpp"
+}  // namespace avx2_only
+#undef __builtin_cpu_supports
+
+using namespace hpcomm;
+
+namespace {
+
+using Kernel = void (*)(const std::vector<CopyItem>&, const double*);
+
+struct Path {
+  const char* name;
+  Kernel run;
+};
+
+// What this machine chooses by itself comes last: with AVX-512 that is the third path.
+std::vector<Path> paths() {
+  std::vector<Path> all{{"base", base_only::hpcomm::run_copies_cpu}};
+  if (level_of_this_cpu() >= kAvx2) {
+    all.push_back({"avx2", avx2_only::hpcomm::run_copies_cpu});
+  }
+  all.push_back({"chosen", run_copies_cpu});
+  return all;
+}
+
+constexpr std::array<DType, 4> kFloats{DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64};
+
+// --- The reference: values as doubles, which hold every one of these types exactly. -----------------------------------
+
+double decode(DType dtype, const unsigned char* element) {
+  switch (dtype) {
+    case DType::kFloat16: {
+      std::uint16_t bits;
+      std::memcpy(&bits, element, sizeof bits);
+      const double sign = (bits & 0x8000U) != 0 ? -1 : 1;
+      const int exponent = (bits >> 10) & 31;
+      const int fraction = bits & 1023;
+      if (exponent == 31) {
+        return fraction != 0 ? std::numeric_limits<double>::quiet_NaN()
+                             : sign * std::numeric_limits<double>::infinity();
+      }
+      return sign * (exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(1024 + fraction, exponent - 25));
+    }
+    case DType::kBFloat16: {
+      std::uint16_t bits;
+      std::memcpy(&bits, element, sizeof bits);
+      const double sign = (bits & 0x8000U) != 0 ? -1 : 1;
+      const int exponent = (bits >> 7) & 255;
+      const int fraction = bits & 127;
+      if (exponent == 255) {
+        return fraction != 0 ? std::numeric_limits<double>::quiet_NaN()
+                             : sign * std::numeric_limits<double>::infinity();
+      }
+      return sign * (exponent == 0 ? std::ldexp(fraction, -133) : std::ldexp(128 + fraction, exponent - 134));
+    }
+    case DType::kFloat32: {
+      float value;
+      std::memcpy(&value, element, sizeof value);
+      return value;
+    }
+    case DType::kFloat64: {
+      double value;
+      std::memcpy(&value, element, sizeof value);
+      return value;
+    }
+    default:
+      return 0;
+  }
+}
+
+// To the nearest multiple of what one bit is worth at this magnitude, ties to even.
+double round_to(double value, int fraction_bits, int smallest_exponent, double overflow) {
+  if (std::isnan(value) || std::isinf(value) || value == 0) {
+    return value;
+  }
+  const int exponent = std::max(std::ilogb(value), smallest_exponent);
+  const double rounded = std::ldexp(std::nearbyint(std::ldexp(value, fraction_bits - exponent)), exponent - fraction_bits);
+  const double magnitude =
+      std::fabs(rounded) >= overflow ? std::numeric_limits<double>::infinity() : std::fabs(rounded);
+  return std::copysign(magnitude, value);
+}
+
+double expected(DType from, DType to, double value, std::optional<double> factor) {
+  const bool wide = from == DType::kFloat64 || to == DType::kFloat64;
+  double product = value;
+  if (factor) {
+    product = wide ? value * *factor : static_cast<double>(static_cast<float>(value) * static_cast<float>(*factor));
+  }
+  // Like torch, a double goes to 16 bits by way of float32.
+  switch (to) {
+    case DType::kFloat16:
+      return round_to(static_cast<float>(product), 10, -14, 65536);
+    case DType::kBFloat16:
+      return round_to(static_cast<float>(product), 7, -126, std::ldexp(1.0, 128));
+    case DType::kFloat32:
+      return static_cast<float>(product);
+    default:
+      return product;
+  }
+}
+
+bool same(double a, double b) {
+  return (std::isnan(a) && std::isnan(b)) || (a == b && std::signbit(a) == std::signbit(b));
+}
+
+// --- Inputs ----------------------------------------------------------------------------------------------------------
+
+using Bytes = std::vector<unsigned char>;
+
+template <typename T>
+void push(Bytes& bytes, T value) {
+  const auto* p = reinterpret_cast<const unsigned char*>(&value);
+  bytes.insert(bytes.end(), p, p + sizeof value);
+}
+
+// Specials, denormals, ties, and random bit patterns (of 16-bit types: every pattern there is).
+Bytes inputs(DType dtype) {
+  Bytes bytes;
+  std::mt19937_64 random(1);
+  if (size_of(dtype) == 2) {
+    for (unsigned bits = 0; bits < 65536; ++bits) {
+      push(bytes, static_cast<std::uint16_t>(bits));
+    }
+    return bytes;
+  }
+  if (dtype == DType::kFloat32) {
+    for (std::uint32_t high = 0; high < 65536; high += 7) {
+      // Around the tie between two bfloat16, for even and odd ones.
+      for (std::uint32_t low : {0U, 1U, 0x7fffU, 0x8000U, 0x8001U, 0xffffU}) {
+        push(bytes, high << 16 | low);
+      }
+    }
+    for (float value : {65504.0F, 65519.0F, 65520.0F, 65536.0F, 5.9604645e-08F, 2.9802322e-08F, 2.9802326e-08F,
+                        6.1035156e-05F, 2049.0F, 2051.0F, 3.4028235e38F, 1e-45F}) {
+      push(bytes, value);
+      push(bytes, -value);
+    }
+    for (int i = 0; i < 20000; ++i) {
+      push(bytes, static_cast<std::uint32_t>(random()));
+    }
+    return bytes;
+  }
+  using Limits = std::numeric_limits<double>;
+  for (double value : {0.0, 1.0, Limits::max(), Limits::min(), Limits::denorm_min(), Limits::infinity(),
+                       Limits::quiet_NaN(), 3.4028235677973366e38, 1e300, 1e-300, 1.00390625, 1.01171875}) {
+    push(bytes, value);
+    push(bytes, -value);
+  }
+  for (int i = 0; i < 20000; ++i) {
+    push(bytes, random());
+    // Most random doubles are beyond float32; these are not.
+    push(bytes, std::ldexp(static_cast<double>(random()) / 1e18, static_cast<int>(random() % 300) - 150));
+  }
+  return bytes;
+}
+
+// A buffer with guards around it, in which a byte written too far is seen.
+class Guarded {
+ public:
+  explicit Guarded(std::size_t bytes, unsigned char fill = 0xa5) : bytes_(bytes), memory_(bytes + 2 * kGuard + 64, 0x5a) {
+    const auto address = reinterpret_cast<std::uintptr_t>(memory_.data() + kGuard);
+    begin_ = memory_.data() + kGuard + (64 - address % 64) % 64;
+    std::fill(begin_, begin_ + bytes, fill);
+  }
+  [[nodiscard]] unsigned char* data() const { return begin_; }
+  [[nodiscard]] BufferView view(DType dtype = DType::kUInt8) const {
+    return {begin_, bytes_, bytes_ / size_of(dtype), dtype, {}};
+  }
+  Guarded(const Guarded&) = delete;
+  Guarded& operator=(const Guarded&) = delete;
+  [[nodiscard]] bool intact() const {
+    const auto untouched = [](unsigned char byte) { return byte == 0x5a; };
+    return std::all_of(memory_.data(), begin_, untouched) &&
+           std::all_of(begin_ + bytes_, memory_.data() + memory_.size(), untouched);
+  }
+
+ private:
+  static constexpr std::size_t kGuard = 128;
+  std::size_t bytes_;
+  mutable Bytes memory_;
+  unsigned char* begin_;
+};
+
+void check_convert(const Path& path, DType from, DType to, const Bytes& source, std::optional<double> factor) {
+  const std::size_t count = source.size() / size_of(from);
+  const Guarded target(count * size_of(to));
+  const double value = factor.value_or(0);
+  path.run({{source.data(), target.data(), count, from, to}}, factor ? &value : nullptr);
+  CHECK(target.intact());
+  int wrong = 0;
+  for (std::size_t i = 0; i < count && wrong < 3; ++i) {
+    const double input = decode(from, source.data() + i * size_of(from));
+    const double got = decode(to, target.data() + i * size_of(to));
+    const double want = expected(from, to, input, factor);
+    if (!same(got, want)) {
+      ++wrong;
+      check::fail(__FILE__, __LINE__, str(path.name, ": ", to_string(from), " ", input, " -> ", to_string(to), ", factor ",
+                                          factor ? str(*factor) : "none", ": ", got, ", not ", want));
+    }
+  }
+}
+
+Scale scale_of(double factor) { return {std::make_shared<double>(factor)}; }
+
+}  // namespace
+
+TEST(pack_casts_like_scalar_code) {
+  for (DType from : kFloats) {
+    const Bytes source = inputs(from);
+    for (DType to : kFloats) {
+      for (const Path& path : paths()) {
+        check_convert(path, from, to, source, std::nullopt);
+      }
+    }
+  }
+}
+
+TEST(pack_scales_like_scalar_code) {
+  using Limits = std::numeric_limits<double>;
+  for (DType from : kFloats) {
+    const Bytes source = inputs(from);
+    for (DType to : kFloats) {
+      for (const Path& path : paths()) {
+        for (double factor : {1.0, 1.0 / 3, -0.0, 1e30, 1e-30, Limits::infinity(), Limits::quiet_NaN()}) {
+          check_convert(path, from, to, source, factor);
+        }
+      }
+    }
+  }
+}
+
+TEST(pack_handles_every_length) {
+  // Vector bodies and scalar tails: lengths around every vector width, from places that are aligned to the element only.
+  for (DType from : kFloats) {
+    const Bytes all = inputs(from);
+    for (DType to : kFloats) {
+      for (const Path& path : paths()) {
+        for (std::size_t count = 0; count < 70; ++count) {
+          const std::size_t skipped = (1024 + count) * size_of(from);
+          const auto first = all.begin() + static_cast<std::ptrdiff_t>(skipped);
+          check_convert(path, from, to, Bytes(first, first + static_cast<std::ptrdiff_t>(count * size_of(from))), 0.5);
+        }
+      }
+    }
+  }
+}
+
+TEST(pack_without_arithmetic_is_bit_for_bit) {
+  // Also signalling NaNs, bools that are neither 0 nor 1, and a factor of one.
+  const std::vector<DType> all{DType::kBool,    DType::kUInt8,    DType::kInt8,      DType::kInt16,     DType::kInt32,
+                               DType::kInt64,   DType::kFloat16,  DType::kBFloat16,  DType::kFloat32,   DType::kFloat64,
+                               DType::kComplex64, DType::kComplex128, DType::kFloat8E4M3FN, DType::kFloat8E5M2};
+  std::mt19937 random(2);
+  Bytes source(1600);
+  std::generate(source.begin(), source.end(), [&random] { return static_cast<unsigned char>(random()); });
+  for (DType dtype : all) {
+    CHECK(can_convert(dtype, dtype));
+    for (const Path& path : paths()) {
+      for (double factor : {1.0, 0.25}) {
+        if (factor != 1.0 && is_floating(dtype)) {
+          continue;
+        }
+        const Guarded target(source.size());
+        path.run({{source.data(), target.data(), source.size() / size_of(dtype), dtype, dtype}}, &factor);
+        CHECK(std::memcmp(target.data(), source.data(), source.size()) == 0);
+        CHECK(target.intact());
+      }
+    }
+  }
+}
+
+TEST(pack_and_unpack_many_tensors) {
+  // 1 to 4,097 tensors of odd sizes and mixed types: there and back, through a narrower wire.
+  const auto stream = make_caller_stream();
+  std::mt19937 random(3);
+  for (std::size_t tensors : {1U, 2U, 17U, 256U, 4097U}) {
+    std::vector<TensorSize> sizes;
+    std::vector<std::vector<float>> floats;
+    std::vector<std::vector<std::int64_t>> ints;
+    std::vector<const void*> sources;
+    for (std::size_t i = 0; i < tensors; ++i) {
+      const std::size_t count = i % 5 == 4 ? 0 : random() % 67;
+      if (i % 3 == 2) {
+        std::vector<std::int64_t> values(count);
+        std::generate(values.begin(), values.end(), [&random] { return static_cast<std::int64_t>(random()) << 31; });
+        ints.push_back(std::move(values));
+        sources.push_back(ints.back().data());
+        sizes.push_back({count, DType::kInt64});
+      } else {
+        std::vector<float> values(count);
+        std::generate(values.begin(), values.end(), [&random] { return static_cast<float>(random() % 256); });
+        floats.push_back(std::move(values));
+        sources.push_back(floats.back().data());
+        sizes.push_back({count, DType::kFloat32});
+      }
+    }
+    const Layout layout(sizes, DType::kBFloat16);  // holds integers below 256 exactly
+    const Guarded buffer(layout.bytes());
+    pack(*stream, layout, sources, buffer.view(), scale_of(0.5));
+    CHECK(buffer.intact());
+
+    std::vector<std::vector<float>> floats_back;
+    std::vector<std::vector<std::int64_t>> ints_back;
+    std::vector<void*> targets;
+    for (const TensorSize& size : sizes) {
+      if (size.dtype == DType::kInt64) {
+        ints_back.emplace_back(size.count, -1);
+        targets.push_back(ints_back.back().data());
+      } else {
+        floats_back.emplace_back(size.count, -1.0F);
+        targets.push_back(floats_back.back().data());
+      }
+    }
+    unpack(*stream, layout, buffer.view(), targets, scale_of(2.0));
+    CHECK(floats == floats_back);
+    CHECK(ints == ints_back);
+  }
+}
+
+TEST(pack_fills_zeros_for_null_and_leaves_padding_alone) {
+  const auto stream = make_caller_stream();
+  const Layout layout({{3, DType::kFloat32}, {5, DType::kInt16}, {0, DType::kFloat64}});
+  const Guarded buffer(layout.bytes(), 0xff);
+  const std::vector<float> values{1, 2, 3};
+  pack(*stream, layout, {values.data(), nullptr, nullptr}, buffer.view(), scale_of(std::nan("")));
+  // NaN * 0 must not come in: a missing gradient is zeros whatever the factor.
+  CHECK(std::all_of(buffer.data() + 64, buffer.data() + 74, [](unsigned char byte) { return byte == 0; }));
+  CHECK(std::all_of(buffer.data() + 12, buffer.data() + 64, [](unsigned char byte) { return byte == 0xff; }));
+  CHECK(std::all_of(buffer.data() + 74, buffer.data() + 128, [](unsigned char byte) { return byte == 0xff; }));
+}
+
+TEST(unpack_skips_null) {
+  const auto stream = make_caller_stream();
+  const Layout layout({{2, DType::kFloat32}, {2, DType::kFloat32}});
+  const Guarded buffer(layout.bytes());
+  const std::array<float, 2> a{1, 2};
+  const std::array<float, 2> b{3, 4};
+  pack(*stream, layout, {a.data(), b.data()}, buffer.view());
+  std::array<float, 2> target{};
+  unpack(*stream, layout, buffer.view(), {nullptr, target.data()});
+  CHECK(target == b);
+}
+
+TEST(pack_of_nothing_is_nothing) {
+  const auto stream = make_caller_stream();
+  pack(*stream, Layout(), {}, BufferView{});
+  unpack(*stream, Layout(), BufferView{}, {});
+  scale(*stream, {}, scale_of(2));
+  const Layout empty({{0, DType::kFloat32}});
+  pack(*stream, empty, {nullptr}, BufferView{});
+  unpack(*stream, empty, BufferView{}, {nullptr});
+  CHECK(true);
+}
+
+TEST(scale_multiplies_in_place) {
+  const auto stream = make_caller_stream();
+  std::vector<float> a{1, -2, 3};
+  std::vector<double> b{0.5};
+  const auto view_of = [](auto& values, DType dtype) {
+    return BufferView{values.data(), values.size() * size_of(dtype), values.size(), dtype, {}};
+  };
+  scale(*stream, {view_of(a, DType::kFloat32), view_of(b, DType::kFloat64)}, scale_of(0.25));
+  CHECK_EQ(a, (std::vector<float>{0.25, -0.5, 0.75}));
+  CHECK_EQ(b, std::vector<double>{0.125});
+  scale(*stream, {view_of(a, DType::kFloat32)}, {});
+  CHECK_EQ(a, (std::vector<float>{0.25, -0.5, 0.75}));
+}
+
+TEST(scale_reads_its_factor_when_it_runs) {
+  const auto stream = make_worker_stream("pack test");
+  const auto gate = std::make_shared<std::atomic<bool>>(false);
+  const auto factor = std::make_shared<double>(1.0);
+  std::vector<float> values{3};
+  stream->enqueue([gate] {
+    while (!*gate) {
+      std::this_thread::yield();
+    }
+  });
+  scale(*stream, {{values.data(), 4, 1, DType::kFloat32, {}}}, {factor});
+  *factor = 2.0;
+  *gate = true;
+  stream->synchronize();
+  CHECK_EQ(values[0], 6.0F);
+}
+
+TEST(pack_refuses_wrong_arguments) {
+  const auto stream = make_caller_stream();
+  const Layout layout({{3, DType::kFloat32}, {3, DType::kInt32}});
+  const Guarded buffer(layout.bytes());
+  const std::array<float, 3> values{};
+  std::array<float, 3> target{};
+  const std::vector<const void*> sources{values.data(), values.data()};
+  const std::vector<void*> targets{target.data(), target.data()};
+  BufferView shorter = buffer.view();
+  --shorter.bytes;
+  CHECK_THROWS(ErrorKind::kInvalidArgument, pack(*stream, layout, {values.data()}, buffer.view()), "2 entries, got 1");
+  CHECK_THROWS(ErrorKind::kInvalidArgument, pack(*stream, layout, sources, shorter), "needs 128 bytes, the buffer has 127");
+  CHECK_THROWS(ErrorKind::kInvalidArgument, unpack(*stream, layout, buffer.view(), {target.data()}), "got 1 tensors");
+  CHECK_THROWS(ErrorKind::kInvalidArgument, unpack(*stream, layout, shorter, targets), "the buffer has 127");
+  CHECK_THROWS(ErrorKind::kInvalidArgument, scale(*stream, {{target.data(), 12, 3, DType::kInt32, {}}}, scale_of(2)),
+               "only floating point");
+  CHECK_THROWS(ErrorKind::kInvalidArgument,
+               scale(*stream, {{target.data(), 12, 12, DType::kFloat8E5M2, {}}}, scale_of(2)), "no kernel scales float8");
+
+  const Layout narrow({{4, DType::kFloat32}}, DType::kFloat8E4M3FN);
+  CHECK_THROWS(ErrorKind::kInvalidArgument, pack(*stream, narrow, {values.data()}, buffer.view()),
+               "no kernel casts float32 to float8_e4m3fn");
+  CHECK_THROWS(ErrorKind::kInvalidArgument, unpack(*stream, narrow, buffer.view(), {target.data()}),
+               "no kernel casts float8_e4m3fn to float32");
+  CHECK(buffer.intact());
+}
+
+TEST(pack_knows_what_it_can_do) {
+  const int last = static_cast<int>(DType::kFloat8E5M2);
+  for (int from = 0; from <= last; ++from) {
+    for (int to = 0; to <= last; ++to) {
+      const auto is_common = [](int code) {
+        return std::find(kFloats.begin(), kFloats.end(), static_cast<DType>(code)) != kFloats.end();
+      };
+      CHECK_EQ(can_convert(static_cast<DType>(from), static_cast<DType>(to)),
+               from == to || (is_common(from) && is_common(to)));
+      CHECK_EQ(can_scale(static_cast<DType>(from)), is_common(from));
+    }
+  }
+}
+
+// What the kernel reads must live until it has run, also when the caller forgets it at once.
+TEST(pack_holds_what_it_was_given) {
+  const auto stream = make_worker_stream("pack test");
+  const auto gate = std::make_shared<std::atomic<bool>>(false);
+  stream->enqueue([gate] {
+    while (!*gate) {
+      std::this_thread::yield();
+    }
+  });
+  const Layout layout({{2, DType::kFloat32}});
+  const auto buffer = std::make_shared<Guarded>(layout.bytes());
+  auto values = std::make_shared<std::vector<float>>(std::vector<float>{1, 2});
+  const std::weak_ptr<std::vector<float>> watched = values;
+  pack(*stream, layout, {values->data()}, buffer->view(), {}, values);
+  unpack(*stream, layout, buffer->view(), {values->data()}, {}, values);
+  scale(*stream, {{values->data(), 8, 2, DType::kFloat32, {}}}, scale_of(2), values);
+  values.reset();
+  CHECK(!watched.expired());
+  *gate = true;
+  stream->synchronize();
+  CHECK(watched.expired());
+  CHECK_EQ(decode(DType::kFloat32, buffer->data() + 4), 2.0);
+}

@@ -1,0 +1,182 @@
+"""The Communicator contract on gloo and on one rank; values encode the rank, so that a misrouted element shows."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import ranks
+import torch
+
+import hpcomm
+
+
+def encode(rank: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.arange(count) * 10 + rank).to(dtype)
+
+
+def collectives(world: int) -> None:
+    with hpcomm.init(dp=-1) as mesh:
+        comm, rank = mesh.dp, mesh.rank
+        assert (comm.rank, comm.size, comm.ranks) == (rank, world, list(range(world)))
+        assert comm.transport == ("solo" if world == 1 else "c10d")
+
+        for dtype in (torch.float32, torch.float64, torch.int64):
+            reduced = encode(rank, 5, dtype)
+            comm.all_reduce(reduced)
+            assert torch.equal(reduced, sum(encode(r, 5, dtype) for r in range(world)))
+        average = encode(rank, 5)
+        comm.all_reduce(average, "avg")
+        torch.testing.assert_close(average, sum(encode(r, 5) for r in range(world)) / world)
+        largest = encode(rank, 5)
+        comm.all_reduce(largest, "max")
+        assert torch.equal(largest, encode(world - 1, 5))
+
+        gathered = torch.empty(world, 3)
+        comm.all_gather(gathered, encode(rank, 3))
+        assert torch.equal(gathered, torch.stack([encode(r, 3) for r in range(world)]))
+
+        scattered = torch.empty(2)
+        comm.reduce_scatter(scattered, torch.cat([encode(rank, 2) + 100 * part for part in range(world)]))
+        assert torch.equal(scattered, sum(encode(r, 2) + 100 * rank for r in range(world)))
+
+        swapped = torch.empty(world)
+        comm.all_to_all(swapped, torch.tensor([100.0 * rank + part for part in range(world)]))
+        assert torch.equal(swapped, torch.tensor([100.0 * r + rank for r in range(world)]))
+
+        for root in range(world):
+            value = encode(rank, 4)
+            comm.broadcast(value, root)
+            assert torch.equal(value, encode(root, 4))
+        comm.barrier()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_collectives(world: int) -> None:
+    ranks.run(world, collectives, world)
+
+
+def messages() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        comm, peer = mesh.dp, 1 - mesh.rank
+        if mesh.rank == 0:
+            works = [comm.send(encode(i, 3), peer, async_op=True) for i in range(20)]
+            assert [work.sequence for work in works] == list(range(20))
+            for work in works:
+                work.wait()
+        else:
+            for i in range(20):
+                received = torch.empty(3)
+                comm.recv(received, peer)
+                assert torch.equal(received, encode(i, 3))  # first in, first out
+
+
+def test_messages_are_fifo() -> None:
+    ranks.run(2, messages)
+
+
+def test_async_work_is_issued_and_waited() -> None:
+    ranks.run(2, async_all_reduce)
+
+
+def async_all_reduce() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        tensors = [torch.full((1000,), float(i + mesh.rank)) for i in range(10)]
+        works = [mesh.dp.all_reduce(tensor, async_op=True) for tensor in tensors]
+        for work in reversed(works):
+            work.wait()
+            assert work.done()
+        for i, tensor in enumerate(tensors):
+            assert bool((tensor == 2 * i + 1).all())
+
+
+def groups() -> None:
+    with hpcomm.init(dp=4) as mesh:
+        odd = mesh.dp.split(mesh.rank % 2, key=-mesh.rank)  # higher ranks first
+        assert odd.ranks == ([2, 0] if mesh.rank % 2 == 0 else [3, 1])
+        value = torch.tensor([float(mesh.rank)])
+        odd.all_reduce(value)
+        assert value.item() == (2.0 if mesh.rank % 2 == 0 else 4.0)
+        if mesh.rank in (1, 3):  # collective over the members alone
+            pair = mesh.world.subgroup([3, 1], "pair")
+            assert pair.rank == (0 if mesh.rank == 3 else 1)
+            value = torch.tensor([float(mesh.rank)])
+            pair.broadcast(value, 0)
+            assert value.item() == 3.0
+
+
+def test_split_and_subgroup() -> None:
+    ranks.run(4, groups)
+
+
+def allocated() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        memory = mesh.dp.allocate((2, 3), torch.float64)
+        assert memory.shape == (2, 3)
+        assert memory.dtype == torch.float64
+        memory.fill_(mesh.rank + 1)
+        mesh.dp.all_reduce(memory)
+        assert bool((memory == 3).all())
+
+
+def test_allocate() -> None:
+    ranks.run(2, allocated)
+
+
+def wrong_arguments() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        comm = mesh.dp
+        for call, words in [
+            (lambda: comm.all_reduce(torch.zeros(4, 4).t()[1:]), "contiguous"),
+            (lambda: comm.all_reduce(torch.zeros(2), "median"), "median"),
+            (lambda: comm.all_gather(torch.zeros(3), torch.zeros(2)), "all_gather over 2 ranks"),
+            (lambda: comm.send(torch.zeros(2), 2), "no peer 2"),
+            (lambda: comm.recv(torch.zeros(2), mesh.rank), "no peer"),
+            (lambda: comm.broadcast(torch.zeros(2), 5), "root 5"),
+            (lambda: comm.subgroup([1 - mesh.rank], "lane"), "not among the members"),
+        ]:
+            with pytest.raises(hpcomm.InvalidArgument, match=words):
+                call()
+        value = torch.ones(1)
+        comm.all_reduce(value)  # nothing was issued, so the group still agrees
+        assert value.item() == 2
+
+
+def test_wrong_arguments_change_nothing() -> None:
+    ranks.run(2, wrong_arguments)
+
+
+def absent_peer() -> float:
+    with hpcomm.init(dp=2) as mesh:
+        start = time.monotonic()
+        if mesh.rank == 0:
+            with pytest.raises(hpcomm.TimedOut, match="all_reduce #0 on lane dp") as caught:
+                mesh.dp.all_reduce(torch.zeros(1), timeout=0.5)
+            assert caught.value.operation == "all_reduce"
+            assert caught.value.sequence == 0
+            with pytest.raises(hpcomm.TimedOut):  # nothing can follow in order
+                mesh.dp.all_reduce(torch.zeros(1))
+        else:
+            time.sleep(1.5)
+        return time.monotonic() - start
+
+
+def test_an_operation_that_one_rank_skips_times_out() -> None:
+    assert ranks.run(2, absent_peer)[0] < 5
+
+
+def abort_here() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        if mesh.rank == 0:
+            work = mesh.dp.recv(torch.empty(1), 1, async_op=True)
+            time.sleep(0.1)
+            mesh.dp.abort("enough")
+            with pytest.raises(hpcomm.Closed, match="enough"):
+                work.wait()
+            with pytest.raises(hpcomm.Closed, match="enough"):
+                mesh.dp.barrier()
+        mesh.barrier()  # another communicator goes on
+
+
+def test_abort_ends_what_waits() -> None:
+    ranks.run(2, abort_here)

@@ -1,0 +1,81 @@
+"""The programs of examples/ as users start them: in processes of their own, with small settings."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TRAIN_GPT = Path(__file__).resolve().parent.parent / "examples" / "train_gpt.py"
+SMALL = ["--steps", "20", "--lr", "0.01", "--batch-size", "16", "--num-microbatches", "4", "--sample", "20"]
+SMALL += ["--d-model", "32", "--heads", "2", "--blocks", "2", "--context", "32"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+TIMEOUT = 60.0  # seconds; several times what it takes
+
+
+def run(*command: str) -> str:
+    """Runs Python with ``command`` and returns its output; ends all its processes at the time-out."""
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"still running after {TIMEOUT:.0f} s:\n{output}")
+    assert process.returncode == 0, output
+    return output
+
+
+def found(pattern: str, output: str) -> list[str]:
+    """The groups of the one line of ``output`` that ``pattern`` finds."""
+    match = re.search(pattern, output, re.MULTILINE)
+    assert match, f"no line like {pattern!r} in:\n{output}"
+    return list(match.groups())
+
+
+def require_trained(output: str, *, mesh: str) -> None:
+    found(f"^mesh +{mesh}:", output)
+    assert float(found(r"^largest relative difference (\S+) \(\S+\)$", output)[0]) < 1e-4
+    first, last, held_out = map(float, found(r"^loss +(\S+) -> (\S+) nats per byte; (\S+) on", output))
+    assert first > 5.3, "a model that knows nothing has ln 256 = 5.55"
+    assert last < 4
+    assert held_out < 4
+    assert int(found(r"^training +(\d+) steps", output)[0]) == 20
+
+
+def test_train_gpt_in_one_process() -> None:
+    require_trained(run(str(TRAIN_GPT), *SMALL), mesh="dp=1 x pp=1")
+
+
+def test_train_gpt_on_two_replicas_of_two_stages() -> None:
+    output = run(*TORCHRUN, "4", str(TRAIN_GPT), *SMALL)
+    require_trained(output, mesh="dp=2 x pp=2")
+    # Each line once: only rank 0 prints.
+    assert output.count("== summary") == 1
+    assert [found(f"^stage {stage}: (.*?) \\|", output) for stage in (0, 1)] == [["embedding block0"], ["block1 head"]]
+
+
+def test_train_gpt_stops_all_ranks_at_the_same_step_when_time_is_up() -> None:
+    output = run(*TORCHRUN, "2", str(TRAIN_GPT), *SMALL, "--steps", "100000", "--seconds", "0.1")
+    steps = int(found(r"^training +(\d+) steps", output)[0])
+    assert steps % 5 == 0
+    assert steps < 1000
+
+
+def test_train_gpt_says_which_mesh_cannot_be() -> None:
+    command = [sys.executable, str(TRAIN_GPT), "--dp", "3"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    assert ended.returncode == 1
+    assert "InvalidArgument: mesh pp=-1 x dp=3 divides into 3 ranks, the job has 1 process" in ended.stderr

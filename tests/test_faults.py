@@ -1,0 +1,302 @@
+"""What users get wrong and what breaks: a clear error on every rank within seconds, and never a hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from torch import nn
+
+import hpcomm
+
+# Generous: the machine that runs the tests may be busy. A hang would take the operation's time-out, 600 s.
+SOON = 15.0
+
+
+def model(width: int = 4, layers: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+
+
+def mse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def pipeline(mesh: hpcomm.Mesh, layers: nn.Sequential | None = None, microbatches: int = 4) -> hpcomm.Pipeline:
+    return hpcomm.Pipeline(layers or model(), mesh=mesh, num_microbatches=microbatches, loss_fn=mse)
+
+
+def fewer_layers_than_stages() -> None:
+    pipeline(hpcomm.init(pp=4), model(layers=3))
+
+
+def another_model() -> None:
+    mesh = hpcomm.init(dp=2, pp=2)
+    pipeline(mesh, model(layers=4) if mesh.rank != 3 else nn.Sequential(*model(), nn.Linear(4, 4)))
+
+
+def cannot_be_cut_on_one_rank() -> None:
+    mesh = hpcomm.init(pp=2)
+    pipeline(mesh, model() if mesh.rank == 0 else model(layers=1))
+
+
+def other_arguments() -> None:
+    mesh = hpcomm.init(pp=2)
+    pipeline(mesh, microbatches=4 + mesh.rank)
+
+
+def tensor_parallel_pipeline() -> None:
+    pipeline(hpcomm.init(pp=2, tp=2))
+
+
+@pytest.mark.parametrize(
+    ("world", "program", "error", "words"),
+    [
+        (4, fewer_layers_than_stages, "InvalidArgument", "3 layers cannot be cut into 4 stages; use at most pp=3"),
+        (4, another_model, "SchemaMismatch", "rank 0 has 'problem: None', rank 3 has '4.weight (4, 4)"),
+        (2, cannot_be_cut_on_one_rank, "SchemaMismatch", "rank 1 has 'problem: Pipeline: 1 layers cannot be cut"),
+        (2, other_arguments, "SchemaMismatch", "num_microbatches=4"),
+        (4, tensor_parallel_pipeline, "InvalidArgument", "tp=2 is not supported in this version"),
+    ],
+)
+def test_construction_fails_alike_on_every_rank(world: int, program: object, error: str, words: str) -> None:
+    for outcome in ranks.run(world, program, expect_failure=True):  # type: ignore[arg-type]
+        assert outcome.exception == error, outcome
+        assert words in outcome.message
+        assert outcome.seconds < SOON
+
+
+def small_batch_on_one_replica() -> None:
+    mesh = hpcomm.init(dp=2, pp=2)
+    pipe = pipeline(mesh)
+    x = torch.zeros(3 if mesh.dp.rank == 1 else 8, 4)
+    pipe.step(x, target=x)
+
+
+def test_a_batch_smaller_than_the_microbatches() -> None:
+    outcomes = ranks.run(4, small_batch_on_one_replica, expect_failure=True)
+    assert [outcome.exception for outcome in outcomes] == ["PeerError", "InvalidArgument"] * 2
+    for outcome in outcomes:
+        assert "a batch of 3 samples is smaller than num_microbatches=4" in outcome.message
+        assert outcome.seconds < SOON
+
+
+class Fragile(nn.Module):
+    """Raises in its forward, or in its backward, of the third microbatch."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 3 and self.where == "forward":
+            raise ValueError("a fragile layer broke")
+        if self.calls == 3 and self.where == "backward":
+            x.register_hook(self.broken)
+        return x
+
+    @staticmethod
+    def broken(_: torch.Tensor) -> None:
+        raise ValueError("a fragile layer broke")
+
+
+def raises_in_a_stage(where: str) -> None:
+    mesh = hpcomm.init(dp=2, pp=2)
+    layers = model()
+    pipe = pipeline(mesh, layers)
+    if mesh.rank == 2:
+        pipe.module.append(Fragile(where))  # type: ignore[operator]
+    x = torch.ones(8, 4)
+    pipe.step(x, target=x)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_in_one_stage_ends_all_ranks(where: str) -> None:
+    outcomes = ranks.run(4, raises_in_a_stage, where, expect_failure=True)
+    assert outcomes[2].exception == "ValueError"
+    for rank in (0, 1, 3):
+        assert outcomes[rank].exception == "PeerError", outcomes[rank]
+        assert "rank 2 failed" in outcomes[rank].message
+        assert "Traceback (most recent call last)" in outcomes[rank].message
+        assert "ValueError: a fragile layer broke" in outcomes[rank].message
+        assert outcomes[rank].seconds < SOON
+
+
+def used_after_an_error() -> None:
+    mesh = hpcomm.init(pp=2)
+    pipe = pipeline(mesh)
+    with pytest.raises(hpcomm.HpcommError):
+        pipe.step(torch.zeros(1, 4), target=torch.zeros(1, 4))
+    start = time.monotonic()
+    with pytest.raises(hpcomm.HpcommError):
+        pipe.step(torch.zeros(4, 4), target=torch.zeros(4, 4))
+    assert time.monotonic() - start < SOON
+
+
+def test_a_broken_pipeline_says_so_again() -> None:
+    ranks.run(2, used_after_an_error)
+
+
+def train_until_told(directory: str) -> float:
+    """Steps for ever; returns how long the error took after the kill."""
+    mesh = hpcomm.init(dp=2, pp=2)
+    pipe = pipeline(mesh)
+    x = torch.ones(8, 4)
+    killed_at = Path(directory) / "killed_at"
+    try:
+        while True:
+            pipe.step(x, target=x)
+            (Path(directory) / f"stepped{mesh.rank}").touch()
+    except hpcomm.RankFailed as error:
+        seen = time.time()
+        assert error.peer == 1, error
+        assert "rank 1 is gone" in str(error)
+        while not killed_at.exists():
+            time.sleep(0.01)
+        return seen - float(killed_at.read_text())
+
+
+def test_a_killed_rank_is_named_by_every_survivor(tmp_path: Path) -> None:
+    with ranks.spawn(4, train_until_told, str(tmp_path), timeout=60) as job:
+        while len(list(tmp_path.glob("stepped*"))) < 4:
+            time.sleep(0.02)
+        moment = time.time()
+        job.kill(1, signal.SIGKILL)
+        (tmp_path / "killed_at.new").write_text(str(moment))
+        (tmp_path / "killed_at.new").rename(tmp_path / "killed_at")
+        outcomes = job.wait()
+    assert outcomes[1].signal == signal.SIGKILL
+    for rank in (0, 2, 3):
+        assert outcomes[rank].ok, outcomes[rank]
+        assert outcomes[rank].value < SOON
+
+
+def leaves_early() -> None:
+    mesh = hpcomm.init(dp=2)
+    if mesh.rank == 1:
+        mesh.close()
+        return
+    mesh.dp.barrier()
+
+
+def test_a_rank_that_leaves_in_order_while_others_wait() -> None:
+    outcomes = ranks.run(2, leaves_early, expect_failure=True, timeout=60)
+    assert outcomes[1].ok
+    assert outcomes[0].exception in ("RankFailed", "TransportError"), outcomes[0]
+    assert outcomes[0].seconds < SOON
+
+
+def run_under_torchrun(program: str, tmp_path: Path, world: int) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(program))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", str(script)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        return subprocess.CompletedProcess(command, process.returncode, output, "")
+
+
+def test_an_uncaught_exception_reaches_ranks_that_wait(tmp_path: Path) -> None:
+    """Outside of any step, by way of sys.excepthook."""
+    done = run_under_torchrun(
+        """
+        import hpcomm, torch
+        mesh = hpcomm.init(dp=2)
+        if mesh.rank == 1:
+            raise ValueError("the data loader of rank 1 broke")
+        try:
+            mesh.dp.all_reduce(torch.zeros(1))
+        except hpcomm.PeerError as error:
+            print("PEER SAYS:", str(error).splitlines()[0], "|", str(error).splitlines()[-1], flush=True)
+        """,
+        tmp_path,
+        2,
+    )
+    assert done.returncode != 0
+    assert "PEER SAYS: rank 1 failed: | ValueError: the data loader of rank 1 broke" in done.stdout
+
+
+def ctrl_c() -> float:
+    mesh = hpcomm.init(dp=2)
+    if mesh.rank == 0:
+        start = time.monotonic()
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        with pytest.raises(KeyboardInterrupt):
+            mesh.dp.recv(torch.empty(1), 1)
+        took = time.monotonic() - start
+        mesh.control.abort("interrupted")
+        return took
+    with pytest.raises(hpcomm.PeerError, match="interrupted"):
+        mesh.dp.recv(torch.empty(1), 0)
+    return 0.0
+
+
+def test_signals_are_seen_while_waiting() -> None:
+    assert ranks.run(2, ctrl_c)[0] < 5
+
+
+def bad_environment() -> None:
+    for value in ("soon", "-1", "0"):
+        os.environ["HPCOMM_TIMEOUT"] = value
+        with pytest.raises(hpcomm.InvalidArgument, match="HPCOMM_TIMEOUT="):
+            hpcomm.init()
+    del os.environ["HPCOMM_TIMEOUT"]
+
+
+def test_a_bad_timeout() -> None:
+    ranks.run(1, bad_environment)
+
+
+def another_transport() -> None:
+    hpcomm.init(dp=2)
+
+
+def test_a_transport_that_does_not_exist() -> None:
+    for outcome in ranks.run(2, another_transport, env={"HPCOMM_CPU_TRANSPORT": "carrier-pigeon"}, expect_failure=True):
+        assert outcome.exception == "InvalidArgument"
+        assert "this version has auto and gloo" in outcome.message
+
+
+def leftovers() -> tuple[int, int]:
+    """Descriptors and threads after many meshes; the first ones may start what a process keeps."""
+
+    def once() -> tuple[int, int]:
+        with hpcomm.init(dp=1, pp=2) as mesh:
+            pipe = pipeline(mesh)
+            x = torch.ones(4, 4)
+            pipe.step(x, target=x)
+            channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+            channel.send(x)
+            channel.recv()
+        del mesh, pipe, channel
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))  # noqa: PTH208
+
+    torch.distributed.init_process_group("gloo")
+    for _ in range(3):
+        before = once()
+    for _ in range(5):
+        after = once()
+    assert after[0] <= before[0]
+    assert after[1] <= before[1]
+    return after
+
+
+def test_nothing_is_left_behind() -> None:
+    ranks.run(2, leftovers, timeout=60)

@@ -1,0 +1,152 @@
+"""init() and Mesh: who sits where, what each axis holds, and what is said when it cannot be."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+import hpcomm
+from hpcomm.mesh import axis_sizes
+
+
+def test_axis_sizes() -> None:
+    assert axis_sizes(8, {"dp": -1, "pp": 2, "tp": 1}) == {"pp": 2, "dp": 4, "tp": 1}
+    assert axis_sizes(1, {"dp": 1, "pp": 1, "tp": 1}) == {"pp": 1, "dp": 1, "tp": 1}
+    assert list(axis_sizes(2, {"dp": 2, "pp": 1, "tp": 1}, ("dp", "pp", "tp"))) == ["dp", "pp", "tp"]
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "words"),
+    [
+        (4, {"dp": 3, "pp": 1, "tp": 1}, "mesh dp=3 needs 3 ranks"),
+        (4, {"dp": 2, "pp": 4, "tp": 1}, "mesh pp=4 x dp=2 needs 8 ranks"),
+        (4, {"dp": -1, "pp": 3, "tp": 1}, "divides into 3 ranks"),
+        (4, {"dp": -1, "pp": -1, "tp": 1}, "only one axis"),
+        (4, {"dp": 0, "pp": 1, "tp": 1}, "dp=0: expected a positive number"),
+    ],
+)
+def test_axis_sizes_that_do_not_fit(world: int, sizes: dict[str, int], words: str) -> None:
+    with pytest.raises(hpcomm.InvalidArgument, match=re.escape(words)):
+        axis_sizes(world, sizes)
+
+
+def shape_of_a_mesh() -> tuple[dict[str, int], list[int], list[int], list[int]]:
+    with hpcomm.init(dp=2, pp=2) as mesh:
+        assert (mesh.rank, mesh.size) == (dist.get_rank(), 4)
+        for axis, comm in (("dp", mesh.dp), ("pp", mesh.pp), ("tp", mesh.tp)):
+            assert comm.rank == mesh.coordinate[axis]
+            assert comm.ranks == mesh.ranks(axis)
+            assert dist.get_process_group_ranks(mesh.group(axis)) == comm.ranks
+        total = torch.tensor([float(mesh.rank)])
+        mesh.pp.all_reduce(total)
+        assert total.item() == sum(mesh.ranks("pp"))
+        stock = torch.tensor([float(mesh.rank)])
+        dist.all_reduce(stock, group=mesh.group("pp"))
+        assert stock.item() == total.item()
+        names = mesh.device_mesh.mesh_dim_names
+        assert names == ("pp", "dp", "tp")
+        assert mesh.device_mesh.get_group("dp") is mesh.group("dp")
+        return mesh.coordinate, mesh.ranks("pp"), mesh.ranks("dp"), mesh.ranks("tp")
+
+
+def test_pp_is_outermost() -> None:
+    assert ranks.run(4, shape_of_a_mesh) == [
+        ({"pp": 0, "dp": 0, "tp": 0}, [0, 2], [0, 1], [0]),
+        ({"pp": 0, "dp": 1, "tp": 0}, [1, 3], [0, 1], [1]),
+        ({"pp": 1, "dp": 0, "tp": 0}, [0, 2], [2, 3], [2]),
+        ({"pp": 1, "dp": 1, "tp": 0}, [1, 3], [2, 3], [3]),
+    ]
+
+
+def other_order() -> list[int]:
+    with hpcomm.init(dp=2, pp=2, order=("dp", "pp", "tp")) as mesh:
+        return mesh.ranks("pp")
+
+
+def test_order_can_be_chosen() -> None:
+    assert ranks.run(4, other_order) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def twice() -> None:
+    for _ in range(3):
+        with hpcomm.init(dp=2) as mesh:
+            value = torch.ones(1)
+            mesh.dp.all_reduce(value)
+            assert value.item() == 2
+
+
+def test_init_again_after_close_and_over_an_existing_group() -> None:
+    ranks.run(2, over_an_existing_group)
+
+
+def over_an_existing_group() -> None:
+    dist.init_process_group("gloo")
+    twice()
+    assert dist.is_initialized()  # it was not ours
+    dist.destroy_process_group()
+
+
+def different_axes() -> None:
+    hpcomm.init(dp=2, pp=1) if int(os.environ["RANK"]) == 0 else hpcomm.init(dp=1, pp=2)
+
+
+def test_ranks_that_ask_for_different_meshes() -> None:
+    for outcome in ranks.run(2, different_axes, expect_failure=True):
+        assert outcome.exception == "SchemaMismatch"
+        assert "ranks disagree on the mesh" in outcome.message
+        assert "pp=1" in outcome.message
+        assert "pp=2" in outcome.message
+
+
+def wrong_size() -> None:
+    hpcomm.init(dp=3, pp=2)
+
+
+def test_a_mesh_that_is_too_large() -> None:
+    for outcome in ranks.run(2, wrong_size, expect_failure=True):
+        assert outcome.exception == "InvalidArgument"
+        assert "needs 6 ranks, the job has 2 ranks" in outcome.message
+
+
+def run_alone(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**clean, **env}, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_plain_program_is_a_mesh_of_one() -> None:
+    done = run_alone("import hpcomm; mesh = hpcomm.init(); print(mesh.size, mesh.dp.size, mesh.group('dp').size())")
+    assert done.stdout == "1 1 1\n", done.stderr
+
+
+def test_a_missing_torchrun_environment() -> None:
+    done = run_alone("import hpcomm; hpcomm.init(dp=2, pp=2)")
+    assert done.returncode == 1
+    assert "needs 4 ranks, the job has 1 process (no torchrun environment)" in done.stderr
+    assert "torchrun --nproc-per-node 4" in done.stderr
+
+    done = run_alone("import hpcomm; hpcomm.init()", RANK="0", WORLD_SIZE="2")
+    assert done.returncode == 1
+    assert "has RANK, WORLD_SIZE but not MASTER_ADDR, MASTER_PORT" in done.stderr
+
+
+def rank_one_never_comes() -> None:
+    if int(os.environ["RANK"]) == 0:
+        dist.init_process_group("gloo")
+        hpcomm.init(dp=2, timeout=1.0)
+    else:
+        dist.init_process_group("gloo")
+
+
+def test_a_rank_that_never_comes() -> None:
+    outcome = ranks.run(2, rank_one_never_comes, expect_failure=True)[0]
+    assert outcome.exception == "TimedOut"
+    assert "rank 1 did not come within 1 s" in outcome.message
