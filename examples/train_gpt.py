@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
     add("--schedule", default="1f1b", choices=["1f1b", "gpipe"])
     add("--num-microbatches", type=int, default=8, help="parts that each replica cuts its batch into")
     add("--batch-size", type=int, default=64, help="sequences in a step, over all replicas")
-    add("--steps", type=int, default=400)
+    add("--steps", type=int, default=300)
     add("--seconds", type=float, default=120, help="stop training after this time, all ranks at the same step")
     add("--lr", type=float, default=4e-3, help="largest learning rate")
     add("--clip", type=float, default=1.0, help="largest norm of the gradients")
@@ -43,7 +43,7 @@ def arguments() -> argparse.Namespace:
     add("--context", type=int, default=64, help="bytes in a sequence")
     add("--seed", type=int, default=0)
     add("--threads", type=int, default=1, help="compute threads of each rank; ranks x threads <= cores is wise")
-    add("--sample", type=int, default=300, help="bytes to write at the end")
+    add("--sample", type=int, default=200, help="bytes to write at the end")
     return parser.parse_args()
 
 
@@ -164,13 +164,11 @@ def one_process_speed(data: text.Text, args: argparse.Namespace, steps: int, thr
 
 
 def show_environment(mesh: hpcomm.Mesh, data: text.Text) -> None:
-    ranks = "1 rank" if mesh.size == 1 else f"{mesh.size} ranks"
     report.title("environment")
     print(f"versions   hpcomm {hpcomm.__version__}, torch {torch.__version__}, python {platform.python_version()}")
     print(f"machine    {platform.system()} {platform.machine()}, {CORES} cores, no GPU is used")
-    print(
-        f"mesh       dp={mesh.shape['dp']} x pp={mesh.shape['pp']}: {ranks}, {torch.get_num_threads()} thread(s) each"
-    )
+    shape = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in ("dp", "pp"))
+    print(f"mesh       {shape}; ranks: {mesh.size}, compute threads in each: {torch.get_num_threads()}")
     print(f"transport  {mesh.world.transport}")
     print(
         f"text       {data.files} files of Python's library, {len(data.train):,} bytes; {len(data.held_out):,} held out"
@@ -219,8 +217,8 @@ def show_result(
     report.title("summary")
     print(f"loss         {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte; {held_out:.3f} on the held-out text")
     print(f"training     {len(losses)} steps in {seconds:.1f} s")
-    print(f"this mesh    {speed:,.0f} tokens/s over all steps ({mesh.size} process(es) on {CORES} cores)")
-    how = f"{steps} steps of rank 0 alone, batch in one piece, {threads} thread(s): the better of 1 and {CORES}"
+    print(f"this mesh    {speed:,.0f} tokens/s over all steps (ranks: {mesh.size}, cores: {CORES})")
+    how = f"{steps} steps of rank 0 alone, batch in one piece, threads: {threads}, the better of 1 and {CORES}"
     print(f"one process  {alone:,.0f} tokens/s ({how})")
 
 

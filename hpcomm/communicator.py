@@ -139,10 +139,19 @@ def _require_cpu_transport() -> None:
         raise InvalidArgument(f"HPCOMM_CPU_TRANSPORT={chosen!r}: this version has auto and gloo")
 
 
+def _gloo_device() -> object:
+    """The interface that torch's own groups would use, or the one that leads to ``MASTER_ADDR``: the host's name may
+    resolve to an address that other hosts cannot reach."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        return ProcessGroupGloo.create_device(interface=interface)
+    return ProcessGroupGloo.create_device(hostname=_listen_host())
+
+
 def _gloo_factory(store: Store, timeout: float) -> Callable[[str, int, int], Backend]:
     def make(name: str, rank: int, size: int) -> Backend:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [ProcessGroupGloo.create_default_device()]
+        options._devices = [_gloo_device()]
         options._threads = 1  # a lane runs one collective at a time
         options._timeout = timedelta(seconds=timeout)
         backend: Backend = ProcessGroupGloo(PrefixStore(f"gloo/{name}", store), rank, size, options)

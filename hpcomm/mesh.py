@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import sys
+import time
 import traceback
 import weakref
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from hpcomm.communicator import agree, default_timeout, first_communicator, start_control
-from hpcomm.errors import InvalidArgument
+from hpcomm.errors import InvalidArgument, PeerError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -50,10 +51,11 @@ def axis_sizes(world: int, sizes: dict[str, int], order: Sequence[str] = AXES) -
     if len(unknown) > 1:
         raise InvalidArgument(f"mesh {shown}: only one axis can be inferred (-1)")
     if (world % known if unknown else world != known) != 0:
-        hint = f"start it with `torchrun --nproc-per-node {known}` or change the axes"
+        need = f"a multiple of {known}" if unknown else f"{known}"
         ranks = "1 process (no torchrun environment)" if "RANK" not in os.environ else f"{world} ranks"
         raise InvalidArgument(
-            f"mesh {shown} {'divides into' if unknown else 'needs'} {known} ranks, the job has {ranks}; {hint}"
+            f"mesh {shown} needs {need} ranks, the job has {ranks}; "
+            f"start it with `torchrun --nproc-per-node {known}` or change the axes"
         )
     return {axis: world // known if sizes[axis] == -1 else sizes[axis] for axis in order}
 
@@ -166,9 +168,11 @@ class Mesh:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is not None:
+        if error is None:
+            self.close()
+        else:
+            # Closed at exit, when the traceback is out: the peers wait for that, see _watch_exit.
             self.control.abort(describe(error))
-        self.close()
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{axis}={size}" for axis, size in self._sizes.items())
@@ -186,6 +190,12 @@ class Mesh:
         assert isinstance(group, dist.ProcessGroup)
         return group
 
+    def _let_end_first(self, peer: int) -> None:
+        """Launchers blame the first rank that exits, and end the others: let it be the one that failed."""
+        deadline = time.monotonic() + 3.0
+        while not self.control.has_ended(peer) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
     def _watch_exit(self) -> None:
         """Ends in order at exit; tells the peers when an exception ends this process."""
         myself = weakref.ref(self)
@@ -195,6 +205,8 @@ class Mesh:
             mesh = myself()
             if mesh is not None and not mesh._closed:
                 mesh.control.abort(describe(error))
+                if isinstance(error, PeerError):
+                    mesh._let_end_first(error.peer)
             previous(kind, error, trace)
 
         def leave() -> None:

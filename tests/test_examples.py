@@ -1,7 +1,8 @@
-"""The programs of examples/ as users start them: in processes of their own, with small settings."""
+"""The programs of examples/ and of the README as users start them: in processes of their own, with small settings."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-TRAIN_GPT = Path(__file__).resolve().parent.parent / "examples" / "train_gpt.py"
+ROOT = Path(__file__).resolve().parent.parent
+TRAIN_GPT = ROOT / "examples" / "train_gpt.py"
 SMALL = ["--steps", "20", "--lr", "0.01", "--batch-size", "16", "--num-microbatches", "4", "--sample", "20"]
 SMALL += ["--d-model", "32", "--heads", "2", "--blocks", "2", "--context", "32"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -26,16 +28,28 @@ def run(*command: str) -> str:
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        kill_tree(process.pid)
         output, _ = process.communicate()
         pytest.fail(f"still running after {TIMEOUT:.0f} s:\n{output}")
     assert process.returncode == 0, output
     return output
+
+
+def kill_tree(process: int) -> None:
+    """Kills a process and all its descendants. Not a process group: torchrun gives each rank a session of its own."""
+    with contextlib.suppress(OSError):
+        children = [
+            int(child)
+            for task in Path(f"/proc/{process}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
+        os.kill(process, signal.SIGKILL)  # before its children: it must not start others
+        for child in children:
+            kill_tree(child)
 
 
 def found(pattern: str, output: str) -> list[str]:
@@ -46,7 +60,7 @@ def found(pattern: str, output: str) -> list[str]:
 
 
 def require_trained(output: str, *, mesh: str) -> None:
-    found(f"^mesh +{mesh}:", output)
+    found(f"^mesh +{mesh};", output)
     assert float(found(r"^largest relative difference (\S+) \(\S+\)$", output)[0]) < 1e-4
     first, last, held_out = map(float, found(r"^loss +(\S+) -> (\S+) nats per byte; (\S+) on", output))
     assert first > 5.3, "a model that knows nothing has ln 256 = 5.55"
@@ -79,3 +93,17 @@ def test_train_gpt_says_which_mesh_cannot_be() -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert ended.returncode == 1
     assert "InvalidArgument: mesh pp=-1 x dp=3 divides into 3 ranks, the job has 1 process" in ended.stderr
+
+
+def test_the_pipeline_of_the_readme_prints_what_the_readme_says(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    match = re.search(r"^```python\n(.*?)^```\n\n^```\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    assert match
+    program = tmp_path / "readme.py"
+    program.write_text(match[1])
+    printed = [line for line in run(*TORCHRUN, "4", str(program)).splitlines() if line.startswith("step ")]
+    said = match[2].splitlines()
+    # Other processors round differently: the last digit may change, the course may not.
+    assert [line.rsplit(" ", 1)[0] for line in printed] == [line.rsplit(" ", 1)[0] for line in said]
+    losses = [[float(line.rsplit(" ", 1)[1]) for line in lines] for lines in (printed, said)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.05, abs=0.002)

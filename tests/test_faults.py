@@ -147,23 +147,25 @@ def test_a_broken_pipeline_says_so_again() -> None:
     ranks.run(2, used_after_an_error)
 
 
+def step_for_ever(pipe: hpcomm.Pipeline, stepped: Path) -> None:
+    x = torch.ones(8, 4)
+    while True:
+        pipe.step(x, target=x)
+        stepped.touch()
+
+
 def train_until_told(directory: str) -> float:
     """Steps for ever; returns how long the error took after the kill."""
     mesh = hpcomm.init(dp=2, pp=2)
     pipe = pipeline(mesh)
-    x = torch.ones(8, 4)
     killed_at = Path(directory) / "killed_at"
-    try:
-        while True:
-            pipe.step(x, target=x)
-            (Path(directory) / f"stepped{mesh.rank}").touch()
-    except hpcomm.RankFailed as error:
-        seen = time.time()
-        assert error.peer == 1, error
-        assert "rank 1 is gone" in str(error)
-        while not killed_at.exists():
-            time.sleep(0.01)
-        return seen - float(killed_at.read_text())
+    with pytest.raises(hpcomm.RankFailed, match="rank 1 is gone") as caught:
+        step_for_ever(pipe, Path(directory) / f"stepped{mesh.rank}")
+    seen = time.time()
+    assert caught.value.peer == 1
+    while not killed_at.exists():
+        time.sleep(0.01)
+    return seen - float(killed_at.read_text())
 
 
 def test_a_killed_rank_is_named_by_every_survivor(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_axis_sizes() -> None:
     [
         (4, {"dp": 3, "pp": 1, "tp": 1}, "mesh dp=3 needs 3 ranks"),
         (4, {"dp": 2, "pp": 4, "tp": 1}, "mesh pp=4 x dp=2 needs 8 ranks"),
-        (4, {"dp": -1, "pp": 3, "tp": 1}, "divides into 3 ranks"),
+        (4, {"dp": -1, "pp": 3, "tp": 1}, "needs a multiple of 3 ranks, the job has"),
         (4, {"dp": -1, "pp": -1, "tp": 1}, "only one axis"),
         (4, {"dp": 0, "pp": 1, "tp": 1}, "dp=0: expected a positive number"),
     ],

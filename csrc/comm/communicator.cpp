@@ -48,7 +48,7 @@ const char* Communicator::operation_name(Operation::Kind kind) noexcept {
 }
 
 Communicator::Communicator(CommunicatorConfig config)
-    : config_(std::move(config)), sent_(config_.ranks.size(), 0), received_(config_.ranks.size(), 0) {
+    : config_(std::move(config)), sent_(config_.ranks.size()), received_(config_.ranks.size()) {
   HPCOMM_REQUIRE(config_.rank >= 0 && config_.rank < size(), "communicator: rank ", config_.rank, " of ", size());
   HPCOMM_REQUIRE(config_.stream != nullptr && config_.control != nullptr, "communicator: no stream or no Control");
 }

@@ -2,6 +2,7 @@
 // transports; no wider than the narrowest of them.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <map>
@@ -116,10 +117,11 @@ class Communicator {
   void require_peer(const char* operation, int peer) const;
 
   CommunicatorConfig config_;
-  // Collectives count together; messages count per peer and direction, as both ends see them.
-  std::uint64_t collectives_ = 0;
-  std::vector<std::uint64_t> sent_;
-  std::vector<std::uint64_t> received_;
+  // Collectives count together; messages count per peer and direction, as both ends see them. Atomic, because tasks of
+  // the lane issue as well (the receipt of a message) while the host thread does.
+  std::atomic<std::uint64_t> collectives_ = 0;
+  std::vector<std::atomic<std::uint64_t>> sent_;
+  std::vector<std::atomic<std::uint64_t>> received_;
   std::map<std::pair<int, int>, int> edges_;
   std::map<std::string, int> children_;
 };

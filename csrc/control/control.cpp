@@ -31,6 +31,7 @@ class SoloControl final : public Control {
     listeners_.clear();
   }
   void close() noexcept override {}
+  [[nodiscard]] bool has_ended(int peer) const override { nobody(peer); }
   [[nodiscard]] std::optional<Error> failure() const override {
     std::lock_guard lock(mutex_);
     return failure_;

@@ -39,6 +39,8 @@ class Control {
   // Leaves in order: peers that still wait for this rank raise, others go on. Idempotent.
   virtual void close() noexcept = 0;
 
+  // True when `peer`'s connection has ended: its process is gone, or it closed its Control.
+  [[nodiscard]] virtual bool has_ended(int peer) const = 0;
   // The first failure of the job that this rank knows of: kRankFailed or kPeerError.
   [[nodiscard]] virtual std::optional<Error> failure() const = 0;
   // Throws failure().

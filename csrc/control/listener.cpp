@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
 
 #include "control/socket.h"
 #include "control/tcp_control.h"
@@ -15,6 +16,9 @@ namespace hpcomm {
 
 namespace control {
 namespace {
+
+// Connections beyond one per rank that may be open without having greeted.
+constexpr std::ptrdiff_t kMaxSilent = 64;
 
 // A connection on which the greeting is still awaited.
 struct Pending {
@@ -91,6 +95,13 @@ class Rendezvous {
       Pending pending;
       pending.fd = std::move(fd);
       pending_.push_back(std::move(pending));
+    }
+    // Somebody who opens connections and says nothing must not use up our descriptors; our peers greet at once.
+    const auto accepted = [](const Pending& pending) { return pending.rank < 0; };
+    while (std::count_if(pending_.begin(), pending_.end(), accepted) > kMaxSilent + std::ssize(open_)) {
+      const auto oldest = std::find_if(pending_.begin(), pending_.end(), accepted);
+      (void)refuse(*oldest, "too many connections wait without a greeting");
+      pending_.erase(oldest);
     }
   }
 

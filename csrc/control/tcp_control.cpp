@@ -141,6 +141,12 @@ void TcpControl::close() noexcept {
   wake();
 }
 
+bool TcpControl::has_ended(int peer) const {
+  HPCOMM_REQUIRE(peer >= 0 && peer < size() && peer != rank_, "rank ", rank_, " has no peer ", peer, " of ", size());
+  std::lock_guard lock(mutex_);
+  return peers_[static_cast<std::size_t>(peer)].state == PeerState::kLost;
+}
+
 std::optional<Error> TcpControl::failure() const {
   std::lock_guard lock(mutex_);
   return failure_;

@@ -26,6 +26,7 @@ class TcpControl final : public Control {
   std::optional<std::string> try_receive(int peer, std::uint64_t channel, Deadline until) override;
   void abort(const std::string& message) override;
   void close() noexcept override;
+  [[nodiscard]] bool has_ended(int peer) const override;
   [[nodiscard]] std::optional<Error> failure() const override;
   std::uint64_t on_failure(std::function<void(const Error&)> listener) override;
   void remove_listener(std::uint64_t token) override;

@@ -63,6 +63,7 @@ void bind_control(py::module_& module) {
       .def("abort", &Control::abort, py::arg("message"), py::call_guard<py::gil_scoped_release>())
       .def("check", &Control::check)
       .def("failure", &failure)
+      .def("has_ended", &Control::has_ended, py::arg("peer"))
       .def("close", &Control::close, py::call_guard<py::gil_scoped_release>());
 
   py::class_<ControlListener>(module, "ControlListener")

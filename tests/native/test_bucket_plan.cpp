@@ -147,9 +147,9 @@ TEST(bucket_plan_fingerprints_differ) {
   const std::vector<BucketPlan> plans{
       plan_buckets({}, {}),
       plan_buckets(three, {0, 1, 2}),
-      plan_buckets(three, {0, 2, 1}),                        // another order
-      plan_buckets(three, {0, 1, 2}, {20, 1000}),            // another split
-      plan_buckets(three, {0, 1, 2}, {20, 20}),              // and another
+      plan_buckets(three, {0, 2, 1}),                              // another order
+      plan_buckets(three, {0, 1, 2}, {20, 1000}),                  // another split
+      plan_buckets(three, {0, 1, 2}, {20, 20}),                    // and another
       plan_buckets({{5, kF32}, {6, kF32}, {8, kF32}}, {0, 1, 2}),  // another size
       plan_buckets({{5, kF32}, {6, kF32}, {7, kB16}}, {0, 1, 2}),  // another dtype
   };

@@ -71,7 +71,6 @@ class Probe final : public HostCommunicator {
 
 const Error kEnough(ErrorKind::kClosed, "enough");
 
-
 // Value j of rank r, different everywhere and exact in float32.
 float coded(int rank, std::size_t j) { return static_cast<float>(rank * 1000 + static_cast<int>(j)); }
 
@@ -99,11 +98,15 @@ void check_collectives(Communicator& world) {
       ReduceOp op;
       std::function<float(std::size_t)> want;
     } reductions[]{
-        {ReduceOp::kSum, [&](std::size_t j) { return static_cast<float>(size * (size - 1) / 2 * 1000) + coded(0, j) * static_cast<float>(size); }},
+        {ReduceOp::kSum,
+         [&](std::size_t j) {
+           return static_cast<float>(size * (size - 1) / 2 * 1000) + coded(0, j) * static_cast<float>(size);
+         }},
         {ReduceOp::kAverage, [&](std::size_t j) { return static_cast<float>(size - 1) * 500 + coded(0, j); }},
         {ReduceOp::kMin, [&](std::size_t j) { return coded(0, j); }},
         {ReduceOp::kMax, [&](std::size_t j) { return coded(size - 1, j); }},
-        {ReduceOp::kProduct, [&](std::size_t j) {
+        {ReduceOp::kProduct,
+         [&](std::size_t j) {
            float product = 1;
            for (int r = 0; r < size; ++r) {
              product *= coded(r, j);
@@ -448,7 +451,8 @@ TEST(comm_allocates_aligned_memory) {
   CHECK(refused);
 }
 
-// --- Order, close, abort and destruction of host-executed transports ---------------------------------------------------
+// --- Order, close, abort and destruction of host-executed transports
+// ---------------------------------------------------
 
 TEST(comm_runs_inline_when_asked_and_idle) {
   std::vector<std::thread::id> where;

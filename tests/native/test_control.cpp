@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstring>
@@ -118,8 +119,7 @@ TEST(wire_frames_come_back) {
 
 TEST(wire_format_is_fixed) {
   using namespace std::string_literals;
-  CHECK(encode(FrameKind::kMessage, 0x0102, "ab") ==
-        "pcom\x01\x02\0\0\x02\x01\0\0\0\0\0\0\x02\0\0\0\0\0\0\0"s + "ab");
+  CHECK(encode(FrameKind::kMessage, 0x0102, "ab") == "pcom\x01\x02\0\0\x02\x01\0\0\0\0\0\0\x02\0\0\0\0\0\0\0"s + "ab");
 }
 
 TEST(wire_waits_for_the_rest_of_a_cut_frame) {
@@ -480,10 +480,10 @@ TEST(control_start_is_not_disturbed_by_strangers) {
   for (const std::string& address : addresses) {
     for (const std::string& words :
          {std::string("GET / HTTP/1.1\r\nHost: example.org\r\n\r\n"),  // garbage
-          hello(2, 8),                                              // another job
-          hello(1).substr(0, 30),                                   // half a greeting, then silence
-          std::string(), hello(-1), hello(0), hello(3), hello(1 << 30),
-          encode(FrameKind::kMessage, 0, "no greeting"), encode(FrameKind::kHello, 0, "short")}) {
+          hello(2, 8),                                                 // another job
+          hello(1).substr(0, 30),                                      // half a greeting, then silence
+          std::string(), hello(-1), hello(0), hello(3), hello(1 << 30), encode(FrameKind::kMessage, 0, "no greeting"),
+          encode(FrameKind::kHello, 0, "short")}) {
       strangers.push_back(std::make_unique<Stranger>(address));
       strangers.back()->say(words);
     }
@@ -524,16 +524,50 @@ TEST(control_start_reads_no_more_of_a_stranger_than_a_greeting) {
   CHECK(captured.text().find("greeting") != std::string::npos);
 }
 
+TEST(control_start_does_not_run_out_of_descriptors) {
+  CapturedStderr captured;
+  ControlListener zero("127.0.0.1", 0, 2, JobToken{7});
+  ControlListener one("127.0.0.1", 1, 2, JobToken{7});
+  const std::vector<std::string> addresses{zero.address(), one.address()};
+  std::vector<std::unique_ptr<Stranger>> strangers;
+  std::atomic<std::size_t> most = 0;
+  run_ranks(2, [&](int rank) {
+    if (rank == 0) {
+      CHECK_EQ(zero.connect(addresses, soon())->exchange({0, 1}, 0, "0", soon())[1], "1");
+    } else {
+      const std::size_t before = count_entries("/proc/self/fd");
+      for (std::size_t i = 0; i < 200; ++i) {
+        strangers.push_back(std::make_unique<Stranger>(zero.address()));  // open, and silent
+        if (i % 8 == 7) {
+          std::this_thread::sleep_for(1ms);  // a full backlog would cost us a second
+        }
+        most = std::max(most.load(), count_entries("/proc/self/fd") - before - i - 1);
+      }
+      CHECK(eventually([&] { return strangers.front()->hung_up_on(); }));
+      CHECK_EQ(one.connect(addresses, soon())->exchange({0, 1}, 0, "1", soon())[0], "0");
+    }
+  });
+  CHECK(most < 100);  // of 200 that it might have kept
+  CHECK(captured.text().find("without a greeting") != std::string::npos);
+}
+
 TEST(control_start_refuses_a_second_rank_of_the_same_number) {
   CapturedStderr captured;
   ControlListener listener("127.0.0.1", 0, 3, JobToken{7});
   const Stranger first(listener.address());
   const Stranger second(listener.address());
-  first.say(hello(1));
-  second.say(hello(1));
-  check_kind(error_from([&] { (void)listener.connect({listener.address(), "127.0.0.1:9", "127.0.0.1:9"},
-                                                     Clock::now() + 200ms); }),
-             ErrorKind::kTimedOut, "did not hear from rank 2 ");
+  const Stranger other(listener.address());
+  first.say(hello(1) + encode(FrameKind::kMessage, 0, "the first"));
+  std::thread late([&] {
+    first.read_greeting();
+    second.say(hello(1) + encode(FrameKind::kMessage, 0, "the second"));
+    CHECK(eventually([&] { return second.hung_up_on(); }));
+    other.say(hello(2));
+  });
+  const auto mine = listener.connect({listener.address(), "127.0.0.1:9", "127.0.0.1:9"}, soon());
+  late.join();
+  CHECK_EQ(mine->receive(1, 0, soon()), "the first");
+  CHECK(!mine->try_receive(1, 0, Clock::now() + 1ms).has_value());
 }
 
 TEST(control_start_names_the_ranks_that_are_missing) {
@@ -546,9 +580,8 @@ TEST(control_start_names_the_ranks_that_are_missing) {
   // Ranks 1 and 3 never connect, though their ports are open.
   run_ranks(4, [&](int rank) {
     if (rank % 2 == 0) {
-      const auto error = error_from([&] {
-        (void)listeners[static_cast<std::size_t>(rank)]->connect(addresses, Clock::now() + 200ms);
-      });
+      const auto error = error_from(
+          [&] { (void)listeners[static_cast<std::size_t>(rank)]->connect(addresses, Clock::now() + 200ms); });
       check_kind(error, ErrorKind::kTimedOut, "did not hear from rank 1, rank 3 ");
     }
   });
@@ -556,7 +589,9 @@ TEST(control_start_names_the_ranks_that_are_missing) {
 
 TEST(control_start_reports_a_rank_that_cannot_be_reached) {
   std::string closed_port;
-  { closed_port = ControlListener("127.0.0.1", 0, 2, JobToken{7}).address(); }
+  {
+    closed_port = ControlListener("127.0.0.1", 0, 2, JobToken{7}).address();
+  }
   ControlListener listener("127.0.0.1", 1, 2, JobToken{7});
   const auto error = error_from([&] { (void)listener.connect({closed_port, listener.address()}, soon()); });
   check_kind(error, ErrorKind::kRankFailed, "cannot reach rank 0");
@@ -571,7 +606,8 @@ TEST(control_start_reports_a_peer_of_another_job) {
   run_ranks(2, [&](int rank) {
     const auto error = error_from(
         [&] { (void)(rank == 0 ? zero : one).connect(addresses, Clock::now() + (rank == 0 ? 300ms : 10000ms)); });
-    check_kind(error, rank == 0 ? ErrorKind::kTimedOut : ErrorKind::kRankFailed, rank == 0 ? "rank 1" : "refused rank 1");
+    check_kind(error, rank == 0 ? ErrorKind::kTimedOut : ErrorKind::kRankFailed,
+               rank == 0 ? "rank 1" : "refused rank 1");
   });
 }
 
@@ -625,26 +661,34 @@ TEST(control_failure_listeners_run_once) {
   CHECK_EQ(controls[2]->on_failure([&told](const Error& error) {
     told = true;
     check_kind(error, ErrorKind::kPeerError, "enough");
-  }), 0);
+  }),
+           0);
   CHECK(told);
   CHECK_EQ(calls[0].load() + calls[1].load() + calls[2].load(), 3);
 }
 
 TEST(control_removed_listener_neither_runs_nor_is_running) {
-  for (int round = 0; round < 50; ++round) {
+  for (int round = 0; round < 30; ++round) {
     const auto controls = connect_controls(2);
-    auto alive = std::make_unique<std::atomic<bool>>(true);
-    std::atomic<bool>* watched = alive.get();
-    const std::uint64_t token = controls[1]->on_failure([watched](const Error&) {
-      CHECK(watched->load());
-      std::this_thread::sleep_for(300us);
-      CHECK(watched->load());  // freed memory, if remove_listener did not wait
+    std::atomic<bool> running = false;
+    std::atomic<bool> removed = false;
+    std::atomic<bool> late = false;
+    const std::uint64_t token = controls[1]->on_failure([&](const Error&) {
+      running = true;
+      std::this_thread::sleep_for(500us);
+      late = late || removed;
     });
     controls[0]->abort("now");
-    std::this_thread::sleep_for(std::chrono::microseconds(round * 5));
+    if (round % 2 == 0) {
+      CHECK(eventually([&] { return running.load(); }));  // removed while it runs
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(round * 5));  // or about when it starts
+    }
     controls[1]->remove_listener(token);
-    *alive = false;
-    alive.reset();
+    removed = true;
+    CHECK(eventually([&] { return controls[1]->failure().has_value(); }));
+    std::this_thread::sleep_for(600us);
+    CHECK(!late);
   }
 }
 

@@ -93,8 +93,8 @@ void check_error(const Work& work, ErrorKind kind, const std::string& part) {
   const auto error = error_of(work);
   CHECK(error.has_value());
   if (error && (error->kind() != kind || std::string(error->what()).find(part) == std::string::npos)) {
-    check::fail(__FILE__, __LINE__, str(to_string(error->kind()), ", not ", to_string(kind), " with \"", part,
-                                        "\": ", error->what()));
+    check::fail(__FILE__, __LINE__,
+                str(to_string(error->kind()), ", not ", to_string(kind), " with \"", part, "\": ", error->what()));
   }
 }
 
@@ -128,8 +128,7 @@ TEST(edge_carries_every_dtype_and_shape) {
   }
   const Packet packet = fill(schema, 4);
   run_pair(
-      SchemaMode::kPerMessage,
-      [&](Communicator&, SendEdge& edge) { CHECK(!error_of(*send(edge, packet, 6))); },
+      SchemaMode::kPerMessage, [&](Communicator&, SendEdge& edge) { CHECK(!error_of(*send(edge, packet, 6))); },
       [&](Communicator&, RecvEdge& edge) { check_arrived(edge.recv(6), packet); });
 }
 
@@ -175,7 +174,8 @@ TEST(edge_takes_a_thousand_random_trees_in_both_directions) {
   const ThreadJob job(2, 11);
   run_ranks(2, [&](int rank) {
     const int peer = 1 - rank;
-    // A lane per direction, as the pipeline has: on one lane with nothing buffered, two sends would wait for each other.
+    // A lane per direction, as the pipeline has: on one lane with nothing buffered, two sends would wait for each
+    // other.
     const auto out = job.communicator(rank, rank == 0 ? "forward" : "backward");
     const auto in = job.communicator(rank, rank == 0 ? "backward" : "forward");
     SendEdge sender({out, peer}, heap());
@@ -369,7 +369,8 @@ TEST(edge_refuses_headers_that_do_not_fit) {
       {[&](auto id) { return header(id, 0, false); }, "no schema that fits"},
       {[&](auto id) { return header(id, 0, false) + "x"; }, "bytes behind the header"},
       {[&](auto id) { return header(id, 0, true, 65) + encode_schema(schema); }, "no schema that fits"},
-      {[&](auto id) { return header(id, 0, true) + encode_schema(floats({5}).schema); }, "does not match its fingerprint"},
+      {[&](auto id) { return header(id, 0, true) + encode_schema(floats({5}).schema); },
+       "does not match its fingerprint"},
       {[&](auto id) { return header(id, 0, true) + "garbage"; }, "schema is cut short"},
       {[&](auto) { return std::string("garbage"); }, "header has 7 bytes"},
   };

@@ -54,8 +54,7 @@ TEST(layout_starts_every_entry_on_a_cache_line) {
       {16, DType::kFloat32, 64, 64},   // a full line takes no more
       {17, DType::kFloat32, 128, 68},  // one element over takes the next
       {0, DType::kInt64, 256, 0},      // empty: shares its offset with what follows
-      {5, DType::kComplex128, 256, 80},
-      {3, DType::kFloat8E4M3FN, 384, 3},
+      {5, DType::kComplex128, 256, 80}, {3, DType::kFloat8E4M3FN, 384, 3},
   };
   check_rows(Layout(sizes_of(rows)), rows, 448);
 }

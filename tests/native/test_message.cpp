@@ -129,8 +129,8 @@ TEST(message_header_parser_withstands_mutations) {
   std::mt19937 random(21);
   int accepted = 0;
   for (int round = 0; round < 150000; ++round) {
-    const MessageHeader header{random(), random(), static_cast<std::int32_t>(random()), random(), random(),
-                               random() % 2 == 0};
+    const MessageHeader header{random(), random(), static_cast<std::int32_t>(random()),
+                               random(), random(), random() % 2 == 0};
     std::string bytes = encode_header(header);
     mutate(bytes, random);
     if (round % 2 == 0 && bytes.size() >= kHeaderBytes) {
@@ -163,8 +163,8 @@ TEST(message_schemas_come_back) {
 }
 
 TEST(message_schema_counts_and_prints) {
-  const Schema schema{"tree",
-                      {{DType::kFloat32, true, {8, 512}}, {DType::kBFloat16, false, {}}, {DType::kInt64, false, {3, 0}}}};
+  const Schema schema{
+      "tree", {{DType::kFloat32, true, {8, 512}}, {DType::kBFloat16, false, {}}, {DType::kInt64, false, {3, 0}}}};
   CHECK_EQ(schema.to_text(), "float32[8, 512] bfloat16[] int64[3, 0]");
   CHECK_EQ(Schema().to_text(), "no tensors");
   CHECK_EQ(schema.tensors[0].count(), 4096);

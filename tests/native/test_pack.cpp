@@ -35,7 +35,7 @@ Level level_of_this_cpu() {
   return kBase;
 }
 
-constexpr bool claims(int level, std::string_view feature) {
+[[maybe_unused]] constexpr bool claims(int level, std::string_view feature) {
   return level >= (feature.starts_with("avx512") ? kAvx512 : kAvx2);
 }
 
@@ -45,14 +45,14 @@ constexpr bool claims(int level, std::string_view feature) {
 // the file is compiled again with another answer; no hook in the product.
 #define __builtin_cpu_supports(feature) claims(kForcedLevel, feature)
 namespace base_only {
-constexpr int kForcedLevel = kBase;
+[[maybe_unused]] constexpr int kForcedLevel = kBase;
 namespace hpcomm {
 using namespace ::hpcomm;
 }
 #include "pack/pack_cpu.cpp"
 }  // namespace base_only
 namespace avx2_only {
-constexpr int kForcedLevel = kAvx2;
+[[maybe_unused]] constexpr int kForcedLevel = kAvx2;
 namespace hpcomm {
 using namespace ::hpcomm;
 }
@@ -83,7 +83,8 @@ std::vector<Path> paths() {
 
 constexpr std::array<DType, 4> kFloats{DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64};
 
-// --- The reference: values as doubles, which hold every one of these types exactly. -----------------------------------
+// --- The reference: values as doubles, which hold every one of these types exactly.
+// -----------------------------------
 
 double decode(DType dtype, const unsigned char* element) {
   switch (dtype) {
@@ -132,7 +133,8 @@ double round_to(double value, int fraction_bits, int smallest_exponent, double o
     return value;
   }
   const int exponent = std::max(std::ilogb(value), smallest_exponent);
-  const double rounded = std::ldexp(std::nearbyint(std::ldexp(value, fraction_bits - exponent)), exponent - fraction_bits);
+  const double rounded =
+      std::ldexp(std::nearbyint(std::ldexp(value, fraction_bits - exponent)), exponent - fraction_bits);
   const double magnitude =
       std::fabs(rounded) >= overflow ? std::numeric_limits<double>::infinity() : std::fabs(rounded);
   return std::copysign(magnitude, value);
@@ -215,7 +217,8 @@ Bytes inputs(DType dtype) {
 // A buffer with guards around it, in which a byte written too far is seen.
 class Guarded {
  public:
-  explicit Guarded(std::size_t bytes, unsigned char fill = 0xa5) : bytes_(bytes), memory_(bytes + 2 * kGuard + 64, 0x5a) {
+  explicit Guarded(std::size_t bytes, unsigned char fill = 0xa5)
+      : bytes_(bytes), memory_(bytes + 2 * kGuard + 64, 0x5a) {
     const auto address = reinterpret_cast<std::uintptr_t>(memory_.data() + kGuard);
     begin_ = memory_.data() + kGuard + (64 - address % 64) % 64;
     std::fill(begin_, begin_ + bytes, fill);
@@ -252,8 +255,9 @@ void check_convert(const Path& path, DType from, DType to, const Bytes& source, 
     const double want = expected(from, to, input, factor);
     if (!same(got, want)) {
       ++wrong;
-      check::fail(__FILE__, __LINE__, str(path.name, ": ", to_string(from), " ", input, " -> ", to_string(to), ", factor ",
-                                          factor ? str(*factor) : "none", ": ", got, ", not ", want));
+      check::fail(__FILE__, __LINE__,
+                  str(path.name, ": ", to_string(from), " ", input, " -> ", to_string(to), ", factor ",
+                      factor ? str(*factor) : "none", ": ", got, ", not ", want));
     }
   }
 }
@@ -288,7 +292,8 @@ TEST(pack_scales_like_scalar_code) {
 }
 
 TEST(pack_handles_every_length) {
-  // Vector bodies and scalar tails: lengths around every vector width, from places that are aligned to the element only.
+  // Vector bodies and scalar tails: lengths around every vector width, from places that are aligned to the element
+  // only.
   for (DType from : kFloats) {
     const Bytes all = inputs(from);
     for (DType to : kFloats) {
@@ -305,9 +310,10 @@ TEST(pack_handles_every_length) {
 
 TEST(pack_without_arithmetic_is_bit_for_bit) {
   // Also signalling NaNs, bools that are neither 0 nor 1, and a factor of one.
-  const std::vector<DType> all{DType::kBool,    DType::kUInt8,    DType::kInt8,      DType::kInt16,     DType::kInt32,
-                               DType::kInt64,   DType::kFloat16,  DType::kBFloat16,  DType::kFloat32,   DType::kFloat64,
-                               DType::kComplex64, DType::kComplex128, DType::kFloat8E4M3FN, DType::kFloat8E5M2};
+  const std::vector<DType> all{DType::kBool,         DType::kUInt8,     DType::kInt8,      DType::kInt16,
+                               DType::kInt32,        DType::kInt64,     DType::kFloat16,   DType::kBFloat16,
+                               DType::kFloat32,      DType::kFloat64,   DType::kComplex64, DType::kComplex128,
+                               DType::kFloat8E4M3FN, DType::kFloat8E5M2};
   std::mt19937 random(2);
   Bytes source(1600);
   std::generate(source.begin(), source.end(), [&random] { return static_cast<unsigned char>(random()); });
@@ -452,13 +458,15 @@ TEST(pack_refuses_wrong_arguments) {
   BufferView shorter = buffer.view();
   --shorter.bytes;
   CHECK_THROWS(ErrorKind::kInvalidArgument, pack(*stream, layout, {values.data()}, buffer.view()), "2 entries, got 1");
-  CHECK_THROWS(ErrorKind::kInvalidArgument, pack(*stream, layout, sources, shorter), "needs 128 bytes, the buffer has 127");
+  CHECK_THROWS(ErrorKind::kInvalidArgument, pack(*stream, layout, sources, shorter),
+               "needs 128 bytes, the buffer has 127");
   CHECK_THROWS(ErrorKind::kInvalidArgument, unpack(*stream, layout, buffer.view(), {target.data()}), "got 1 tensors");
   CHECK_THROWS(ErrorKind::kInvalidArgument, unpack(*stream, layout, shorter, targets), "the buffer has 127");
   CHECK_THROWS(ErrorKind::kInvalidArgument, scale(*stream, {{target.data(), 12, 3, DType::kInt32, {}}}, scale_of(2)),
                "only floating point");
   CHECK_THROWS(ErrorKind::kInvalidArgument,
-               scale(*stream, {{target.data(), 12, 12, DType::kFloat8E5M2, {}}}, scale_of(2)), "no kernel scales float8");
+               scale(*stream, {{target.data(), 12, 12, DType::kFloat8E5M2, {}}}, scale_of(2)),
+               "no kernel scales float8");
 
   const Layout narrow({{4, DType::kFloat32}}, DType::kFloat8E4M3FN);
   CHECK_THROWS(ErrorKind::kInvalidArgument, pack(*stream, narrow, {values.data()}, buffer.view()),

@@ -135,8 +135,8 @@ TEST(stream_wait_does_not_hold_the_host_nor_what_came_before) {
   fast->enqueue([&] { before = true; });
   fast->wait(slow->record());  // returns at once: this thread opens the gate
   fast->enqueue([&] { after = true; });
-  nap(3ms);
-  CHECK(before.load());
+  CHECK(testing::eventually([&] { return before.load(); }));
+  nap(1ms);
   CHECK(!after.load());
   gate = true;
   fast->synchronize();

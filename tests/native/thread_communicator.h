@@ -153,11 +153,12 @@ class Room {
     letter->unfit = letter->buffer.count != buffer.count || letter->buffer.dtype != buffer.dtype;
     changed_.notify_all();
     if (letter->unfit) {
-      throw Error(ErrorKind::kSchemaMismatch,
-                  str("expected ", buffer.count, " ", to_string(buffer.dtype), ", got ", letter->buffer.count, " ",
-                      to_string(letter->buffer.dtype)));
+      throw Error(ErrorKind::kSchemaMismatch, str("expected ", buffer.count, " ", to_string(buffer.dtype), ", got ",
+                                                  letter->buffer.count, " ", to_string(letter->buffer.dtype)));
     }
-    std::memcpy(buffer.data, letter->buffer.data, buffer.bytes);
+    if (buffer.bytes > 0) {
+      std::memcpy(buffer.data, letter->buffer.data, buffer.bytes);
+    }
   }
 
   void wake() {
@@ -270,9 +271,10 @@ class ThreadCommunicator final : public HostCommunicator {
     post.output = operation.output;
     post.input = operation.input;
     std::string result(operation.output.bytes, '\0');
-    room_->meet(
-        rank(), post, [&](const std::vector<Room::Post>& posts) { compute(operation, posts, result); }, wait);
-    std::memcpy(operation.output.data, result.data(), result.size());
+    room_->meet(rank(), post, [&](const std::vector<Room::Post>& posts) { compute(operation, posts, result); }, wait);
+    if (!result.empty()) {  // memcpy must not see null, not even for nothing
+      std::memcpy(operation.output.data, result.data(), result.size());
+    }
   }
 
   void compute(const Operation& operation, const std::vector<Room::Post>& posts, std::string& result) const {
