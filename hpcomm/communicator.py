@@ -141,7 +141,8 @@ def _require_cpu_transport() -> None:
 
 def _gloo_device() -> object:
     """The interface that torch's own groups would use, or the one that leads to ``MASTER_ADDR``: the host's name may
-    resolve to an address that other hosts cannot reach."""
+    resolve to an address that other hosts cannot reach.
+    """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         return ProcessGroupGloo.create_device(interface=interface)
