@@ -195,6 +195,7 @@ class Mesh:
         deadline = time.monotonic() + 3.0
         while not self.control.has_ended(peer) and time.monotonic() < deadline:
             time.sleep(0.01)
+        time.sleep(0.5)  # from the end of its connection to the end of its process
 
     def _watch_exit(self) -> None:
         """Ends in order at exit; tells the peers when an exception ends this process."""
@@ -211,7 +212,8 @@ class Mesh:
 
         def leave() -> None:
             mesh = myself()
-            if mesh is not None:
+            # After a failure the connections stay until the process is gone: that is what the peers wait for.
+            if mesh is not None and mesh.control.failure() is None:
                 with contextlib.suppress(Exception):
                     mesh.close()
 

@@ -162,6 +162,7 @@ def wrong_use() -> None:
             channel.send({"a": {1}})
         with pytest.raises(hpcomm.TimedOut, match="recv #0"):
             channel.recv(timeout=0.2)
+        mesh.barrier()  # nobody sends before both have given up
         # The receipt that timed out is still first in line.
         work = channel.send("late")
         second = channel.send("later")

@@ -92,7 +92,7 @@ def test_train_gpt_says_which_mesh_cannot_be() -> None:
     command = [sys.executable, str(TRAIN_GPT), "--dp", "3"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert ended.returncode == 1
-    assert "InvalidArgument: mesh pp=-1 x dp=3 divides into 3 ranks, the job has 1 process" in ended.stderr
+    assert "InvalidArgument: mesh pp=-1 x dp=3 needs a multiple of 3 ranks, the job has 1 process" in ended.stderr
 
 
 def test_the_pipeline_of_the_readme_prints_what_the_readme_says(tmp_path: Path) -> None:

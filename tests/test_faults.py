@@ -234,6 +234,27 @@ def test_an_uncaught_exception_reaches_ranks_that_wait(tmp_path: Path) -> None:
     assert "PEER SAYS: rank 1 failed: | ValueError: the data loader of rank 1 broke" in done.stdout
 
 
+def test_the_failing_rank_speaks_first(tmp_path: Path) -> None:
+    done = run_under_torchrun(
+        """
+        import hpcomm, torch
+        class Fragile(torch.nn.Module):
+            def forward(self, x):
+                raise ValueError("a fragile layer broke")
+        with hpcomm.init(pp=2) as mesh:
+            layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 4), Fragile()))
+            pipe = hpcomm.Pipeline(layers, mesh=mesh, num_microbatches=2, loss_fn=torch.nn.functional.mse_loss)
+            x = torch.zeros(4, 4)
+            pipe.step(x, target=x)
+        """,
+        tmp_path,
+        2,
+    )
+    assert done.returncode != 0
+    tracebacks = [line for line in done.stdout.splitlines() if "Traceback (most recent call last)" in line]
+    assert tracebacks[0].startswith("[rank1]"), done.stdout
+
+
 def ctrl_c() -> float:
     mesh = hpcomm.init(dp=2)
     if mesh.rank == 0:

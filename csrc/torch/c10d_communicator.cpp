@@ -251,10 +251,13 @@ class C10dCommunicator final : public HostCommunicator {
     throw_if_aborted();
     const ErrorContext what = context(operation_name(operation.kind), operation.peer, operation.sequence);
     const std::string where = str(operation_name(operation.kind), " #", operation.sequence, " on lane ", lane());
-    if (Clock::now() >= deadline) {
-      throw Error(ErrorKind::kTimedOut,
-                  str(where, what.peer < 0 ? "" : str(" with rank ", what.peer), " took longer than its time-out"),
-                  what);
+    // Backends count whole milliseconds and may be early by one.
+    if (Clock::now() + std::chrono::milliseconds(2) >= deadline) {
+      const Error late(ErrorKind::kTimedOut,
+                       str(where, what.peer < 0 ? "" : str(" with rank ", what.peer), " took longer than its time-out"),
+                       what);
+      abort(late);  // gloo closes the pair: nothing can follow
+      throw late;
     }
     const Deadline patience = Clock::now() + kBlameWait;
     while (Clock::now() < patience && !aborted()) {

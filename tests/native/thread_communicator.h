@@ -79,41 +79,43 @@ class Room {
     BufferView input;
   };
 
-  // Meets all others, calls compute(posts) with everybody's buffers in place, and meets them again.
+  // Meets all others, calls compute(posts) with everybody's buffers in place, and meets them again. Until all are there
+  // a rank may leave; from then on nobody waits for anything but the others' share of the work.
   template <typename Compute, typename Wait>
   void meet(int rank, Post post, const Compute& compute, const Wait& wait) {
     std::unique_lock lock(mutex_);
-    const auto r = static_cast<std::size_t>(rank);
+    changed_.wait(lock, [&] { return leaving_ == 0; });  // of the round before this one
+    require_whole();
+    posts_[static_cast<std::size_t>(rank)] = std::move(post);
+    ++arrived_;
+    changed_.notify_all();
+    const std::size_t round = round_;
+    const auto complete = [&] { return arrived_ == posts_.size() || round_ != round; };
     try {
-      // The round before this one ends when the last rank has left it.
-      wait(lock, changed_, [&] { return broken_ || leaving_ == 0; });
-      require_whole();
-      posts_[r] = std::move(post);
-      ++arrived_;
-      changed_.notify_all();
-      const std::size_t round = round_;
-      wait(lock, changed_, [&] { return broken_ || arrived_ == posts_.size() || round_ != round; });
-      require_whole();
+      wait(lock, changed_, complete);
+    } catch (...) {
+      if (!complete()) {
+        --arrived_;
+        throw;
+      }
+    }
+    try {
       require_equal();
       compute(posts_);
-      if (++computed_ == posts_.size()) {
-        arrived_ = 0;
-        computed_ = 0;
-        leaving_ = posts_.size();
-        ++round_;
-        changed_.notify_all();
-      }
-      wait(lock, changed_, [&] { return broken_ || round_ != round; });
-      if (round_ == round) {
-        require_whole();
-      }
-      --leaving_;
-      changed_.notify_all();
     } catch (...) {
-      broken_ = true;
-      changed_.notify_all();
+      broken_ = true;  // all ranks are here and see the same, so all of them throw
       throw;
     }
+    if (++computed_ == posts_.size()) {
+      arrived_ = 0;
+      computed_ = 0;
+      leaving_ = posts_.size();
+      ++round_;
+      changed_.notify_all();
+    }
+    changed_.wait(lock, [&] { return round_ != round; });
+    --leaving_;
+    changed_.notify_all();
   }
 
   template <typename Wait>
@@ -123,7 +125,7 @@ class Room {
     letters_[{from, to}] = &letter;
     changed_.notify_all();
     try {
-      wait(lock, changed_, [&] { return broken_ || letter.taken; });
+      wait(lock, changed_, [&] { return letter.taken; });
     } catch (...) {
       letters_.erase({from, to});
       throw;
@@ -131,9 +133,6 @@ class Room {
     letters_.erase({from, to});
     if (letter.unfit) {
       throw Error(ErrorKind::kSchemaMismatch, "the receiver expects another message");
-    }
-    if (!letter.taken) {
-      require_whole();
     }
   }
 
@@ -144,11 +143,8 @@ class Room {
       const auto found = letters_.find({from, to});
       return found == letters_.end() || found->second->taken ? nullptr : found->second;
     };
-    wait(lock, changed_, [&] { return broken_ || waiting() != nullptr; });
+    wait(lock, changed_, [&] { return waiting() != nullptr; });
     Letter* letter = waiting();
-    if (letter == nullptr) {
-      require_whole();
-    }
     letter->taken = true;
     letter->unfit = letter->buffer.count != buffer.count || letter->buffer.dtype != buffer.dtype;
     changed_.notify_all();
@@ -175,7 +171,7 @@ class Room {
 
   void require_whole() const {
     if (broken_) {
-      throw Error(ErrorKind::kTransport, "another rank left the operation");
+      throw Error(ErrorKind::kTransport, "ranks disagreed before: nothing can follow in order");
     }
   }
   void require_equal() const {
