@@ -193,7 +193,8 @@ class Mesh:
     def _let_end_first(self, peer: int) -> None:
         """Launchers blame the first rank that exits, and end the others: let it be the one that failed."""
         deadline = time.monotonic() + 3.0
-        while not self.control.has_ended(peer) and time.monotonic() < deadline:
+        known = 0 <= peer < self.size and peer != self.rank  # an error that came by way of autograd names nobody
+        while known and not self.control.has_ended(peer) and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.5)  # from the end of its connection to the end of its process
 
@@ -204,10 +205,11 @@ class Mesh:
 
         def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             mesh = myself()
-            if mesh is not None and not mesh._closed:
-                mesh.control.abort(describe(error))
-                if isinstance(error, PeerError):
-                    mesh._let_end_first(error.peer)
+            with contextlib.suppress(Exception):  # whatever goes wrong here must not hide the program's own error
+                if mesh is not None and not mesh._closed:
+                    mesh.control.abort(describe(error))
+                    if isinstance(error, PeerError):
+                        mesh._let_end_first(error.peer)
             previous(kind, error, trace)
 
         def leave() -> None:

@@ -132,6 +132,24 @@ def test_an_exception_in_one_stage_ends_all_ranks(where: str) -> None:
         assert outcomes[rank].seconds < SOON
 
 
+def error_without_a_peer() -> str:
+    """As it comes out of autograd: the hook must not fail over it, nor hide it."""
+    hpcomm.init(dp=2)
+    told: list[str] = []
+    before = sys.excepthook
+    sys.excepthook = lambda _, error, __: told.append(str(error))
+    with hpcomm.init(dp=2):
+        error = hpcomm.PeerError("from somewhere")
+        assert error.peer == -1
+        sys.excepthook(type(error), error, None)
+    sys.excepthook = before
+    return told[0]
+
+
+def test_an_error_that_names_no_peer_is_still_shown() -> None:
+    assert ranks.run(2, error_without_a_peer) == ["from somewhere"] * 2
+
+
 def used_after_an_error() -> None:
     mesh = hpcomm.init(pp=2)
     pipe = pipeline(mesh)
