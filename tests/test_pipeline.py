@@ -298,6 +298,20 @@ def test_every_rank_holds_the_same_verified_plan() -> None:
     assert "B2{R0}" in texts[0][0]
 
 
+def converted_afterwards() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        pipe = hpcomm.Pipeline(plain_model(), mesh=mesh, num_microbatches=2, loss_fn=nn.functional.cross_entropy)
+        pipe.module.bfloat16()
+        x, y = shard(0, 4)
+        with pytest.raises(hpcomm.HpcommError, match="convert the model before it is wrapped"):
+            pipe.step(x.bfloat16(), target=y)
+
+
+def test_a_model_that_is_converted_after_it_was_wrapped() -> None:
+    """Smaller gradients in buckets of larger ones: once read and written past their ends."""
+    ranks.run(2, converted_afterwards)
+
+
 def compared() -> tuple[float, str]:
     with hpcomm.init(dp=2, pp=2) as mesh:
         pipe = hpcomm.Pipeline(plain_model(), mesh=mesh, num_microbatches=3, loss_fn=nn.functional.cross_entropy)

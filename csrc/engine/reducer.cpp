@@ -83,6 +83,12 @@ void Reducer::mark_ready(int param, void* gradient, Keepalive keepalive) {
   issue_complete();
 }
 
+TensorSize Reducer::expected(int param) const {
+  const Place place = places_.at(static_cast<std::size_t>(param));
+  const Layout::Entry& entry = plan_.buckets[place.bucket].layout.entries()[place.entry];
+  return {entry.count, entry.dtype};
+}
+
 bool Reducer::awaits(int param) const {
   std::lock_guard lock(mutex_);
   return armed_ && marked_.at(static_cast<std::size_t>(param)) == 0;

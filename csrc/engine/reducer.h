@@ -33,6 +33,8 @@ class Reducer {
   // are written back into it. Null: this rank contributes zeros and keeps no result. A second mark of the same
   // parameter throws. Issues every bucket that is next in plan order and complete. Any one thread at a time.
   void mark_ready(int param, void* gradient, Keepalive keepalive);
+  // Size and dtype that mark_ready() takes the memory to have.
+  [[nodiscard]] TensorSize expected(int param) const;
   // Whether a mark is still missing for `param` (false when idle).
   [[nodiscard]] bool awaits(int param) const;
   // Marks what is missing as null, and waits for all reductions. Throws the first error in plan order once none runs

@@ -20,8 +20,14 @@ void mark(Reducer& reducer, int index, const at::Tensor& param) {
     reducer.mark_ready(index, nullptr, nullptr);
     return;
   }
-  HPCOMM_REQUIRE(gradient.sizes() == param.sizes() && gradient.scalar_type() == param.scalar_type(), "parameter ",
-                 index, ": its gradient has another shape or dtype than the parameter");
+  // The Reducer's buckets were laid out for the parameters as they were when it was made.
+  const TensorSize expected = reducer.expected(index);
+  HPCOMM_REQUIRE(gradient.device().is_cpu() && gradient.layout() == at::kStrided &&
+                     static_cast<std::size_t>(gradient.numel()) == expected.count &&
+                     dtype_of(gradient) == expected.dtype,
+                 "parameter ", index, " (", c10::toString(gradient.scalar_type()), " on ", gradient.device().str(),
+                 ") is not what it was when its gradient buckets were laid out (", expected.count, " elements of ",
+                 to_string(expected.dtype), "); convert the model before it is wrapped");
   // A gradient has its parameter's strides; a parameter that is not contiguous (channels_last) is dense all the
   // same, and every rank has the same order of elements.
   HPCOMM_REQUIRE(gradient.is_non_overlapping_and_dense(), "parameter ", index, ": its gradient is not dense");
