@@ -63,10 +63,18 @@ class DistributedDataParallel(_StockDDP):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; the first call puts hpcomm's reduction in place unless the user registered a hook."""
+        self._install_reduction()
+        return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def join(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, for uneven inputs; a rank without any input takes part in hpcomm's reductions as well."""
+        self._install_reduction()
+        return super().join(*args, **kwargs)
+
+    def _install_reduction(self) -> None:
         if self._hpcomm_lane is not None:
             _install(self, self._hpcomm_lane)
             self._hpcomm_lane = None
-        return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """As torch's; the given hook replaces hpcomm's reduction."""
@@ -89,7 +97,7 @@ def attach(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
 
 def agree_among(lane: Communicator, topic: str, lines: list[str]) -> None:
     """:func:`hpcomm.communicator.agree` over the ranks of a communicator (collective)."""
-    agree(lane.control, topic, lines, ranks=lane.ranks, timeout=default_timeout())
+    agree(lane.control, topic, lines, ranks=lane.ranks, timeout=lane.timeout)
 
 
 def _install(ddp: torch.nn.parallel.DistributedDataParallel, lane: Communicator) -> None:

@@ -11,6 +11,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from hpcomm.communicator import agree, default_timeout, first_communicator, start_control
-from hpcomm.errors import InvalidArgument, PeerError
+from hpcomm.errors import InvalidArgument, PeerError, RankFailed, TimedOut
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -186,7 +187,9 @@ class Mesh:
     def _new_group(self, row: list[int]) -> dist.ProcessGroup:
         if len(row) == self.size:
             return dist.group.WORLD  # type: ignore[return-value]
-        group = dist.new_group(row, backend="gloo", use_local_synchronization=True)
+        group = dist.new_group(
+            row, timeout=timedelta(seconds=self._timeout), backend="gloo", use_local_synchronization=True
+        )
         assert isinstance(group, dist.ProcessGroup)
         return group
 
@@ -208,7 +211,7 @@ class Mesh:
             with contextlib.suppress(Exception):  # whatever goes wrong here must not hide the program's own error
                 if mesh is not None and not mesh._closed:
                     mesh.control.abort(describe(error))
-                    if isinstance(error, PeerError):
+                    if isinstance(error, (PeerError, RankFailed)):
                         mesh._let_end_first(error.peer)
             previous(kind, error, trace)
 
@@ -255,7 +258,10 @@ def init(*, dp: int = 1, pp: int = 1, tp: int = 1, order: Sequence[str] = AXES, 
         if world == 1:
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         else:
-            dist.init_process_group("gloo")
+            try:
+                dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+            except dist.DistError as error:
+                raise TimedOut(f"not all {world} ranks came within {seconds:.0f} s: {error}", rank=rank) from error
     return Mesh(sizes, _default_store(), rank, timeout=seconds, owns_group=owns_group)
 
 

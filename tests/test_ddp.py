@@ -145,6 +145,21 @@ def test_a_hook_of_the_user_wins() -> None:
     assert ranks.run(2, user_hook) == [True, True]
 
 
+def uneven_inputs() -> int:
+    with hpcomm.init(dp=2) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh)
+        batches = 0 if mesh.rank == 0 else 3
+        with wrapped.join():
+            for _ in range(batches):
+                x, y = shard(mesh.rank)
+                loss_of(wrapped(x), y).backward()
+        return batches
+
+
+def test_join_with_a_rank_that_has_no_input() -> None:
+    assert ranks.run(2, uneven_inputs) == [0, 3]
+
+
 def half_precision() -> torch.Tensor:
     with hpcomm.init(dp=2) as mesh:
         layer = nn.Linear(4, 1, bias=False).half()

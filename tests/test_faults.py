@@ -61,7 +61,7 @@ def tensor_parallel_pipeline() -> None:
     ("world", "program", "error", "words"),
     [
         (4, fewer_layers_than_stages, "InvalidArgument", "3 layers cannot be cut into 4 stages; use at most pp=3"),
-        (4, another_model, "SchemaMismatch", "rank 0 has 'problem: None', rank 3 has '4.weight (4, 4)"),
+        (4, another_model, "SchemaMismatch", "rank 0 has '0.weight (4, 4) torch.float32', rank 3 has '4.weight (4, 4)"),
         (2, cannot_be_cut_on_one_rank, "SchemaMismatch", "rank 1 has 'problem: Pipeline: 1 layers cannot be cut"),
         (2, other_arguments, "SchemaMismatch", "num_microbatches=4"),
         (4, tensor_parallel_pipeline, "InvalidArgument", "tp=2 is not supported in this version"),
@@ -72,6 +72,72 @@ def test_construction_fails_alike_on_every_rank(world: int, program: object, err
         assert outcome.exception == error, outcome
         assert words in outcome.message
         assert outcome.seconds < SOON
+
+
+def other_layers_without_parameters() -> None:
+    mesh = hpcomm.init(pp=2)
+    pipeline(mesh, model() if mesh.rank == 0 else nn.Sequential(nn.Tanh(), *model()))
+
+
+def other_activation() -> None:
+    mesh = hpcomm.init(pp=2)
+    pipeline(mesh, nn.Sequential(*model(), nn.Tanh() if mesh.rank == 0 else nn.ReLU()))
+
+
+def other_buffers() -> None:
+    mesh = hpcomm.init(dp=2)
+    pipeline(mesh, nn.Sequential(*model(), nn.BatchNorm1d(4, affine=False) if mesh.rank == 1 else nn.Identity()))
+
+
+@pytest.mark.parametrize("program", [other_layers_without_parameters, other_activation, other_buffers])
+def test_models_that_differ_in_more_than_parameters(program: object) -> None:
+    for outcome in ranks.run(2, program, expect_failure=True):  # type: ignore[arg-type]
+        assert outcome.exception == "SchemaMismatch", outcome
+        assert outcome.seconds < SOON
+
+
+def reduce_on_one_replica() -> None:
+    mesh = hpcomm.init(dp=2)
+    x = torch.ones(8, 4)
+    pipeline(mesh).step(x, target=x, reduce=mesh.rank == 0)
+
+
+def test_replicas_that_disagree_on_reduce() -> None:
+    outcomes = ranks.run(2, reduce_on_one_replica, expect_failure=True)
+    assert "SchemaMismatch" in [outcome.exception for outcome in outcomes]
+    for outcome in outcomes:
+        assert "1 of 2 ranks reduce their gradients in this step" in outcome.message
+        assert outcome.seconds < SOON
+
+
+def detached_loss() -> None:
+    mesh = hpcomm.init()
+    pipe = hpcomm.Pipeline(model(), mesh=mesh, num_microbatches=1, loss_fn=lambda o, t: mse(o, t).detach())
+    pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
+
+
+def no_loss() -> None:
+    mesh = hpcomm.init()
+    pipe = hpcomm.Pipeline(model(), mesh=mesh, num_microbatches=1, loss_fn=lambda _, __: None)
+    pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
+
+
+def test_losses_that_train_nothing() -> None:
+    for program, words in ((detached_loss, "a loss without a graph"), (no_loss, "it returned None")):
+        (outcome,) = ranks.run(1, program, expect_failure=True)
+        assert outcome.exception == "InvalidArgument"
+        assert words in outcome.message
+
+
+def alone_in_a_job_of_two() -> None:
+    if int(os.environ["RANK"]) == 0:
+        hpcomm.init(dp=2, timeout=1.0)
+
+
+def test_a_rank_that_never_starts() -> None:
+    outcome = ranks.run(2, alone_in_a_job_of_two, expect_failure=True)[0]
+    assert outcome.exception == "TimedOut", outcome
+    assert outcome.seconds < SOON
 
 
 def small_batch_on_one_replica() -> None:

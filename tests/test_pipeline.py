@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import hpcomm
@@ -303,13 +304,72 @@ def converted_afterwards() -> None:
         pipe = hpcomm.Pipeline(plain_model(), mesh=mesh, num_microbatches=2, loss_fn=nn.functional.cross_entropy)
         pipe.module.bfloat16()
         x, y = shard(0, 4)
-        with pytest.raises(hpcomm.HpcommError, match="convert the model before it is wrapped"):
+        with pytest.raises(hpcomm.HpcommError, match="parameters changed since the Pipeline was made"):
             pipe.step(x.bfloat16(), target=y)
 
 
 def test_a_model_that_is_converted_after_it_was_wrapped() -> None:
     """Smaller gradients in buckets of larger ones: once read and written past their ends."""
     ranks.run(2, converted_afterwards)
+
+
+def unfrozen_afterwards() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        model = plain_model()
+        for parameter in model[0].parameters():
+            parameter.requires_grad_(False)
+        pipe = hpcomm.Pipeline(model, mesh=mesh, num_microbatches=2, loss_fn=nn.functional.cross_entropy)
+        for parameter in pipe.parameters():
+            parameter.requires_grad_(True)
+        x, y = shard(0, 4)
+        with pytest.raises(hpcomm.InvalidArgument, match="parameters changed since the Pipeline was made"):
+            pipe.step(x, target=y)
+
+
+def test_a_parameter_that_is_unfrozen_later_is_not_left_unreduced() -> None:
+    ranks.run(2, unfrozen_afterwards)
+
+
+class FourTimes(nn.Module):
+    """One layer used four times, each under a reentrant checkpoint: its gradient is accumulated in four backwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = torch.utils.checkpoint.checkpoint(self.once, x, use_reentrant=True)
+        return x
+
+    def once(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x))
+
+
+def ready_more_than_once() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        model = nn.Sequential(nn.Linear(6, 6), FourTimes(), nn.Linear(6, 3)).double()
+        pipe = hpcomm.Pipeline(model, mesh=mesh, num_microbatches=1, loss_fn=nn.functional.cross_entropy)
+        x, y = shard(0, 4)
+        with pytest.raises(hpcomm.HpcommError, match="marked ready twice"):
+            pipe.step(x, target=y)
+
+
+def test_a_gradient_that_changes_after_it_was_ready_is_an_error() -> None:
+    """Once reduced while it was still being accumulated."""
+    ranks.run(2, ready_more_than_once)
+
+
+def padding_only() -> list[bool]:
+    with hpcomm.init(dp=2) as mesh:
+        pipe = hpcomm.Pipeline(plain_model(), mesh=mesh, num_microbatches=1, loss_fn=lambda o, _: (o.sum() * 0, 0.0))
+        x, y = shard(0, 4)
+        assert math.isnan(pipe.step(x, target=y))
+        return [bool((p.grad == 0).all()) for p in pipe.parameters() if p.grad is not None]
+
+
+def test_weights_that_sum_to_zero_leave_zero_gradients() -> None:
+    assert all(ranks.run(2, padding_only)[0])
 
 
 def compared() -> tuple[float, str]:

@@ -89,6 +89,11 @@ TensorSize Reducer::expected(int param) const {
   return {entry.count, entry.dtype};
 }
 
+bool Reducer::armed() const {
+  std::lock_guard lock(mutex_);
+  return armed_;
+}
+
 bool Reducer::awaits(int param) const {
   std::lock_guard lock(mutex_);
   return armed_ && marked_.at(static_cast<std::size_t>(param)) == 0;

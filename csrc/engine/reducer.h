@@ -35,6 +35,7 @@ class Reducer {
   void mark_ready(int param, void* gradient, Keepalive keepalive);
   // Size and dtype that mark_ready() takes the memory to have.
   [[nodiscard]] TensorSize expected(int param) const;
+  [[nodiscard]] bool armed() const;
   // Whether a mark is still missing for `param` (false when idle).
   [[nodiscard]] bool awaits(int param) const;
   // Marks what is missing as null, and waits for all reductions. Throws the first error in plan order once none runs

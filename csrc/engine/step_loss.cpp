@@ -13,17 +13,27 @@ void StepLoss::issue(double loss_sum, double weight_sum, bool accumulate) {
   HPCOMM_REQUIRE(work_ == nullptr || work_->done(), "the loss of the previous step is still being reduced");
   sums_->loss = loss_sum;
   sums_->weight = weight_sum;
+  sums_->reducing = accumulate ? 0 : 1;
   OpOptions options;
   options.keepalive = sums_;
-  const BufferView pair{&sums_->loss, 2 * sizeof(double), 2, DType::kFloat64, {}};
-  const WorkPtr reduced = communicator_->all_reduce(pair, ReduceOp::kSum, options);
+  const BufferView numbers{&sums_->loss, 3 * sizeof(double), 3, DType::kFloat64, {}};
+  const WorkPtr reduced = communicator_->all_reduce(numbers, ReduceOp::kSum, options);
   auto work = std::make_shared<HostWork>(reduced->what());
   // On the lane, so that the factor is there when ready() is, and the host never waits for it.
-  communicator_->stream().enqueue([sums = sums_, factor = factor_, reduced, work, accumulate] {
+  communicator_->stream().enqueue([sums = sums_, factor = factor_, reduced, work, accumulate,
+                                   ranks = communicator_->size()] {
     try {
       reduced->wait();
+      if (sums->reducing != 0 && sums->reducing != ranks) {
+        throw Error(ErrorKind::kSchemaMismatch,
+                    str(sums->reducing, " of ", ranks,
+                        " ranks reduce their gradients in this step, the others accumulate; pass the same reduce= on "
+                        "every rank"),
+                    reduced->what());
+      }
       sums->kept_weight += sums->weight;
-      *factor = 1.0 / sums->kept_weight;
+      // Weights of zero (a batch of padding) must not turn zero gradients into NaN.
+      *factor = sums->kept_weight == 0 ? 0.0 : 1.0 / sums->kept_weight;
       if (!accumulate) {
         sums->kept_weight = 0;
       }

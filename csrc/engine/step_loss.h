@@ -35,6 +35,7 @@ class StepLoss {
   struct Sums {
     double loss = 0;
     double weight = 0;
+    double reducing = 0;     // ranks that reduce in this step: all or none
     double kept_weight = 0;  // of steps whose gradients wait for a later reduction
   };
 

@@ -10,7 +10,7 @@ namespace hpcomm::plan {
 namespace {
 
 // (weighted loss sum, weight sum) as two fp32.
-constexpr std::int64_t kLossBytes = 16;
+constexpr std::int64_t kLossBytes = 24;
 
 constexpr int kSameRank = -1;
 

@@ -11,33 +11,6 @@ namespace py = pybind11;
 
 namespace hpcomm {
 
-namespace {
-
-constexpr auto kSignalPoll = std::chrono::milliseconds(50);
-
-// `step(until)` waits and says whether it is over.
-template <typename Step>
-bool wait_in_slices(Deadline deadline, const Step& step) {
-  for (;;) {
-    bool over = false;
-    {
-      const WithoutGil scope;
-      over = step(std::min(deadline, Clock::now() + kSignalPoll));
-    }
-    if (over) {
-      return true;
-    }
-    if (PyErr_CheckSignals() != 0) {
-      throw py::error_already_set();
-    }
-    if (Clock::now() >= deadline) {
-      return false;
-    }
-  }
-}
-
-}  // namespace
-
 Deadline in_seconds(double seconds) {
   constexpr double kForever = 1e9;  // thirty years; a Clock overflows soon after three hundred
   const double bounded = seconds < 0 ? kForever : std::min(seconds, kForever);

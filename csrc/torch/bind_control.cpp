@@ -26,14 +26,33 @@ py::object failure(const Control& control) {
   return error ? py::object(py::str(error->what())) : py::object(py::none());
 }
 
+std::string receive(Control& control, int peer, std::uint64_t channel, Deadline deadline) {
+  std::optional<std::string> body;
+  const bool came = wait_in_slices(deadline, [&](Deadline until) {
+    body = control.try_receive(peer, channel, until);
+    return body.has_value();
+  });
+  if (!came) {
+    throw Error(ErrorKind::kTimedOut, str("rank ", control.rank(), " waited too long for a message from rank ", peer),
+                {control.rank(), peer, -1, "receive"});
+  }
+  return std::move(*body);
+}
+
+// Control::exchange() that looks at signals.
 std::vector<py::bytes> exchange(Control& control, const std::vector<int>& ranks, std::uint64_t channel,
                                 const std::string& body, double timeout) {
-  std::vector<std::string> all;
-  {
-    const WithoutGil scope;
-    all = control.exchange(ranks, channel, body, in_seconds(timeout));
+  const Deadline deadline = in_seconds(timeout);
+  for (const int peer : ranks) {
+    if (peer != control.rank()) {
+      control.send(peer, channel, body);
+    }
   }
-  return {all.begin(), all.end()};
+  std::vector<py::bytes> all;
+  for (const int peer : ranks) {
+    all.emplace_back(peer == control.rank() ? body : receive(control, peer, channel, deadline));
+  }
+  return all;
 }
 
 }  // namespace
@@ -51,12 +70,7 @@ void bind_control(py::module_& module) {
       .def(
           "receive",
           [](Control& control, int peer, std::uint64_t channel, double timeout) {
-            std::string body;
-            {
-              const WithoutGil scope;
-              body = control.receive(peer, channel, in_seconds(timeout));
-            }
-            return py::bytes(body);
+            return py::bytes(receive(control, peer, channel, in_seconds(timeout)));
           },
           py::arg("peer"), py::arg("channel"), py::arg("timeout"))
       .def("exchange", &exchange, py::arg("ranks"), py::arg("channel"), py::arg("body"), py::arg("timeout"))

@@ -152,8 +152,17 @@ void bind_engine(py::module_& module) {
       .def("awaits", &Reducer::awaits, py::arg("param"))
       .def_property_readonly("issued", &Reducer::issued)
       .def("finish", [](Reducer& reducer) {
+        // All of them, also after an error: nothing may still write the gradients when the caller goes on.
+        std::exception_ptr first;
         for (const WorkPtr& work : reducer.flush()) {
-          wait_for(*work, -1);
+          try {
+            wait_for(*work, -1);
+          } catch (...) {
+            first = first ? first : std::current_exception();
+          }
+        }
+        if (first) {
+          std::rethrow_exception(first);
         }
       });
 

@@ -3,7 +3,10 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
+
 #include "comm/work.h"
+#include "torch/gil.h"
 
 namespace hpcomm {
 
@@ -18,7 +21,30 @@ void bind_engine(pybind11::module_& module);
 // `seconds` (no limit when negative) have passed.
 void wait_for(const Work& work, double seconds);
 
-// A deadline `seconds` from now.
+// A deadline `seconds` from now; far away when negative.
 [[nodiscard]] Deadline in_seconds(double seconds);
+
+// Calls `step(until)` without the GIL until it says that it is over, and looks at signals in between; false when the
+// deadline came first.
+template <typename Step>
+bool wait_in_slices(Deadline deadline, const Step& step) {
+  constexpr auto kSignalPoll = std::chrono::milliseconds(50);
+  for (;;) {
+    bool over = false;
+    {
+      const WithoutGil scope;
+      over = step(std::min(deadline, Clock::now() + kSignalPoll));
+    }
+    if (over) {
+      return true;
+    }
+    if (PyErr_CheckSignals() != 0) {
+      throw pybind11::error_already_set();
+    }
+    if (Clock::now() >= deadline) {
+      return false;
+    }
+  }
+}
 
 }  // namespace hpcomm

@@ -45,7 +45,7 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
                                             const torch::autograd::variable_list&) override {
     const auto reducer = reducer_.lock();
     auto param = param_.lock();
-    if (reducer != nullptr && param != nullptr && reducer->awaits(index_)) {
+    if (reducer != nullptr && param != nullptr && reducer->armed()) {
       try {
         mark(*reducer, index_, at::Tensor(std::move(param)));
       } catch (...) {

@@ -76,7 +76,7 @@ class Pipeline:
         agree(
             mesh.control,
             "model or the arguments of Pipeline",
-            [options, *describe_parameters(model), f"problem: {problem}"],
+            [options, f"problem: {problem}", *_describe(model, stages)],
             timeout=mesh.timeout,
         )
         if problem is not None:
@@ -123,7 +123,7 @@ class Pipeline:
             if self._accumulating and all(p.grad is None for p in self.module.parameters()):
                 self._drop_accumulated()  # by the optimizer's zero_grad()
             with _FreshGradients(self.module, keep=self._accumulating):
-                result = self._runner.step(inputs[0], target, reduce=reduce)
+                result = self._runner.step(inputs[0], target, reduce=reduce, keep_outputs=return_outputs)
         except BaseException as error:
             # The peers are in the middle of the same plan: they learn why it ends.
             self.mesh.control.abort(f"stage {self.stage_index}: {describe(error)}")
@@ -246,6 +246,14 @@ class _FreshGradients:
             parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
 
+def _describe(model: torch.nn.Module, stages: list[torch.nn.Module]) -> list[str]:
+    """What ranks must agree on: parameters first, since they say most, then buffers, layers and the cut."""
+    state = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in model.state_dict().items() if hasattr(t, "shape")]
+    layers = [line for name, child in model.named_children() for line in f"{name}: {child!r}".split("\n")]
+    cuts = [f"stage {i}: {', '.join(name for name, _ in s.named_children())}" for i, s in enumerate(stages)]
+    return [*describe_parameters(model), *state, *layers, *cuts]
+
+
 def _check(model: torch.nn.Module, mesh: Mesh, schedule: str, num_microbatches: int, bucket_cap_mb: float) -> None:
     if mesh.shape["tp"] != 1:
         raise InvalidArgument(f"Pipeline: tp={mesh.shape['tp']} is not supported in this version; use dp and pp")
@@ -274,6 +282,6 @@ def _join(outputs: list[Any]) -> Any:
     """Microbatch outputs as one batch; a list of microbatches where they are not plain tensors."""
     if not outputs:
         return None
-    if all(isinstance(output, torch.Tensor) for output in outputs):
-        return torch.cat([output.detach() for output in outputs])
+    if all(isinstance(output, torch.Tensor) and output.dim() > 0 for output in outputs):
+        return torch.cat(outputs)
     return outputs

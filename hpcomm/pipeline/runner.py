@@ -8,7 +8,7 @@ import torch
 
 from hpcomm import _C
 from hpcomm.channel import Pending, Receiver, Sender
-from hpcomm.errors import InternalError
+from hpcomm.errors import InternalError, InvalidArgument
 from hpcomm.pipeline.microbatch import split
 from hpcomm.pipeline.stage import LossFn, Stage
 
@@ -81,6 +81,7 @@ class Runner:
                     self._edges[key] = end(lane, lane.ranks.index(action.peer), schema=schema)
 
         scalar = next((lane for lane in lanes if lane is not None and lane.lane == "scalar"), alone)
+        self._parameters = _identity(module)
         self._loss: StepLoss = _C.StepLoss(scalar)
         parameters = [p for p in module.parameters() if p.requires_grad]
         gradient = next((lane for lane in lanes if lane is not None and lane.lane == "gradient"), alone)
@@ -91,19 +92,33 @@ class Runner:
         """The gradients of steps with ``reduce=False`` were dropped, so their weight must not count."""
         self._loss.forget()
 
-    def step(self, inputs: Any, target: Any, *, reduce: bool) -> StepResult:
-        """One training step; gradients are in ``.grad`` when it returns."""
-        step = _Step(self, inputs, target, reduce)
+    def step(self, inputs: Any, target: Any, *, reduce: bool, keep_outputs: bool) -> StepResult:
+        """One training step; gradients are in ``.grad`` when it returns.
+
+        Raises:
+            InvalidArgument: parameters were replaced, frozen, unfrozen or converted since the buckets were laid out.
+        """
+        if _identity(self.stage.module) != self._parameters:
+            raise InvalidArgument(
+                "the stage's parameters changed since the Pipeline was made (replaced, frozen, unfrozen or converted); "
+                "make a new Pipeline of the changed model"
+            )
+        step = _Step(self, inputs, target, reduce, keep_outputs)
         for action in self._actions:
             step.run(action)
         return step.finish()
 
 
+def _identity(module: torch.nn.Module) -> list[tuple[int, bool, torch.dtype]]:
+    return [(id(p), p.requires_grad, p.dtype) for p in module.parameters()]
+
+
 class _Step:
     """The state of one walk over the list."""
 
-    def __init__(self, runner: Runner, inputs: Any, target: Any, reduce: bool) -> None:
+    def __init__(self, runner: Runner, inputs: Any, target: Any, reduce: bool, keep_outputs: bool) -> None:
         self._runner = runner
+        self._keep_outputs = keep_outputs
         self._reduce = reduce
         parts = runner._num_microbatches
         self._inputs = split(inputs if runner._is_first else None, parts, "input")
@@ -139,7 +154,8 @@ class _Step:
             else:
                 raise AssertionError(f"the runner has no {kind.name}")
         except Exception as error:
-            where = f"in {kind.name.lower()} of microbatch {microbatch}, stage {action.stage}"
+            what = kind.name.lower()
+            where = f"in {what}" if microbatch < 0 else f"in {what} of microbatch {microbatch}, stage {action.stage}"
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(where)
             raise
@@ -164,7 +180,8 @@ class _Step:
         loss = runner.stage.loss(microbatch, output, self._targets[microbatch])
         self._loss_sum += loss.weighted.item()  # the CPU: nothing to synchronise with
         self._weight_sum += loss.weight
-        self._outputs.append(output)
+        if self._keep_outputs:  # without their graphs: those are the microbatch's to free
+            self._outputs.append(output.detach() if isinstance(output, torch.Tensor) else output)
 
     def _backward(self, microbatch: int, *, final: bool) -> None:
         runner = self._runner

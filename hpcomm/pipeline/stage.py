@@ -32,15 +32,15 @@ def evaluate(loss_fn: LossFn, output: Any, target: Any) -> Loss:
         InvalidArgument: ``loss_fn`` did not return a scalar, or a pair of a scalar and a weight.
     """
     result = loss_fn(output) if target is None else loss_fn(output, target)
-    if isinstance(result, tuple):
-        total, weight = result
-        loss = Loss(total, float(weight))
-    else:
-        weight = samples(target) or samples(output)
-        loss = Loss(result * weight, float(weight))
-    if not isinstance(loss.weighted, torch.Tensor) or loss.weighted.numel() != 1:
-        raise InvalidArgument("loss_fn must return a scalar tensor (mean loss), or a pair (sum, weight)")
-    return loss
+    total, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if not isinstance(total, torch.Tensor) or total.numel() != 1:
+        raise InvalidArgument(
+            f"loss_fn must return a scalar tensor (mean loss), or a pair (sum, weight); it returned {result!r:.200}"
+        )
+    if weight is not None:
+        return Loss(total, float(weight))
+    weight = samples(target) or samples(output)
+    return Loss(total * weight, float(weight))
 
 
 @dataclass
@@ -74,6 +74,9 @@ class Stage:
         """The loss of one microbatch on the last stage; see :func:`evaluate`."""
         assert self._loss_fn is not None
         loss = evaluate(self._loss_fn, output, target)
+        trainable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_of(output))
+        if trainable and not loss.weighted.requires_grad:
+            raise InvalidArgument("loss_fn returned a loss without a graph (detached?): nothing would be trained")
         self._losses[microbatch] = loss
         return loss
 

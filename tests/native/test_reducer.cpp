@@ -88,11 +88,13 @@ void check_sums(const Model& model, const Gradients& got, int size, float factor
   }
 }
 
-// Pretends to be rank 0 of two, and writes down what is asked of it.
+// Pretends to be rank 0 of several, and writes down what is asked of it.
 class Recorder final : public HostCommunicator {
  public:
   using Body = std::function<void(std::size_t call)>;
-  explicit Recorder(Body body = [](std::size_t) {}) : HostCommunicator(config_of_two()), body_(std::move(body)) {
+  explicit Recorder(
+      Body body = [](std::size_t) {}, int size = 2)
+      : HostCommunicator(pretended(size)), body_(std::move(body)) {
     watch_peers();
   }
   ~Recorder() override { shut_down(); }
@@ -116,10 +118,12 @@ class Recorder final : public HostCommunicator {
   void interrupt() noexcept override {}
 
  private:
-  static CommunicatorConfig config_of_two() {
+  static CommunicatorConfig pretended(int size) {
     CommunicatorConfig config;
     config.name = "pretended";
-    config.ranks = {0, 1};
+    for (int rank = 0; rank < size; ++rank) {
+      config.ranks.push_back(rank);
+    }
     config.stream = make_worker_stream("recorder");
     config.control = make_solo_control();
     return config;
@@ -572,6 +576,15 @@ TEST(step_loss_without_weight_is_not_a_number) {
   loss.issue(0, 0, false);
   loss.work()->wait();
   CHECK(std::isnan(loss.value()));
+  CHECK_EQ(*loss.scale().factor, 0.0);  // zero gradients stay zero
+}
+
+TEST(step_loss_tells_when_ranks_disagree_on_reducing) {
+  ThreadJob(2, 44).run([](const std::shared_ptr<Communicator>& world) {
+    StepLoss loss(world);
+    loss.issue(3, 1, world->rank() == 0);
+    CHECK_THROWS(ErrorKind::kSchemaMismatch, loss.work()->wait(), "1 of 2 ranks reduce");
+  });
 }
 
 TEST(step_loss_is_issued_without_waiting_and_once_at_a_time) {
@@ -595,11 +608,13 @@ TEST(step_loss_is_issued_without_waiting_and_once_at_a_time) {
 
 TEST(step_loss_reports_a_failed_reduction) {
   int calls = 0;
-  const auto recorder = std::make_shared<Recorder>([&calls](std::size_t) {
-    if (++calls == 2) {
-      throw Error(ErrorKind::kTimedOut, "too late");
-    }
-  });
+  const auto recorder = std::make_shared<Recorder>(
+      [&calls](std::size_t) {
+        if (++calls == 2) {
+          throw Error(ErrorKind::kTimedOut, "too late");
+        }
+      },
+      1);
   StepLoss loss(recorder);
   loss.issue(6, 2, true);
   loss.work()->wait();
