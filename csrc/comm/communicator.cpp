@@ -9,22 +9,6 @@
 
 namespace hpcomm {
 
-const char* to_string(ReduceOp op) noexcept {
-  switch (op) {
-    case ReduceOp::kSum:
-      return "sum";
-    case ReduceOp::kAverage:
-      return "avg";
-    case ReduceOp::kProduct:
-      return "product";
-    case ReduceOp::kMin:
-      return "min";
-    case ReduceOp::kMax:
-      return "max";
-  }
-  return "unknown";
-}
-
 const char* Communicator::operation_name(Operation::Kind kind) noexcept {
   switch (kind) {
     case Operation::Kind::kAllReduce:

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "base/reduce_op.h"
 #include "base/view.h"
 #include "comm/work.h"
 #include "control/control.h"
@@ -18,8 +19,7 @@
 
 namespace hpcomm {
 
-enum class ReduceOp : std::uint8_t { kSum, kAverage, kProduct, kMin, kMax };
-[[nodiscard]] const char* to_string(ReduceOp op) noexcept;
+class Mailbox;
 
 struct OpOptions {
   // Zero means the communicator's default. Counted from the moment the operation starts on its lane.
@@ -28,6 +28,9 @@ struct OpOptions {
   Keepalive keepalive;
   // Run in the calling thread when nothing is queued before it: saves two thread switches for synchronous callers.
   bool inline_when_idle = false;
+  // Called about twenty times a second while an operation that runs inline waits; what it throws ends the operation
+  // and, since peers may have taken part already, aborts the communicator. The Python seam looks at signals with it.
+  void (*poll)() = nullptr;
 };
 
 // Who is in the group and what it runs on; one struct because every transport takes the same.
@@ -72,6 +75,8 @@ class Communicator {
   WorkPtr recv(const BufferView& buffer, int peer, const OpOptions& options = {});
   WorkPtr barrier(const OpOptions& options = {});
 
+  // Tagged messages beside the operations above (comm/mailbox.h); null when the transport has none.
+  [[nodiscard]] virtual std::shared_ptr<Mailbox> mailbox() { return nullptr; }
   // Memory that this transport can send without a copy.
   [[nodiscard]] virtual Buffer allocate(std::size_t bytes);
   // A communicator of `members` (ranks of this one, this rank among them, in group order) on a lane of its own, with

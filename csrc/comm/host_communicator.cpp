@@ -3,45 +3,108 @@
 
 #include <utility>
 
+#include "base/fork.h"
+
 namespace hpcomm {
 
-HostCommunicator::HostCommunicator(CommunicatorConfig config) : Communicator(std::move(config)) {}
+HostCommunicator::HostCommunicator(CommunicatorConfig config)
+    : Communicator(std::move(config)), generation_(fork_generation()) {}
 
 void HostCommunicator::watch_peers() {
   // A dead or failed peer anywhere in the job ends what this lane is waiting for.
   listener_ = control().on_failure([this](const Error& error) { abort(error); });
 }
 
-WorkPtr HostCommunicator::submit(Operation operation) {
-  auto work = std::make_shared<HostWork>(context(operation_name(operation.kind), operation.peer, operation.sequence));
-  {
-    std::lock_guard lock(mutex_);
-    if (aborted_) {
-      throw Error(*aborted_);
-    }
-    if (closed_) {
-      throw Error(ErrorKind::kClosed, str(operation_name(operation.kind), " on a closed communicator"), work->what());
-    }
+bool HostCommunicator::in_order() const noexcept {
+  return stream().is_current() || runner_.load(std::memory_order_relaxed) == std::this_thread::get_id();
+}
+
+bool HostCommunicator::enter(const ErrorContext& what, const OpOptions& options, const std::function<void()>& enqueue) {
+  if (fork_generation() != generation_) {
+    throw Error(ErrorKind::kClosed,
+                str(what.operation, " on lane ", lane(), " in a forked child: its parent's communicators have no ",
+                    "threads here. Communicate from the process that called init(), or start workers by spawn"),
+                what);
   }
+  std::lock_guard lock(mutex_);
+  if (aborted_) {
+    throw Error(*aborted_);
+  }
+  if (closed_) {
+    throw Error(ErrorKind::kClosed, str(what.operation, " on a closed communicator"), what);
+  }
+  const bool now = options.inline_when_idle && pending_ == 0 && stream().idle();
+  ++pending_;
+  if (!now) {
+    enqueue();  // under the lock: threads that issue at the same time are queued as they were counted
+  }
+  return now;
+}
+
+template <typename Body, typename MakeQueued>
+WorkPtr HostCommunicator::submit_body(ErrorContext what, const OpOptions& options, const Body& body,
+                                      const MakeQueued& make_queued) {
+  auto work = std::make_shared<HostWork>(std::move(what));
   // Nested issue (a task of this lane that sends what it has just packed) runs in place: it is next in order.
-  if (stream().is_current() || (operation.options.inline_when_idle && stream().idle())) {
-    run(operation, *work);
-  } else {
-    stream().enqueue([this, operation = std::move(operation), work] { run(operation, *work); });
+  const bool nested = in_order();
+  if (nested) {
+    throw_if_aborted(work->what());
+  }
+  if (nested || enter(work->what(), options, [&] {
+        OpOptions queued = options;
+        queued.poll = nullptr;  // it belongs to the calling thread
+        stream().enqueue([this, queued = std::move(queued), queued_body = make_queued(), work] {
+          run(queued_body, queued, *work, false);
+        });
+      })) {
+    run(body, options, *work, nested);
   }
   return work;
 }
 
-void HostCommunicator::run(const Operation& operation, HostWork& work) {
-  try {
-    if (auto why = aborted()) {
-      throw Error(*why);
+WorkPtr HostCommunicator::submit(Operation operation) {
+  ErrorContext what = context(operation_name(operation.kind), operation.peer, operation.sequence);
+  const auto execute_here = [this, &operation](Deadline deadline) { execute(operation, deadline); };
+  return submit_body(std::move(what), operation.options, execute_here, [this, &operation] {
+    Operation queued = operation;
+    queued.options.poll = nullptr;
+    return [this, queued = std::move(queued)](Deadline deadline) { execute(queued, deadline); };
+  });
+}
+
+WorkPtr HostCommunicator::run_in_order(ErrorContext what, std::function<void(Deadline)> body,
+                                       const OpOptions& options) {
+  return submit_body(std::move(what), options, body, [&body] { return body; });
+}
+
+template <typename Body>
+void HostCommunicator::run(const Body& body, const OpOptions& options, HostWork& work, bool nested) {
+  std::exception_ptr error;
+  {
+    std::unique_lock<std::mutex> order;
+    if (!nested) {
+      order = std::unique_lock(running_);
+      runner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
     }
-    const auto limit = operation.options.timeout.count() > 0 ? operation.options.timeout : timeout();
-    execute(operation, deadline_after(limit));
+    try {
+      throw_if_aborted(work.what());
+      const auto limit = options.timeout.count() > 0 ? options.timeout : timeout();
+      body(deadline_after(limit));
+    } catch (...) {
+      error = std::current_exception();
+    }
+    if (!nested) {
+      runner_.store({}, std::memory_order_relaxed);
+    }
+  }
+  if (!nested) {
+    std::lock_guard lock(mutex_);
+    --pending_;
+  }
+  if (error) {
+    work.fail(std::move(error));
+  } else {
     work.complete();
-  } catch (...) {
-    work.fail(std::current_exception());
   }
 }
 
@@ -50,10 +113,22 @@ std::optional<Error> HostCommunicator::aborted() const {
   return aborted_;
 }
 
+void HostCommunicator::throw_if_aborted(const ErrorContext& what) const {
+  if (!is_aborted_.load(std::memory_order_acquire)) {
+    return;
+  }
+  const Error why = *aborted();
+  ErrorContext context = what;
+  context.peer = why.context().peer;
+  throw Error(why.kind(), str(what.operation, " #", what.sequence, " on lane ", lane(), ": ", why.what()),
+              std::move(context));
+}
+
 void HostCommunicator::close() {
   // First what was issued: some of its tasks issue operations themselves when their turn comes (the receipt of a
   // message), and those belong to it.
   stream().synchronize();
+  std::lock_guard order(running_);
   std::lock_guard lock(mutex_);
   closed_ = true;
 }
@@ -65,15 +140,24 @@ void HostCommunicator::abort(const Error& why) noexcept {
       return;
     }
     aborted_ = why;
+    is_aborted_.store(true, std::memory_order_release);
   }
   interrupt();
 }
 
 void HostCommunicator::shut_down() noexcept {
+  if (fork_generation() != generation_) {
+    return;  // threads and locks are the parent's
+  }
   if (listener_ != 0) {
     control().remove_listener(listener_);
   }
-  if (!stream().idle()) {
+  bool busy = !stream().idle();
+  {
+    std::lock_guard lock(mutex_);
+    busy = busy || pending_ > 0;
+  }
+  if (busy) {
     abort(Error(ErrorKind::kClosed, "the communicator was destroyed", context("close", -1, 0)));
   }
   // Tasks of the lane use this object and never own it, so this is not the lane's own thread.

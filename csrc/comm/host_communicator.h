@@ -1,8 +1,11 @@
 // HostCommunicator: a transport whose operations are blocking calls that a CPU stream runs in issue order.
 #pragma once
 
+#include <atomic>
+#include <functional>
 #include <mutex>
 #include <optional>
+#include <thread>
 
 #include "comm/communicator.h"
 
@@ -15,12 +18,17 @@ class HostCommunicator : public Communicator {
   void abort(const Error& why) noexcept override;
   [[nodiscard]] std::optional<Error> aborted() const override;
 
+  // Runs `body` at its place in this communicator's order, as one operation named `what`: what it issues here runs in
+  // place. `body` is given the operation's deadline and may throw; options are read as for any operation.
+  WorkPtr run_in_order(ErrorContext what, std::function<void(Deadline)> body, const OpOptions& options = {});
+
  protected:
   explicit HostCommunicator(CommunicatorConfig config);
   // Transports call it last in their constructor: from here on a failed peer interrupts this communicator.
   void watch_peers();
 
-  // Executes one operation to its end in the lane's order. Throws Error; must return soon after interrupt().
+  // Executes one operation to its end in the lane's order. Throws Error; must return soon after interrupt(). Calls
+  // `operation.options.poll`, if there is one, while it waits.
   virtual void execute(const Operation& operation, Deadline deadline) = 0;
   // Makes a running execute() return. Called once, from any thread.
   virtual void interrupt() noexcept = 0;
@@ -28,13 +36,29 @@ class HostCommunicator : public Communicator {
   WorkPtr submit(Operation operation) final;
   // Transports call it first in their destructor: no execute() runs or starts afterwards.
   void shut_down() noexcept;
+  // Throws why the communicator was aborted, if it was, with `what` in front.
+  void throw_if_aborted(const ErrorContext& what) const;
 
  private:
-  void run(const Operation& operation, HostWork& work);
+  // True when this thread already runs an operation of this communicator, or its lane.
+  [[nodiscard]] bool in_order() const noexcept;
+  // Takes a place in the order; true when nothing is before it and the caller shall run it itself.
+  [[nodiscard]] bool enter(const ErrorContext& what, const OpOptions& options, const std::function<void()>& enqueue);
+  template <typename Body>
+  void run(const Body& body, const OpOptions& options, HostWork& work, bool nested);
+  // `body` runs here and now if it can; if not, what `make_queued()` returns runs on the lane.
+  template <typename Body, typename MakeQueued>
+  WorkPtr submit_body(ErrorContext what, const OpOptions& options, const Body& body, const MakeQueued& make_queued);
 
+  const std::uint32_t generation_;
   mutable std::mutex mutex_;
   std::optional<Error> aborted_;
+  std::atomic<bool> is_aborted_ = false;
   bool closed_ = false;
+  int pending_ = 0;  // issued from outside and not ended
+  // Held by whoever executes: the lane's thread, or a caller for whom an operation runs inline.
+  std::mutex running_;
+  std::atomic<std::thread::id> runner_{};
   std::uint64_t listener_ = 0;
 };
 

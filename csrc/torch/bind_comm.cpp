@@ -17,13 +17,13 @@ namespace hpcomm {
 namespace {
 
 ReduceOp parse_op(const std::string& op) {
-  for (const ReduceOp known :
-       {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kProduct, ReduceOp::kMin, ReduceOp::kMax}) {
+  for (const ReduceOp known : {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kProduct, ReduceOp::kMin, ReduceOp::kMax,
+                               ReduceOp::kBitAnd, ReduceOp::kBitOr, ReduceOp::kBitXor}) {
     if (op == to_string(known)) {
       return known;
     }
   }
-  HPCOMM_REQUIRE(false, "reduction '", op, "' is unknown; use sum, avg, product, min or max");
+  HPCOMM_REQUIRE(false, "reduction '", op, "' is unknown; use sum, avg, product, min, max, band, bor or bxor");
   return ReduceOp::kSum;
 }
 

@@ -29,6 +29,12 @@ c10d::ReduceOp::RedOpType reduce_op(ReduceOp op) {
       return c10d::ReduceOp::MIN;
     case ReduceOp::kMax:
       return c10d::ReduceOp::MAX;
+    case ReduceOp::kBitAnd:
+      return c10d::ReduceOp::BAND;
+    case ReduceOp::kBitOr:
+      return c10d::ReduceOp::BOR;
+    case ReduceOp::kBitXor:
+      return c10d::ReduceOp::BXOR;
   }
   return c10d::ReduceOp::SUM;
 }
@@ -147,7 +153,7 @@ class C10dCommunicator final : public HostCommunicator {
       throw;
     }
     forget();
-    throw_if_aborted();
+    throw_if_aborted(what_of(operation));
   }
 
   c10::intrusive_ptr<c10d::Work> start(const Operation& operation, std::chrono::milliseconds limit) {
@@ -202,6 +208,10 @@ class C10dCommunicator final : public HostCommunicator {
     return {};
   }
 
+  [[nodiscard]] ErrorContext what_of(const Operation& operation) const {
+    return context(operation_name(operation.kind), operation.peer, operation.sequence);
+  }
+
   [[nodiscard]] std::vector<at::Tensor> parts(const at::Tensor& whole) const {
     return whole.view({size(), -1}).unbind(0);
   }
@@ -227,7 +237,7 @@ class C10dCommunicator final : public HostCommunicator {
       }
     }
     if (abandoned_) {
-      throw_if_aborted();
+      throw_if_aborted(what_of(operation));
       const Error late(ErrorKind::kTimedOut,
                        str(operation_name(operation.kind), " #", operation.sequence, " on lane ", lane(),
                            " took longer than its time-out; did every rank of the group issue it?"),
@@ -240,16 +250,10 @@ class C10dCommunicator final : public HostCommunicator {
     }
   }
 
-  void throw_if_aborted() const {
-    if (auto why = aborted()) {
-      throw Error(*why);
-    }
-  }
-
   // gloo says neither rank nor operation. Control knows who died; the clock knows time-outs.
   [[noreturn]] void explain(const Operation& operation, const std::string& error, Deadline deadline) {
-    throw_if_aborted();
-    const ErrorContext what = context(operation_name(operation.kind), operation.peer, operation.sequence);
+    const ErrorContext what = what_of(operation);
+    throw_if_aborted(what);
     const std::string where = str(operation_name(operation.kind), " #", operation.sequence, " on lane ", lane());
     // Backends count whole milliseconds and may be early by one.
     if (Clock::now() + std::chrono::milliseconds(2) >= deadline) {
@@ -263,7 +267,7 @@ class C10dCommunicator final : public HostCommunicator {
     while (Clock::now() < patience && !aborted()) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
-    throw_if_aborted();
+    throw_if_aborted(what);
     throw Error(ErrorKind::kTransport, str(where, ": ", error), what);
   }
 

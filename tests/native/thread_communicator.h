@@ -345,6 +345,10 @@ class ThreadCommunicator final : public HostCommunicator {
           case ReduceOp::kMax:
             total[i] = std::max(total[i], next[i]);
             break;
+          case ReduceOp::kBitAnd:
+          case ReduceOp::kBitOr:
+          case ReduceOp::kBitXor:
+            throw Error(ErrorKind::kInvalidArgument, str("no reduction ", to_string(op)));
         }
       }
     }

@@ -1,0 +1,22 @@
+// The reduction kernel for host memory: what the shared-memory transport computes with.
+#pragma once
+
+#include <cstddef>
+#include <span>
+
+#include "base/dtype.h"
+#include "base/reduce_op.h"
+
+namespace hpcomm {
+
+// False for the combinations that reduce_cpu() refuses: bitwise operations on floating point, order on complex numbers,
+// the average of integers, any arithmetic on float8.
+[[nodiscard]] bool can_reduce(DType dtype, ReduceOp op) noexcept;
+
+// target[i] = sources[0][i] op sources[1][i] op ..., evaluated from left to right, so equal inputs in equal order give
+// equal bits on every rank. float16 and bfloat16 are accumulated in float32 and rounded once. kAverage divides the sum
+// by the number of sources. bool: a sum is "or", a product "and". NaN wins in kMin and kMax, as in torch.
+// `target` may be one of the sources; otherwise they do not overlap. At least one source.
+void reduce_cpu(void* target, std::span<const void* const> sources, std::size_t count, DType dtype, ReduceOp op);
+
+}  // namespace hpcomm
