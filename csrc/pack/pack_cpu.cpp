@@ -1,32 +1,14 @@
 // The pack kernel for CPUs: plain loops that the compiler vectorises, in three instruction sets chosen at run time.
-#include <cstdint>
 #include <cstring>
 
 #include "base/error.h"
+#include "pack/bfloat16.h"
+#include "pack/isa.h"
 #include "pack/pack.h"
 
 namespace hpcomm {
 
 namespace {
-
-// bfloat16 by hand: GCC 12 has no arithmetic type for it. Rounds to nearest, ties to even, keeps NaN.
-struct BFloat16 {
-  std::uint16_t bits;
-
-  explicit operator float() const noexcept {
-    const std::uint32_t wide = static_cast<std::uint32_t>(bits) << 16;
-    float value;
-    std::memcpy(&value, &wide, sizeof value);
-    return value;
-  }
-  static BFloat16 from(float value) noexcept {
-    std::uint32_t wide;
-    std::memcpy(&wide, &value, sizeof wide);
-    const std::uint32_t rounded = wide + 0x7fffU + ((wide >> 16) & 1U);
-    const bool nan = (wide & 0x7fffffffU) > 0x7f800000U;
-    return {static_cast<std::uint16_t>((nan ? (wide | 0x400000U) : rounded) >> 16)};
-  }
-};
 
 template <typename T>
 struct Element {
@@ -76,21 +58,6 @@ template <typename From, typename To>
 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c"))) void convert_avx512(const CopyItem& item,
                                                                                            double factor) {
   convert<From, To>(item, factor);
-}
-
-enum class Isa { kBase, kAvx2, kAvx512 };
-
-// Not an ifunc (target_clones): its resolver runs before a sanitizer's runtime is up.
-Isa detect_isa() {
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq")) {
-    return Isa::kAvx512;
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    return Isa::kAvx2;
-  }
-  return Isa::kBase;
 }
 
 template <typename From, typename To>

@@ -1,4 +1,4 @@
-// The reduction kernel for host memory: what the shared-memory transport computes with.
+// The reduction kernels for host memory: what the shared-memory transport computes with.
 #pragma once
 
 #include <cstddef>
@@ -14,9 +14,19 @@ namespace hpcomm {
 [[nodiscard]] bool can_reduce(DType dtype, ReduceOp op) noexcept;
 
 // target[i] = sources[0][i] op sources[1][i] op ..., evaluated from left to right, so equal inputs in equal order give
-// equal bits on every rank. float16 and bfloat16 are accumulated in float32 and rounded once. kAverage divides the sum
-// by the number of sources. bool: a sum is "or", a product "and". NaN wins in kMin and kMax, as in torch.
-// `target` may be one of the sources; otherwise they do not overlap. At least one source.
+// equal bits on every rank, wherever a tensor is cut into slices and whatever the CPU. float16 and bfloat16 are
+// accumulated in float32 and rounded once. kAverage divides the sum by the number of sources. Integers wrap around.
+// bool: a sum is "or", a product "and". NaN wins in kMin and kMax, as in torch; which NaN a result is, is not promised.
+// `target` may be one of the sources; otherwise they do not overlap. At least one source. All are aligned to their
+// elements, not more. Throws kInvalidArgument for what can_reduce() denies.
 void reduce_cpu(void* target, std::span<const void* const> sources, std::size_t count, DType dtype, ReduceOp op);
+
+// The same bits into each of `targets`, past the caches: for targets that this core will not read soon. Targets are
+// not sources, and do not overlap. Visible to whoever sees a store that this thread makes afterwards.
+void reduce_stream(std::span<void* const> targets, std::span<const void* const> sources, std::size_t count, DType dtype,
+                   ReduceOp op);
+
+// memcpy past the caches, with the same promise. Any alignment.
+void stream_copy(void* target, const void* source, std::size_t bytes);
 
 }  // namespace hpcomm

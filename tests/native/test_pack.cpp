@@ -15,50 +15,28 @@
 #include <vector>
 
 #include "native/check.h"
+#include "pack/bfloat16.h"
+#include "pack/isa.h"
 #include "pack/pack.h"
-
-namespace {
-
-enum Level : int { kBase = 0, kAvx2 = 1, kAvx512 = 2 };
-
-Level level_of_this_cpu() {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq")) {
-    return kAvx512;
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    return kAvx2;
-  }
-#endif
-  return kBase;
-}
-
-[[maybe_unused]] constexpr bool claims(int level, std::string_view feature) {
-  return level >= (feature.starts_with("avx512") ? kAvx512 : kAvx2);
-}
-
-}  // namespace
 
 // The kernel chooses its instruction set once, by asking the CPU. To see the paths that this machine would not take,
 // the file is compiled again with another answer; no hook in the product.
-#define __builtin_cpu_supports(feature) claims(kForcedLevel, feature)
+#define detect_isa() kForcedIsa
 namespace base_only {
-[[maybe_unused]] constexpr int kForcedLevel = kBase;
+[[maybe_unused]] constexpr hpcomm::Isa kForcedIsa = hpcomm::Isa::kBase;
 namespace hpcomm {
 using namespace ::hpcomm;
 }
 #include "pack/pack_cpu.cpp"
 }  // namespace base_only
 namespace avx2_only {
-[[maybe_unused]] constexpr int kForcedLevel = kAvx2;
+[[maybe_unused]] constexpr hpcomm::Isa kForcedIsa = hpcomm::Isa::kAvx2;
 namespace hpcomm {
 using namespace ::hpcomm;
 }
 #include "pack/pack_cpu.cpp"
 }  // namespace avx2_only
-#undef __builtin_cpu_supports
+#undef detect_isa
 
 using namespace hpcomm;
 
@@ -74,7 +52,7 @@ struct Path {
 // What this machine chooses by itself comes last: with AVX-512 that is the third path.
 std::vector<Path> paths() {
   std::vector<Path> all{{"base", base_only::hpcomm::run_copies_cpu}};
-  if (level_of_this_cpu() >= kAvx2) {
+  if (detect_isa() >= Isa::kAvx2) {
     all.push_back({"avx2", avx2_only::hpcomm::run_copies_cpu});
   }
   all.push_back({"chosen", run_copies_cpu});
