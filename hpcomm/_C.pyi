@@ -133,7 +133,22 @@ def c10d_communicator(
     config: CommunicatorConfig,
     backend: c10d.Backend,
     factory: Callable[[str, int, int], c10d.Backend] | None = None,
+    neighbourhood: Neighbourhood | None = None,
 ) -> Communicator: ...
+
+class Neighbourhood:
+    """The ranks of a job that share memory with this one; found out by trying (collective over the job).
+
+    ``host`` tells ranks apart that could share memory and shall not: only ranks with equal values do.
+    """
+
+    def __init__(self, control: Control, timeout: float, host: str = "") -> None: ...
+    @property
+    def ranks(self) -> list[int]: ...
+    def contains(self, ranks: Sequence[int]) -> bool: ...
+    def why_not(self, rank: int) -> str: ...
+
+def shm_communicator(config: CommunicatorConfig, neighbourhood: Neighbourhood) -> Communicator: ...
 
 # --- csrc/torch/bind_engine.cpp ---
 

@@ -18,7 +18,7 @@ from hpcomm.errors import HpcommError, InvalidArgument, SchemaMismatch, TimedOut
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend
 
-    from hpcomm._C import Communicator, Control
+    from hpcomm._C import Communicator, Control, Neighbourhood
 
 __all__: list[str] = []
 
@@ -63,7 +63,11 @@ def start_control(store: Store, rank: int, size: int, *, timeout: float) -> Cont
 def first_communicator(
     store: Store, control: Control, ranks: Sequence[int], *, name: str, lane: str, timeout: float
 ) -> Communicator:
-    """A communicator of all ranks of ``control`` on gloo, or of this rank alone (collective)."""
+    """A communicator of all ranks of ``control`` (collective): over shared memory, or gloo when they span hosts.
+
+    Raises:
+        InvalidArgument: ``HPCOMM_CPU_TRANSPORT=shm`` and the ranks do not share memory.
+    """
     config = _C.CommunicatorConfig(
         name=name,
         ranks=list(ranks),
@@ -75,9 +79,30 @@ def first_communicator(
     )
     if control.size == 1:
         return _C.solo_communicator(config)
-    _require_cpu_transport()
+    chosen = cpu_transport()
     factory = _gloo_factory(store, timeout)
-    return _C.c10d_communicator(config, factory(name, control.rank, control.size), factory)
+    if chosen == "gloo":
+        return _C.c10d_communicator(config, factory(name, control.rank, control.size), factory)
+    neighbourhood = find_neighbours(control, timeout=timeout)
+    if neighbourhood.contains(list(ranks)):
+        return _C.shm_communicator(config, neighbourhood)
+    if chosen == "shm":
+        raise InvalidArgument(far_apart(neighbourhood, control.rank, ranks))
+    return _C.c10d_communicator(config, factory(name, control.rank, control.size), factory, neighbourhood)
+
+
+def find_neighbours(control: Control, *, timeout: float) -> Neighbourhood:
+    """The ranks of the job that share memory with this one (collective)."""
+    return _C.Neighbourhood(control, timeout, os.environ.get("HPCOMM_HOST", ""))
+
+
+def far_apart(neighbourhood: Neighbourhood, rank: int, ranks: Sequence[int]) -> str:
+    """Why ``ranks`` cannot use shared memory."""
+    reasons = [f"rank {r}: {neighbourhood.why_not(r)}" for r in ranks if not neighbourhood.contains([r])]
+    return (
+        f"HPCOMM_CPU_TRANSPORT=shm, but rank {rank} shares no memory with {'; '.join(reasons)}. "
+        "Use HPCOMM_CPU_TRANSPORT=auto, which falls back to gloo"
+    )
 
 
 def agree(
@@ -133,10 +158,12 @@ def _listen_host() -> str:
         raise InvalidArgument(f"MASTER_ADDR={master!r} cannot be resolved or reached: {error}") from error
 
 
-def _require_cpu_transport() -> None:
+def cpu_transport() -> str:
+    """``HPCOMM_CPU_TRANSPORT``: auto (shared memory where it can be, gloo otherwise), shm or gloo."""
     chosen = os.environ.get("HPCOMM_CPU_TRANSPORT", "auto")
-    if chosen not in ("auto", "gloo"):
-        raise InvalidArgument(f"HPCOMM_CPU_TRANSPORT={chosen!r}: this version has auto and gloo")
+    if chosen not in ("auto", "shm", "gloo"):
+        raise InvalidArgument(f"HPCOMM_CPU_TRANSPORT={chosen!r}: expected auto, shm or gloo")
+    return chosen
 
 
 def _gloo_device() -> object:

@@ -75,6 +75,8 @@ class Communicator {
   WorkPtr recv(const BufferView& buffer, int peer, const OpOptions& options = {});
   WorkPtr barrier(const OpOptions& options = {});
 
+  // True when operations that run inline look at OpOptions::poll while they wait.
+  [[nodiscard]] virtual bool can_poll() const noexcept { return false; }
   // Tagged messages beside the operations above (comm/mailbox.h); null when the transport has none.
   [[nodiscard]] virtual std::shared_ptr<Mailbox> mailbox() { return nullptr; }
   // Memory that this transport can send without a copy.

@@ -25,6 +25,13 @@ void wait_for(const Work& work, double seconds) {
   }
 }
 
+void check_signals() {
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) {
+    throw py::error_already_set();
+  }
+}
+
 void bind_base(py::module_& module) {
   py::class_<Event>(module, "Event")
       .def("done", &Event::done)

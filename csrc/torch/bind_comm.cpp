@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "comm/communicator.h"
+#include "comm/shm/shm_communicator.h"
 #include "comm/solo/solo_communicator.h"
 #include "torch/bindings.h"
 #include "torch/c10d_communicator.h"
@@ -27,15 +28,20 @@ ReduceOp parse_op(const std::string& op) {
   return ReduceOp::kSum;
 }
 
-// The tail of every operation: how it is issued and whether the call waits. Synchronous calls do not run inline: a wait
-// inside gloo could not look at signals.
+// The tail of every operation: how it is issued and whether the call waits. Synchronous calls run in this thread where
+// a wait can look at signals; inside gloo it could not.
 struct Call {
+  Communicator& self;
   bool async_op;
   double timeout;  // seconds; the communicator's own when negative
 
   [[nodiscard]] OpOptions options(Keepalive keepalive) const {
     OpOptions options;
     options.keepalive = std::move(keepalive);
+    if (!async_op && self.can_poll()) {
+      options.inline_when_idle = true;
+      options.poll = check_signals;
+    }
     if (timeout > 0) {
       options.timeout = std::chrono::milliseconds(std::max<std::int64_t>(1, static_cast<std::int64_t>(timeout * 1e3)));
     }
@@ -43,8 +49,17 @@ struct Call {
   }
   template <typename Issue>
   WorkPtr run(const Issue& issue) const {
-    WorkPtr work = issue();
-    if (!async_op) {
+    WorkPtr work;
+    {
+      const WithoutGil scope;
+      work = issue();
+    }
+    if (async_op) {
+      return work;
+    }
+    if (work->done()) {
+      (void)work->wait_until({});  // throws its error
+    } else {
       wait_for(*work, -1);  // the operation's own deadline ends it
     }
     return work;
@@ -57,7 +72,7 @@ Keepalive keep_both(const at::Tensor& a, const at::Tensor& b) {
 
 WorkPtr all_reduce(Communicator& self, const at::Tensor& tensor, const std::string& op, bool async_op, double timeout) {
   const BufferView view = view_of(tensor, "all_reduce");
-  const Call call{async_op, timeout};
+  const Call call{self, async_op, timeout};
   return call.run([&] { return self.all_reduce(view, parse_op(op), call.options(keep(tensor))); });
 }
 
@@ -65,7 +80,7 @@ WorkPtr reduce_scatter(Communicator& self, const at::Tensor& output, const at::T
                        bool async_op, double timeout) {
   const BufferView to = view_of(output, "reduce_scatter output");
   const BufferView from = view_of(input, "reduce_scatter input");
-  const Call call{async_op, timeout};
+  const Call call{self, async_op, timeout};
   return call.run([&] { return self.reduce_scatter(to, from, parse_op(op), call.options(keep_both(output, input))); });
 }
 
@@ -73,7 +88,7 @@ WorkPtr all_gather(Communicator& self, const at::Tensor& output, const at::Tenso
                    double timeout) {
   const BufferView to = view_of(output, "all_gather output");
   const BufferView from = view_of(input, "all_gather input");
-  const Call call{async_op, timeout};
+  const Call call{self, async_op, timeout};
   return call.run([&] { return self.all_gather(to, from, call.options(keep_both(output, input))); });
 }
 
@@ -81,30 +96,30 @@ WorkPtr all_to_all(Communicator& self, const at::Tensor& output, const at::Tenso
                    double timeout) {
   const BufferView to = view_of(output, "all_to_all output");
   const BufferView from = view_of(input, "all_to_all input");
-  const Call call{async_op, timeout};
+  const Call call{self, async_op, timeout};
   return call.run([&] { return self.all_to_all(to, from, call.options(keep_both(output, input))); });
 }
 
 WorkPtr broadcast(Communicator& self, const at::Tensor& tensor, int root, bool async_op, double timeout) {
   const BufferView view = view_of(tensor, "broadcast");
-  const Call call{async_op, timeout};
+  const Call call{self, async_op, timeout};
   return call.run([&] { return self.broadcast(view, root, call.options(keep(tensor))); });
 }
 
 WorkPtr send(Communicator& self, const at::Tensor& tensor, int peer, bool async_op, double timeout) {
   const BufferView view = view_of(tensor, "send");
-  const Call call{async_op, timeout};
+  const Call call{self, async_op, timeout};
   return call.run([&] { return self.send(view, peer, call.options(keep(tensor))); });
 }
 
 WorkPtr recv(Communicator& self, const at::Tensor& tensor, int peer, bool async_op, double timeout) {
   const BufferView view = view_of(tensor, "recv");
-  const Call call{async_op, timeout};
+  const Call call{self, async_op, timeout};
   return call.run([&] { return self.recv(view, peer, call.options(keep(tensor))); });
 }
 
 WorkPtr barrier(Communicator& self, bool async_op, double timeout) {
-  const Call call{async_op, timeout};
+  const Call call{self, async_op, timeout};
   return call.run([&] { return self.barrier(call.options(nullptr)); });
 }
 
@@ -201,11 +216,30 @@ void bind_comm(py::module_& module) {
       py::arg("config"));
   module.def(
       "c10d_communicator",
-      [](const CommunicatorConfig& config, C10dBackend backend, std::optional<py::function> factory) {
+      [](const CommunicatorConfig& config, C10dBackend backend, std::optional<py::function> factory,
+         std::shared_ptr<shm::Neighbourhood> neighbourhood) {
         C10dBackendFactory make = factory ? to_factory(std::move(*factory)) : nullptr;
-        return released_without_gil(make_c10d_communicator(config, std::move(backend), std::move(make)));
+        return released_without_gil(
+            make_c10d_communicator(config, std::move(backend), std::move(make), std::move(neighbourhood)));
       },
-      py::arg("config"), py::arg("backend"), py::arg("factory") = py::none());
+      py::arg("config"), py::arg("backend"), py::arg("factory") = py::none(), py::arg("neighbourhood") = py::none());
+
+  py::class_<shm::Neighbourhood, std::shared_ptr<shm::Neighbourhood>>(module, "Neighbourhood")
+      .def(py::init([](std::shared_ptr<Control> control, double timeout, const std::string& host) {
+             const WithoutGil scope;
+             return released_without_gil(shm::Neighbourhood::discover(std::move(control), in_seconds(timeout), host));
+           }),
+           py::arg("control"), py::arg("timeout"), py::arg("host") = "")
+      .def_property_readonly("ranks", &shm::Neighbourhood::ranks)
+      .def("contains", &shm::Neighbourhood::contains, py::arg("ranks"))
+      .def("why_not", &shm::Neighbourhood::why_not, py::arg("rank"));
+  module.def(
+      "shm_communicator",
+      [](const CommunicatorConfig& config, std::shared_ptr<shm::Neighbourhood> neighbourhood) {
+        const WithoutGil scope;
+        return released_without_gil(make_shm_communicator(config, std::move(neighbourhood)));
+      },
+      py::arg("config"), py::arg("neighbourhood"));
 }
 
 }  // namespace hpcomm

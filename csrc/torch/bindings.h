@@ -21,6 +21,9 @@ void bind_engine(pybind11::module_& module);
 // `seconds` (no limit when negative) have passed.
 void wait_for(const Work& work, double seconds);
 
+// OpOptions::poll of Python callers: takes the GIL and raises what a signal handler raised (Ctrl-C).
+void check_signals();
+
 // A deadline `seconds` from now; far away when negative.
 [[nodiscard]] Deadline in_seconds(double seconds);
 

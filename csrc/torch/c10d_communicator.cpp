@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "comm/host_communicator.h"
+#include "comm/shm/shm_communicator.h"
 #include "comm/solo/solo_communicator.h"
 #include "torch/tensor.h"
 
@@ -48,8 +49,12 @@ struct Settled {
 
 class C10dCommunicator final : public HostCommunicator {
  public:
-  C10dCommunicator(CommunicatorConfig config, C10dBackend backend, C10dBackendFactory factory)
-      : HostCommunicator(std::move(config)), backend_(std::move(backend)), factory_(std::move(factory)) {
+  C10dCommunicator(CommunicatorConfig config, C10dBackend backend, C10dBackendFactory factory,
+                   std::shared_ptr<shm::Neighbourhood> neighbourhood)
+      : HostCommunicator(std::move(config)),
+        backend_(std::move(backend)),
+        factory_(std::move(factory)),
+        neighbourhood_(std::move(neighbourhood)) {
     HPCOMM_REQUIRE(backend_ != nullptr, "no c10d backend");
     HPCOMM_REQUIRE(backend_->getSize() == size() && backend_->getRank() == rank(), "the c10d backend has rank ",
                    backend_->getRank(), " of ", backend_->getSize(), ", the communicator rank ", rank(), " of ",
@@ -73,9 +78,12 @@ class C10dCommunicator final : public HostCommunicator {
     if (child.ranks.size() == 1) {
       return make_solo_communicator(std::move(child));
     }
+    if (neighbourhood_ != nullptr && neighbourhood_->contains(child.ranks)) {
+      return make_shm_communicator(std::move(child), neighbourhood_);
+    }
     HPCOMM_REQUIRE(factory_ != nullptr, "this communicator wraps a backend that it did not make and cannot divide it");
     C10dBackend backend = factory_(child.name, child.rank, static_cast<int>(child.ranks.size()));
-    return make_c10d_communicator(std::move(child), std::move(backend), factory_);
+    return make_c10d_communicator(std::move(child), std::move(backend), factory_, neighbourhood_);
   }
 
   void execute(const Operation& operation, Deadline deadline) override {
@@ -273,6 +281,7 @@ class C10dCommunicator final : public HostCommunicator {
 
   C10dBackend backend_;
   C10dBackendFactory factory_;
+  std::shared_ptr<shm::Neighbourhood> neighbourhood_;
   std::mutex mutex_;
   c10::intrusive_ptr<c10d::Work> transfer_;
   at::Tensor scratch_;  // of the reduce_scatter that runs
@@ -283,8 +292,10 @@ class C10dCommunicator final : public HostCommunicator {
 }  // namespace
 
 std::shared_ptr<Communicator> make_c10d_communicator(CommunicatorConfig config, C10dBackend backend,
-                                                     C10dBackendFactory factory) {
-  return std::make_shared<C10dCommunicator>(std::move(config), std::move(backend), std::move(factory));
+                                                     C10dBackendFactory factory,
+                                                     std::shared_ptr<shm::Neighbourhood> neighbourhood) {
+  return std::make_shared<C10dCommunicator>(std::move(config), std::move(backend), std::move(factory),
+                                            std::move(neighbourhood));
 }
 
 }  // namespace hpcomm

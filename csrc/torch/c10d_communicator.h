@@ -8,6 +8,7 @@
 #include <string>
 
 #include "comm/communicator.h"
+#include "comm/shm/neighbourhood.h"
 
 namespace hpcomm {
 
@@ -16,8 +17,10 @@ using C10dBackend = c10::intrusive_ptr<c10d::Backend>;
 using C10dBackendFactory = std::function<C10dBackend(const std::string& name, int rank, int size)>;
 
 // `backend` belongs to this communicator alone: c10d counts collectives per backend, so a second user on another
-// thread would break the order. `factory` serves subgroup() and may be empty.
-[[nodiscard]] std::shared_ptr<Communicator> make_c10d_communicator(CommunicatorConfig config, C10dBackend backend,
-                                                                   C10dBackendFactory factory);
+// thread would break the order. `factory` serves subgroup() and may be empty. Subgroups whose members all are in
+// `neighbourhood` (which may be null) use shared memory.
+[[nodiscard]] std::shared_ptr<Communicator> make_c10d_communicator(
+    CommunicatorConfig config, C10dBackend backend, C10dBackendFactory factory,
+    std::shared_ptr<shm::Neighbourhood> neighbourhood = nullptr);
 
 }  // namespace hpcomm

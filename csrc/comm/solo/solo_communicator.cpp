@@ -18,6 +18,7 @@ class SoloCommunicator final : public HostCommunicator {
   ~SoloCommunicator() override { shut_down(); }
 
   [[nodiscard]] const char* transport() const noexcept override { return "solo"; }
+  [[nodiscard]] bool can_poll() const noexcept override { return true; }  // it never waits
 
  protected:
   [[nodiscard]] std::shared_ptr<Communicator> make_child(CommunicatorConfig child) override {

@@ -1,0 +1,42 @@
+// The futex behind a Bell, and how long to try without it.
+#include "comm/shm/bell.h"
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <climits>
+#include <ctime>
+
+namespace hpcomm::shm {
+
+static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "a futex word is four plain bytes");
+
+void sleep_on(Bell& bell, std::uint32_t rings, Deadline until) noexcept {
+  const auto left = until - Clock::now();
+  if (left <= Clock::duration::zero()) {
+    return;
+  }
+  const auto nanoseconds = std::chrono::duration_cast<std::chrono::nanoseconds>(left).count();
+  const timespec limit{static_cast<time_t>(nanoseconds / 1'000'000'000),
+                       static_cast<long>(nanoseconds % 1'000'000'000)};
+  // Whatever it returns (woken, changed before, a signal, time-out), the caller looks again.
+  (void)::syscall(SYS_futex, &bell.rings, FUTEX_WAIT, rings, &limit, nullptr, 0);
+}
+
+void ring_always(Bell& bell) noexcept {
+  bell.rings.fetch_add(1, std::memory_order_seq_cst);
+  (void)::syscall(SYS_futex, &bell.rings, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+WaitPolicy policy_for(int ranks) {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  const bool known = ::sched_getaffinity(0, sizeof allowed, &allowed) == 0;
+  const int cores = known ? CPU_COUNT(&allowed) : 1;
+  WaitPolicy policy;
+  policy.spins = ranks <= cores ? 60 : 0;
+  return policy;
+}
+
+}  // namespace hpcomm::shm

@@ -1,0 +1,104 @@
+// Bell: how a rank sleeps until a peer has news for it. Lies in shared memory, one per rank of a group.
+//
+// A wait goes through three phases. Spinning with `pause` sees a peer on another core within a tenth of a microsecond,
+// and is only for hosts with a core for every rank. Yielding lets ranks that share a core take turns without the cost
+// of sleeping. After a fraction of a millisecond the rank sleeps on a futex and uses no CPU.
+#pragma once
+
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+#include "stream/event.h"
+
+namespace hpcomm::shm {
+
+struct alignas(64) Bell {
+  std::atomic<std::uint32_t> rings{0};     // the futex word
+  std::atomic<std::uint32_t> sleepers{0};  // threads that may be asleep on it
+};
+
+// Sleeps until the bell rings or `until`. `rings` is what was read before the last look at the condition.
+void sleep_on(Bell& bell, std::uint32_t rings, Deadline until) noexcept;
+void ring_always(Bell& bell) noexcept;
+
+// Called after what the owner waits for was stored with memory_order_seq_cst: either this sees the sleeper, or the
+// sleeper, who counts itself before it looks again, sees the news.
+inline void ring(Bell& bell) noexcept {
+  if (bell.sleepers.load(std::memory_order_seq_cst) != 0) {
+    ring_always(bell);
+  }
+}
+
+// How long each phase lasts.
+struct WaitPolicy {
+  int spins = 0;
+  std::chrono::microseconds yields{150};
+};
+// For a group of `ranks` that run on this host.
+[[nodiscard]] WaitPolicy policy_for(int ranks);
+
+// The limits of one wait.
+struct Patience {
+  Deadline deadline;
+  // Set by another thread (an abort), which then rings the bell.
+  const std::atomic<bool>* interrupted = nullptr;
+  // Called about twenty times a second; may throw.
+  void (*poll)() = nullptr;
+};
+
+enum class Waited : std::uint8_t { kReady, kInterrupted, kTimedOut };
+
+// Until `ready()` is true. What it reads of other ranks it must read with memory_order_seq_cst.
+template <typename Ready>
+[[nodiscard]] Waited wait_on(Bell& bell, const WaitPolicy& policy, const Patience& patience, const Ready& ready) {
+  for (int i = 0; i < policy.spins; ++i) {
+    if (ready()) {
+      return Waited::kReady;
+    }
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+  const auto interrupted = [&patience] {
+    return patience.interrupted != nullptr && patience.interrupted->load(std::memory_order_seq_cst);
+  };
+  const Deadline yields_end = Clock::now() + policy.yields;
+  do {
+    if (ready()) {
+      return Waited::kReady;
+    }
+    if (interrupted()) {
+      return Waited::kInterrupted;
+    }
+    ::sched_yield();
+  } while (Clock::now() < yields_end);
+  constexpr auto kSlice = std::chrono::milliseconds(50);
+  for (;;) {
+    bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    const std::uint32_t rings = bell.rings.load(std::memory_order_seq_cst);
+    const bool now_ready = ready();
+    const bool stop = interrupted();
+    if (!now_ready && !stop) {
+      sleep_on(bell, rings, std::min(patience.deadline, Clock::now() + kSlice));
+    }
+    bell.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    if (now_ready || ready()) {
+      return Waited::kReady;
+    }
+    if (stop || interrupted()) {
+      return Waited::kInterrupted;
+    }
+    if (Clock::now() >= patience.deadline) {
+      return Waited::kTimedOut;
+    }
+    if (patience.poll != nullptr) {
+      patience.poll();
+    }
+  }
+}
+
+}  // namespace hpcomm::shm

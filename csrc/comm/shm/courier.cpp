@@ -1,0 +1,205 @@
+// One request, one answer, per connection.
+#include "comm/shm/courier.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+#include <utility>
+
+#include "base/error.h"
+#include "base/fork.h"
+
+namespace hpcomm::shm {
+
+namespace {
+
+struct Request {
+  KeyWord key_word;
+  std::uint64_t name;
+};
+
+[[noreturn]] void give_up(const std::string& what, int error) {
+  throw Error(ErrorKind::kTransport, str("passing shared memory: ", what, ": ", std::strerror(error)));
+}
+
+socklen_t fill(sockaddr_un& address, const std::string& name) {
+  address = {};
+  address.sun_family = AF_UNIX;
+  // A leading zero byte: the abstract namespace, which dies with the socket.
+  std::memcpy(address.sun_path + 1, name.data(), name.size());
+  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+}
+
+void limit(int fd, std::chrono::milliseconds time) {
+  const auto ms = std::max<long>(1, static_cast<long>(time.count()));
+  const timeval value{ms / 1000, (ms % 1000) * 1000};
+  (void)::setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &value, sizeof value);
+  (void)::setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &value, sizeof value);
+}
+
+bool same_user(int fd) {
+  ucred peer{};
+  socklen_t length = sizeof peer;
+  return ::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && peer.uid == ::geteuid();
+}
+
+// Space for the control message that carries one descriptor.
+union Ancillary {
+  cmsghdr header;
+  char bytes[CMSG_SPACE(sizeof(int))];
+};
+
+bool equal(const KeyWord& a, const KeyWord& b) {
+  unsigned char difference = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    difference = static_cast<unsigned char>(difference | (a[i] ^ b[i]));
+  }
+  return difference == 0;
+}
+
+}  // namespace
+
+KeyWord random_key_word() {
+  KeyWord word{};
+  if (::getrandom(word.data(), word.size(), 0) != static_cast<ssize_t>(word.size())) {
+    give_up("random numbers", errno);
+  }
+  return word;
+}
+
+Courier::Courier() : generation_(fork_generation()), key_word_(random_key_word()) {
+  for (const unsigned char byte : random_key_word()) {
+    constexpr const char* kDigits = "0123456789abcdef";
+    address_ += {kDigits[byte >> 4], kDigits[byte & 15]};
+  }
+  address_ = "hpcomm-" + address_;
+  listener_ = control::Fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  stop_ = control::Fd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  sockaddr_un address;
+  const socklen_t length = fill(address, address_);
+  if (!listener_.valid() || !stop_.valid() ||
+      ::bind(listener_.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
+      ::listen(listener_.get(), 128) != 0) {
+    give_up("a Unix socket", errno);
+  }
+  thread_ = std::thread([this] { serve(); });
+  pthread_setname_np(thread_.native_handle(), "hpcomm:courier");
+}
+
+Courier::~Courier() {
+  if (fork_generation() != generation_) {
+    thread_.detach();  // the thread is the parent's
+    return;
+  }
+  const std::uint64_t one = 1;
+  (void)!::write(stop_.get(), &one, sizeof one);
+  thread_.join();
+}
+
+void Courier::publish(std::uint64_t name, int descriptor) {
+  control::Fd copy(::fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
+  if (!copy.valid()) {
+    give_up("a descriptor", errno);
+  }
+  std::lock_guard lock(mutex_);
+  offered_[name] = std::move(copy);
+}
+
+void Courier::withdraw(std::uint64_t name) {
+  std::lock_guard lock(mutex_);
+  offered_.erase(name);
+}
+
+void Courier::serve() {
+  for (;;) {
+    pollfd fds[] = {{listener_.get(), POLLIN, 0}, {stop_.get(), POLLIN, 0}};
+    (void)::poll(fds, 2, -1);
+    if (fds[1].revents != 0) {
+      return;
+    }
+    const control::Fd connection(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    if (connection.valid() && same_user(connection.get())) {
+      limit(connection.get(), std::chrono::milliseconds(500));
+      answer(connection);
+    }
+  }
+}
+
+void Courier::answer(const control::Fd& connection) {
+  Request request{};
+  if (::recv(connection.get(), &request, sizeof request, 0) != sizeof request || !equal(request.key_word, key_word_)) {
+    return;
+  }
+  char found = 0;
+  iovec part{&found, 1};
+  Ancillary ancillary{};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  std::lock_guard lock(mutex_);  // sending to an empty socket does not wait
+  if (const auto offer = offered_.find(request.name); offer != offered_.end()) {
+    found = 1;
+    message.msg_control = ancillary.bytes;
+    message.msg_controllen = sizeof ancillary.bytes;
+    cmsghdr* header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof(int));
+    const int descriptor = offer->second.get();
+    std::memcpy(CMSG_DATA(header), &descriptor, sizeof descriptor);
+  }
+  (void)!::sendmsg(connection.get(), &message, MSG_NOSIGNAL);
+}
+
+control::Fd Courier::fetch(const std::string& address, const KeyWord& key_word, std::uint64_t name, Deadline deadline) {
+  const control::Fd connection(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  if (!connection.valid()) {
+    give_up("a Unix socket", errno);
+  }
+  limit(connection.get(), std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()));
+  sockaddr_un target;
+  if (address.size() + 1 > sizeof target.sun_path) {
+    give_up("the peer's address", ENAMETOOLONG);
+  }
+  const socklen_t length = fill(target, address);
+  if (::connect(connection.get(), reinterpret_cast<const sockaddr*>(&target), length) != 0) {
+    give_up("connecting to the peer", errno);
+  }
+  if (!same_user(connection.get())) {
+    give_up("the peer belongs to another user", EPERM);
+  }
+  const Request request{key_word, name};
+  if (::send(connection.get(), &request, sizeof request, MSG_NOSIGNAL) != sizeof request) {
+    give_up("asking the peer", errno);
+  }
+  char found = 0;
+  iovec part{&found, 1};
+  Ancillary ancillary{};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = ancillary.bytes;
+  message.msg_controllen = sizeof ancillary.bytes;
+  const ssize_t got = ::recvmsg(connection.get(), &message, MSG_CMSG_CLOEXEC);
+  if (got <= 0) {
+    give_up("the peer's answer", got == 0 ? ECONNRESET : errno);
+  }
+  const cmsghdr* header = CMSG_FIRSTHDR(&message);
+  if (found != 1 || header == nullptr || header->cmsg_type != SCM_RIGHTS) {
+    give_up("the peer has no such memory", ENOENT);
+  }
+  int descriptor = -1;
+  std::memcpy(&descriptor, CMSG_DATA(header), sizeof descriptor);
+  return control::Fd(descriptor);
+}
+
+}  // namespace hpcomm::shm

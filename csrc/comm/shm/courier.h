@@ -1,0 +1,55 @@
+// Courier: hands file descriptors to other processes of this host, over a Unix socket without a name in the file
+// system.
+//
+// Only processes of the same user that know the key word (it travels through Control, which knows its peers) get any.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "control/socket.h"
+#include "stream/event.h"
+
+namespace hpcomm::shm {
+
+using KeyWord = std::array<unsigned char, 16>;
+[[nodiscard]] KeyWord random_key_word();
+
+class Courier {
+ public:
+  Courier();
+  ~Courier();
+  Courier(const Courier&) = delete;
+  Courier& operator=(const Courier&) = delete;
+
+  // What others need to fetch from here.
+  [[nodiscard]] const std::string& address() const noexcept { return address_; }
+  [[nodiscard]] const KeyWord& key_word() const noexcept { return key_word_; }
+
+  // Offers a duplicate of `descriptor` under `name` until withdraw().
+  void publish(std::uint64_t name, int descriptor);
+  void withdraw(std::uint64_t name);
+
+  // The descriptor that the courier at `address` offers under `name`. Throws kTransport with the reason.
+  [[nodiscard]] static control::Fd fetch(const std::string& address, const KeyWord& key_word, std::uint64_t name,
+                                         Deadline deadline);
+
+ private:
+  void serve();
+  void answer(const control::Fd& connection);
+
+  const std::uint32_t generation_;
+  const KeyWord key_word_;
+  std::string address_;
+  control::Fd listener_;
+  control::Fd stop_;
+  std::mutex mutex_;
+  std::map<std::uint64_t, control::Fd> offered_;
+  std::thread thread_;  // last: it starts when everything above exists
+};
+
+}  // namespace hpcomm::shm

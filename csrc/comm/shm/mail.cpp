@@ -1,0 +1,293 @@
+// How mails end: waits, time-outs, failures, and the thread that drives what nobody waits for.
+#include <poll.h>
+#include <pthread.h>
+#include <sys/timerfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "base/error.h"
+#include "base/fork.h"
+#include "comm/shm/shm_mailbox.h"
+
+namespace hpcomm::shm {
+
+namespace {
+
+// A pending operation that nobody waits for is driven after this long.
+constexpr long kPumpDelay = 500'000;  // nanoseconds
+
+class MailEvent final : public EventState {
+ public:
+  MailEvent(std::shared_ptr<const Mail> mail, std::shared_ptr<ShmMailbox> owner)
+      : mail_(std::move(mail)), owner_(std::move(owner)) {}
+  [[nodiscard]] bool done() const override { return mail_->done(); }
+  [[nodiscard]] bool wait_until(Deadline deadline) const override { return owner_->drive(*mail_, deadline); }
+
+ private:
+  std::shared_ptr<const Mail> mail_;
+  std::shared_ptr<ShmMailbox> owner_;
+};
+
+}  // namespace
+
+Mail::Mail(std::shared_ptr<ShmMailbox> owner, ErrorContext what, const BufferView& view, int peer, std::uint64_t tag,
+           Keepalive keepalive, Deadline deadline)
+    : owner_(std::move(owner)),
+      what_(std::move(what)),
+      view_(view),
+      peer_(peer),
+      tag_(tag),
+      keepalive_(std::move(keepalive)),
+      deadline_(deadline) {}
+
+bool Mail::wait_until(Deadline deadline) const {
+  if (!done() && !owner_->drive(*this, deadline)) {
+    return false;
+  }
+  ShmMailbox::check(*this);
+  return true;
+}
+
+Event Mail::event() const { return Event(std::make_shared<MailEvent>(shared_from_this(), owner_)); }
+
+void ShmMailbox::check(const Mail& mail) {
+  HPCOMM_ASSERT(mail.done(), "a mail that has not ended");
+  if (mail.error_) {
+    std::rethrow_exception(mail.error_);
+  }
+}
+
+ShmMailbox::Turn::~Turn() {
+  std::vector<Keepalive> garbage;
+  garbage.swap(mailbox_.garbage_);
+  lock_.unlock();
+}
+
+void ShmMailbox::end(Mail& mail, std::exception_ptr error) {
+  if (mail.done()) {
+    return;
+  }
+  mail.error_ = std::move(error);
+  garbage_.push_back(std::move(mail.keepalive_));
+  --pending_;
+  ended_some_ = true;
+  mail.done_.store(true, std::memory_order_seq_cst);
+}
+
+bool ShmMailbox::drive(const Mail& mail, Deadline deadline, void (*poll)()) {
+  drivers_.fetch_add(1, std::memory_order_seq_cst);
+  const auto leave = [this] {
+    if (drivers_.fetch_sub(1, std::memory_order_seq_cst) == 1) {
+      const Turn turn(*this);
+      if (pending()) {
+        arm();
+      }
+    }
+  };
+  const auto look = [this, &mail] {
+    if (mail.done()) {
+      return true;
+    }
+    const Turn turn(*this);
+    progress();
+    // Others who wait for what has just ended sleep on the same bell.
+    if (std::exchange(ended_some_, false) && drivers_.load(std::memory_order_seq_cst) > 1) {
+      ring(bell_);
+    }
+    return mail.done();
+  };
+  try {
+    const Deadline limit = std::min(deadline, mail.deadline_);
+    Waited how = wait_on(bell_, policy_, {limit, nullptr, poll}, look);
+    if (how != Waited::kReady && Clock::now() >= mail.deadline_) {
+      {
+        const Turn turn(*this);
+        expire();
+      }
+      report_broken();
+      how = mail.done() ? Waited::kReady : how;
+    }
+    leave();
+    return how == Waited::kReady;
+  } catch (...) {
+    leave();
+    throw;
+  }
+}
+
+void ShmMailbox::expire() {
+  const Deadline now = Clock::now();
+  const auto late = [this](const Mail& mail) {
+    return Error(ErrorKind::kTimedOut,
+                 str(mail.what_.operation, " #", mail.what_.sequence, " on lane ", setup_.lane,
+                     mail.what_.peer < 0 ? str(" from any rank") : str(" with rank ", mail.what_.peer),
+                     " took longer than its time-out; is the other end running, and did it issue the matching ",
+                     mail.what_.operation == "send" ? "recv" : "send", "?"),
+                 mail.what_);
+  };
+  const auto expired = [now](const Held& mail) { return mail != nullptr && mail->deadline_ <= now; };
+  for (auto it = posted_.begin(); it != posted_.end();) {
+    if (expired(*it)) {
+      end(**it, std::make_exception_ptr(late(**it)));
+      it = posted_.erase(it);
+    } else {
+      ++it;
+    }
+  }
+  for (Peer& peer : peers_) {
+    for (auto it = peer.outgoing.begin(); it != peer.outgoing.end();) {
+      if (!expired(it->mail)) {
+        ++it;
+      } else if (it->begun) {
+        broken_ = late(*it->mail);
+        ++it;
+      } else {
+        end(*it->mail, std::make_exception_ptr(late(*it->mail)));
+        it = peer.outgoing.erase(it);
+      }
+    }
+    // Half a message, or memory that the receiver may read at any time: nothing can follow.
+    const auto reference = std::find_if(peer.references.begin(), peer.references.end(),
+                                        [&expired](const auto& entry) { return expired(entry.second); });
+    if (reference != peer.references.end()) {
+      broken_ = late(*reference->second);
+    }
+    if (peer.incoming && expired(peer.incoming->mail)) {
+      broken_ = late(*peer.incoming->mail);
+    }
+    for (const auto& early : peer.early) {
+      if (expired(early->taker)) {
+        broken_ = late(*early->taker);
+      }
+    }
+  }
+}
+
+void ShmMailbox::report_broken() {
+  std::optional<Error> why;
+  {
+    const Turn turn(*this);
+    why = std::exchange(broken_, std::nullopt);
+  }
+  if (why) {
+    fail(*why);
+    if (setup_.broken) {
+      setup_.broken(*why);
+    }
+  }
+}
+
+void ShmMailbox::fail(const Error& why) noexcept {
+  std::vector<Held> gone;
+  {
+    const Turn turn(*this);
+    if (!failed_) {
+      failed_ = why;
+    }
+    gone.assign(posted_.begin(), posted_.end());
+    posted_.clear();
+    for (Peer& peer : peers_) {
+      for (Outgoing& outgoing : peer.outgoing) {
+        gone.push_back(std::move(outgoing.mail));
+      }
+      peer.outgoing.clear();
+      for (auto& [number, mail] : peer.references) {
+        gone.push_back(std::move(mail));
+      }
+      peer.references.clear();
+      if (peer.incoming) {
+        gone.push_back(std::move(peer.incoming->mail));
+      }
+      peer.incoming.reset();
+      for (const auto& early : peer.early) {
+        gone.push_back(std::move(early->taker));
+      }
+      peer.early.clear();
+    }
+    for (const Held& mail : gone) {
+      if (mail != nullptr && !mail->done()) {
+        ErrorContext what = mail->what_;
+        what.peer = why.context().peer >= 0 ? why.context().peer : what.peer;
+        end(*mail, std::make_exception_ptr(Error(
+                       why.kind(), str(what.operation, " #", what.sequence, " on lane ", setup_.lane, ": ", why.what()),
+                       what)));
+      }
+    }
+  }
+  ring_always(bell_);
+}
+
+// --- the thread ------------------------------------------------------------------------------------------------------
+
+void ShmMailbox::arm() {
+  if (armed_.exchange(true, std::memory_order_seq_cst)) {
+    return;
+  }
+  if (!timer_.valid()) {
+    timer_ = control::Fd(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC));
+    if (!timer_.valid()) {
+      throw Error(ErrorKind::kTransport, str("timerfd: ", std::strerror(errno)));
+    }
+    thread_ = std::thread([this] { pump(); });
+    pthread_setname_np(thread_.native_handle(), "hpcomm:mail");
+  }
+  const itimerspec once{{0, 0}, {0, kPumpDelay}};
+  (void)::timerfd_settime(timer_.get(), 0, &once, nullptr);
+}
+
+void ShmMailbox::pump() {
+  for (;;) {
+    std::uint64_t expirations = 0;
+    (void)!::read(timer_.get(), &expirations, sizeof expirations);
+    armed_.store(false, std::memory_order_seq_cst);
+    if (stopping_.load(std::memory_order_seq_cst)) {
+      return;
+    }
+    const auto idle = [this] {
+      const Turn turn(*this);
+      if (drivers_.load(std::memory_order_seq_cst) > 0 || failed_) {
+        return true;  // somebody else does it
+      }
+      progress();
+      return !pending();
+    };
+    while (!idle() && !stopping_.load(std::memory_order_seq_cst)) {
+      const WaitPolicy asleep{0, std::chrono::microseconds(0)};
+      (void)wait_on(bell_, asleep, {Clock::now() + std::chrono::milliseconds(50), &stopping_, nullptr}, idle);
+      {
+        const Turn turn(*this);
+        expire();
+      }
+      report_broken();
+    }
+    const Turn turn(*this);
+    if (pending() && !failed_) {
+      arm();
+    }
+  }
+}
+
+void ShmMailbox::stop() noexcept {
+  fail(Error(ErrorKind::kClosed, "the communicator was destroyed"));
+  if (fork_generation() != generation_) {
+    if (thread_.joinable()) {
+      thread_.detach();
+    }
+    return;
+  }
+  stopping_.store(true, std::memory_order_seq_cst);
+  if (thread_.joinable()) {
+    const itimerspec now{{0, 0}, {0, 1}};
+    (void)::timerfd_settime(timer_.get(), 0, &now, nullptr);
+    ring_always(bell_);
+    thread_.join();
+  }
+}
+
+ShmMailbox::~ShmMailbox() { stop(); }
+
+}  // namespace hpcomm::shm

@@ -1,0 +1,237 @@
+// Two rounds over Control: who offers what, then who could read whom.
+#include "comm/shm/neighbourhood.h"
+
+#include <algorithm>
+#include <cstring>
+#include <fstream>
+#include <utility>
+
+#include "base/error.h"
+#include "base/hash.h"
+
+namespace hpcomm::shm {
+
+namespace {
+
+constexpr std::uint64_t kMeetChannel = 2;
+constexpr std::uint64_t kReachChannel = 3;
+constexpr std::uint64_t kPage = 0;        // names that a courier offers: the page to try,
+constexpr std::uint64_t kFirstArena = 1;  // the arena's segments, and groups' segments by hash
+constexpr std::size_t kPageBytes = 4096;
+constexpr auto kPatience = std::chrono::seconds(5);
+
+std::string boot_id() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string id;
+  std::getline(file, id);
+  return id;
+}
+
+std::string text_of(const KeyWord& word) { return {word.begin(), word.end()}; }
+
+// Length-prefixed fields: what is in them does not matter.
+std::string join(const std::vector<std::string>& fields) {
+  std::string body;
+  for (const std::string& field : fields) {
+    const auto length = static_cast<std::uint32_t>(field.size());
+    body.append(reinterpret_cast<const char*>(&length), sizeof length).append(field);
+  }
+  return body;
+}
+
+std::vector<std::string> split(const std::string& body) {
+  std::vector<std::string> fields;
+  for (std::size_t at = 0; at < body.size();) {
+    std::uint32_t length = 0;
+    if (body.size() - at < sizeof length) {
+      throw Error(ErrorKind::kProtocol, "a neighbour's greeting is cut short");
+    }
+    std::memcpy(&length, body.data() + at, sizeof length);
+    at += sizeof length;
+    if (body.size() - at < length) {
+      throw Error(ErrorKind::kProtocol, "a neighbour's greeting is cut short");
+    }
+    fields.push_back(body.substr(at, length));
+    at += length;
+  }
+  return fields;
+}
+
+std::uint64_t hash_of(const std::string& name) {
+  Fingerprint hash;
+  return hash.add("shm").add(name).value() | (std::uint64_t{1} << 63);
+}
+
+std::vector<int> everybody(int size) {
+  std::vector<int> ranks;
+  for (int r = 0; r < size; ++r) {
+    ranks.push_back(r);
+  }
+  return ranks;
+}
+
+}  // namespace
+
+Neighbourhood::Neighbourhood(std::shared_ptr<Control> control) : control_(std::move(control)) {
+  try {
+    courier_ = std::make_shared<Courier>();
+  } catch (const Error& error) {
+    obstacle_ = error.what();
+  }
+  arena_ = std::make_unique<Arena>([courier = courier_](std::uint32_t index, const Segment& segment) {
+    if (courier != nullptr) {
+      courier->publish(kFirstArena + index, segment.descriptor());
+    }
+  });
+}
+
+std::shared_ptr<Neighbourhood> Neighbourhood::discover(std::shared_ptr<Control> control, Deadline deadline,
+                                                       const std::string& host) {
+  const auto made = std::shared_ptr<Neighbourhood>(new Neighbourhood(std::move(control)));
+  made->meet(host, deadline);
+  return made;
+}
+
+void Neighbourhood::meet(const std::string& host, Deadline deadline) {
+  const int self = control_->rank();
+  const std::vector<int> all = everybody(control_->size());
+  const std::string page = text_of(random_key_word());
+  std::shared_ptr<Segment> offered;
+  if (obstacle_.empty()) {
+    try {
+      offered = Segment::create("a page that neighbours try to read", kPageBytes);
+      std::memcpy(offered->data(), page.data(), page.size());
+      courier_->publish(kPage, offered->descriptor());
+    } catch (const Error& error) {
+      obstacle_ = error.what();
+    }
+  }
+  const std::string greeting = join({boot_id(), host, courier_ ? courier_->address() : "",
+                                     courier_ ? text_of(courier_->key_word()) : "", page, obstacle_});
+  const std::vector<std::string> greetings = control_->exchange(all, kMeetChannel, greeting, deadline);
+  job_.resize(greetings.size());
+  std::string reach(greetings.size(), '0');
+  for (std::size_t r = 0; r < greetings.size(); ++r) {
+    const std::vector<std::string> fields = split(greetings[r]);
+    Neighbour& neighbour = job_[r];
+    if (fields.size() != 6 || (fields[5].empty() && fields[3].size() != std::tuple_size_v<KeyWord>)) {
+      throw Error(ErrorKind::kProtocol, str("rank ", r, " greets its neighbours in another version"));
+    }
+    neighbour.address = fields[2];
+    std::copy_n(fields[3].begin(), std::min(fields[3].size(), neighbour.key_word.size()), neighbour.key_word.begin());
+    if (!obstacle_.empty()) {
+      neighbour.obstacle = obstacle_;
+    } else if (!fields[5].empty()) {
+      neighbour.obstacle = fields[5];
+    } else if (fields[0] != boot_id()) {
+      neighbour.obstacle = "it runs on another host";
+    } else if (fields[1] != host) {
+      neighbour.obstacle = str("HPCOMM_HOST is '", fields[1], "' there and '", host, "' here");
+    } else {
+      neighbour.obstacle = try_to_read(neighbour, fields[4], std::min(deadline, Clock::now() + kPatience));
+    }
+    reach[r] = neighbour.obstacle.empty() || static_cast<int>(r) == self ? '1' : '0';
+  }
+  const std::vector<std::string> reaches = control_->exchange(all, kReachChannel, reach, deadline);
+  // A neighbourhood is a set of ranks in which everybody reads everybody and nobody reads more: the same on all of
+  // them.
+  const auto mutual = [&reaches](std::size_t a) {
+    std::string row = reaches[a];
+    for (std::size_t b = 0; b < row.size(); ++b) {
+      row[b] = row[b] == '1' && reaches[b].size() == row.size() && reaches[b][a] == '1' ? '1' : '0';
+    }
+    return row;
+  };
+  const std::string mine = mutual(static_cast<std::size_t>(self));
+  for (std::size_t r = 0; r < reaches.size(); ++r) {
+    const bool near = static_cast<int>(r) == self || (mine[r] == '1' && mutual(r) == mine);
+    if (near) {
+      ranks_.push_back(static_cast<int>(r));
+    } else if (job_[r].obstacle.empty()) {
+      job_[r].obstacle = "memory is not shared both ways between all ranks of its host";
+    }
+  }
+  if (courier_ != nullptr) {
+    courier_->withdraw(kPage);
+  }
+}
+
+std::string Neighbourhood::try_to_read(Neighbour& neighbour, const std::string& page, Deadline deadline) const {
+  try {
+    const auto segment = Segment::adopt(Courier::fetch(neighbour.address, neighbour.key_word, kPage, deadline));
+    const bool same = segment->size() >= page.size() && std::memcmp(segment->data(), page.data(), page.size()) == 0;
+    return same ? "" : "its memory shows other contents here";
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
+bool Neighbourhood::contains(const std::vector<int>& ranks) const {
+  return std::all_of(ranks.begin(), ranks.end(),
+                     [this](int rank) { return std::binary_search(ranks_.begin(), ranks_.end(), rank); });
+}
+
+std::string Neighbourhood::why_not(int rank) const {
+  HPCOMM_REQUIRE(rank >= 0 && static_cast<std::size_t>(rank) < job_.size(), "rank ", rank, " of ", job_.size());
+  return contains({rank}) ? "" : job_[static_cast<std::size_t>(rank)].obstacle;
+}
+
+std::shared_ptr<Segment> Neighbourhood::share(const std::string& name, const std::vector<int>& members,
+                                              std::size_t bytes, Deadline deadline) {
+  HPCOMM_REQUIRE(!members.empty() && contains(members), "these ranks do not share memory");
+  const std::uint64_t key = hash_of(name);
+  const int leader = members.front();
+  if (control_->rank() == leader) {
+    std::shared_ptr<Segment> segment;
+    std::string trouble;
+    try {
+      segment = Segment::create(name, bytes);
+      courier_->publish(key, segment->descriptor());
+    } catch (const Error& error) {
+      trouble = error.what();
+    }
+    for (const int member : members) {
+      if (member != leader) {
+        control_->send(member, key, trouble);
+      }
+    }
+    if (!trouble.empty()) {
+      throw Error(ErrorKind::kTransport, trouble);
+    }
+    return segment;
+  }
+  const std::string trouble = control_->receive(leader, key, deadline);
+  if (!trouble.empty()) {
+    throw Error(ErrorKind::kTransport, str("rank ", leader, ": ", trouble));
+  }
+  const Neighbour& neighbour = job_[static_cast<std::size_t>(leader)];
+  auto segment = Segment::adopt(Courier::fetch(neighbour.address, neighbour.key_word, key, deadline));
+  if (segment->size() < bytes) {
+    throw Error(ErrorKind::kSchemaMismatch,
+                str(name, ": rank ", leader, " shares ", segment->size(), " bytes, this rank expects ", bytes,
+                    "; do all ranks run one version?"));
+  }
+  return segment;
+}
+
+void Neighbourhood::seal(const std::string& name) { courier_->withdraw(hash_of(name)); }
+
+char* Neighbourhood::map(int rank, const Location& location, std::size_t bytes, Deadline deadline) {
+  HPCOMM_ASSERT(rank >= 0 && static_cast<std::size_t>(rank) < job_.size(), "rank ", rank);
+  Neighbour& neighbour = job_[static_cast<std::size_t>(rank)];
+  std::lock_guard lock(mutex_);
+  auto known = neighbour.segments.find(location.segment);
+  if (known == neighbour.segments.end()) {
+    auto segment =
+        Segment::adopt(Courier::fetch(neighbour.address, neighbour.key_word, kFirstArena + location.segment, deadline));
+    segment->close_descriptor();
+    known = neighbour.segments.emplace(location.segment, std::move(segment)).first;
+  }
+  const Segment& segment = *known->second;
+  if (location.offset > segment.size() || bytes > segment.size() - location.offset) {
+    throw Error(ErrorKind::kProtocol, str("rank ", rank, " named ", bytes, " bytes that are not in its arena"));
+  }
+  return segment.data() + location.offset;
+}
+
+}  // namespace hpcomm::shm

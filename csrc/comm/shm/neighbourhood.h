@@ -1,0 +1,67 @@
+// Neighbourhood: the ranks of a job that share memory with this one. Found out by trying.
+//
+// Host names, environment variables and addresses say little about who shares memory (containers do not, although one
+// kernel runs them all), so every rank offers a page with random contents, and every other tries to read it.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "comm/shm/arena.h"
+#include "comm/shm/courier.h"
+#include "comm/shm/segment.h"
+#include "control/control.h"
+
+namespace hpcomm::shm {
+
+class Neighbourhood {
+ public:
+  // Collective over the job. `host` tells ranks apart that could share memory and shall not (a test, a NUMA node):
+  // only ranks with equal values do. Never throws because memory cannot be shared: the neighbourhood is then smaller.
+  // Throws kTimedOut or the job's failure.
+  [[nodiscard]] static std::shared_ptr<Neighbourhood> discover(std::shared_ptr<Control> control, Deadline deadline,
+                                                               const std::string& host = {});
+
+  // The job's ranks in it, this one among them, in order. All of them find the same.
+  [[nodiscard]] const std::vector<int>& ranks() const noexcept { return ranks_; }
+  [[nodiscard]] bool contains(const std::vector<int>& ranks) const;
+  // Why `rank` is not in it: for messages.
+  [[nodiscard]] std::string why_not(int rank) const;
+
+  // A segment of `bytes` that `members` (of the job, in group order; all in the neighbourhood) map. Made by the first
+  // of them. Collective over them; `name` is unique. Throws kTransport on all of them when there is no memory.
+  [[nodiscard]] std::shared_ptr<Segment> share(const std::string& name, const std::vector<int>& members,
+                                               std::size_t bytes, Deadline deadline);
+  // After all members of share() have the segment: nobody else can get it from here on.
+  void seal(const std::string& name);
+
+  // This rank's memory that neighbours can map.
+  [[nodiscard]] Arena& arena() noexcept { return *arena_; }
+  // `bytes` at `location` of `rank`'s arena, mapped on first use. Throws kProtocol when they do not lie in it.
+  [[nodiscard]] char* map(int rank, const Location& location, std::size_t bytes, Deadline deadline);
+
+ private:
+  struct Neighbour {
+    std::string address;
+    KeyWord key_word{};
+    std::string obstacle;  // why it shares no memory with us; empty when it does
+    std::map<std::uint32_t, std::shared_ptr<Segment>> segments;
+  };
+
+  explicit Neighbourhood(std::shared_ptr<Control> control);
+  void meet(const std::string& host, Deadline deadline);
+  [[nodiscard]] std::string try_to_read(Neighbour& neighbour, const std::string& page, Deadline deadline) const;
+
+  std::shared_ptr<Control> control_;
+  std::shared_ptr<Courier> courier_;  // null when this rank cannot offer anything; `obstacle_` says why
+  std::string obstacle_;
+  std::unique_ptr<Arena> arena_;
+  std::vector<Neighbour> job_;  // by rank
+  std::vector<int> ranks_;
+  mutable std::mutex mutex_;  // guards the segments of `job_`
+};
+
+}  // namespace hpcomm::shm

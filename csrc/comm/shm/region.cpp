@@ -1,0 +1,64 @@
+// Offsets of a group's segment.
+#include "comm/shm/region.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "base/error.h"
+
+namespace hpcomm::shm {
+
+namespace {
+
+constexpr std::size_t kPage = 4096;
+// All slots of a group, and all its rings, stay about below these.
+constexpr std::size_t kSlotBudget = std::size_t{4} << 20;
+constexpr std::size_t kRingBudget = std::size_t{4} << 20;
+
+struct Places {
+  std::size_t bells = 0;
+  std::size_t lines = 0;
+  std::size_t ring_ends = 0;
+  std::size_t slots = 0;
+  std::size_t rings = 0;
+  std::size_t end = 0;
+};
+
+Places places(const Geometry& g) {
+  const auto page = [](std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; };
+  Places at;
+  at.lines = page(g.ranks * sizeof(Bell));
+  at.ring_ends = at.lines + page(g.ranks * 2 * sizeof(Line));
+  at.slots = at.ring_ends + page(g.ranks * g.ranks * sizeof(RingEnds));
+  at.rings = at.slots + g.ranks * 2 * g.slot_bytes;
+  at.end = at.rings + g.ranks * g.ranks * g.ring_bytes;
+  return at;
+}
+
+}  // namespace
+
+Geometry Geometry::for_ranks(std::size_t ranks) {
+  Geometry g;
+  g.ranks = ranks;
+  // Two slots of a rank and what it reduces into should stay in its second-level cache.
+  g.slot_bytes = std::clamp(std::bit_floor(kSlotBudget / (2 * ranks)), std::size_t{16} << 10, std::size_t{256} << 10);
+  g.ring_bytes =
+      std::clamp(std::bit_floor(kRingBudget / (ranks * ranks)), std::size_t{8} << 10, std::size_t{512} << 10);
+  return g;
+}
+
+std::size_t Geometry::bytes() const noexcept { return places(*this).end; }
+
+Region::Region(std::shared_ptr<Segment> segment, Geometry geometry)
+    : segment_(std::move(segment)), geometry_(geometry) {
+  HPCOMM_ASSERT(segment_->size() >= geometry_.bytes(), "a segment of ", segment_->size(), " bytes");
+  const Places at = places(geometry_);
+  char* base = segment_->data();
+  bells_ = reinterpret_cast<Bell*>(base + at.bells);
+  lines_ = reinterpret_cast<Line*>(base + at.lines);
+  ring_ends_ = reinterpret_cast<RingEnds*>(base + at.ring_ends);
+  slots_ = base + at.slots;
+  rings_ = base + at.rings;
+}
+
+}  // namespace hpcomm::shm

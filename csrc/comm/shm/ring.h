@@ -1,0 +1,73 @@
+// Ring: bytes from one rank to another, in order, through shared memory. One writer and one reader.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "comm/shm/region.h"
+
+namespace hpcomm::shm {
+
+enum class FrameKind : std::uint8_t {
+  kMessage = 1,    // followed by its bytes
+  kReference = 2,  // its bytes lie in the sender's arena until they are acknowledged
+  kAck = 3,        // of the reference `number`
+  kRefusal = 4,    // of the message or reference `number`: the receiver expected `count` elements of `dtype`
+};
+
+// Everything in a ring begins with one of these, on a cache line.
+struct alignas(64) Frame {
+  FrameKind kind = FrameKind::kMessage;
+  std::uint8_t dtype = 0;
+  std::uint64_t number = 0;  // of the sender's messages to this receiver, from 1
+  std::uint64_t tag = 0;
+  std::uint64_t count = 0;
+  std::uint64_t bytes = 0;
+  Location location;
+};
+static_assert(sizeof(Frame) == 64);
+
+class RingWriter {
+ public:
+  RingWriter(RingEnds& ends, char* data, std::size_t capacity) : ends_(&ends), data_(data), capacity_(capacity) {}
+
+  [[nodiscard]] std::size_t room() const noexcept {
+    return capacity_ - static_cast<std::size_t>(position_ - ends_->read.load(std::memory_order_seq_cst));
+  }
+  // At most room() bytes. The reader sees them after publish().
+  void write(const void* source, std::size_t bytes) noexcept;
+  // The next frame begins on a cache line.
+  void pad() noexcept { position_ = (position_ + 63) / 64 * 64; }
+  void publish() noexcept { ends_->written.store(position_, std::memory_order_seq_cst); }
+
+ private:
+  RingEnds* ends_;
+  char* data_;
+  std::size_t capacity_;
+  std::uint64_t position_ = 0;
+};
+
+class RingReader {
+ public:
+  RingReader(RingEnds& ends, const char* data, std::size_t capacity) : ends_(&ends), data_(data), capacity_(capacity) {}
+
+  [[nodiscard]] std::size_t available() const noexcept {
+    return static_cast<std::size_t>(ends_->written.load(std::memory_order_seq_cst) - position_);
+  }
+  // The frame at the read position, which stays there. available() must be at least its size.
+  [[nodiscard]] Frame peek() const noexcept;
+  void skip(std::size_t bytes) noexcept { position_ += bytes; }
+  // At most available() bytes; a null target drops them.
+  void read(void* target, std::size_t bytes) noexcept;
+  void pad() noexcept { position_ = (position_ + 63) / 64 * 64; }
+  // The writer may use what was read.
+  void release() noexcept { ends_->read.store(position_, std::memory_order_seq_cst); }
+
+ private:
+  RingEnds* ends_;
+  const char* data_;
+  std::size_t capacity_;
+  std::uint64_t position_ = 0;
+};
+
+}  // namespace hpcomm::shm

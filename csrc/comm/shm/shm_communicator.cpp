@@ -1,0 +1,260 @@
+// Ties steps, collectives and messages to the contract, and turns what they report into errors that name ranks.
+#include "comm/shm/shm_communicator.h"
+
+#include <algorithm>
+#include <atomic>
+#include <optional>
+#include <utility>
+
+#include "comm/host_communicator.h"
+#include "comm/shm/collectives.h"
+#include "comm/shm/shm_mailbox.h"
+
+namespace hpcomm {
+
+namespace {
+
+// Tags of user mail lie below: send() and recv() of the contract have a row of their own.
+constexpr std::uint64_t kOrderedTag = ~std::uint64_t{0};
+
+class ShmCommunicator final : public HostCommunicator {
+ public:
+  ShmCommunicator(CommunicatorConfig config, std::shared_ptr<shm::Neighbourhood> neighbourhood)
+      : HostCommunicator(std::move(config)), neighbourhood_(std::move(neighbourhood)) {
+    const auto geometry = shm::Geometry::for_ranks(ranks().size());
+    const Deadline deadline = deadline_after(timeout());
+    const auto self = static_cast<std::size_t>(rank());
+    region_ =
+        std::make_shared<shm::Region>(neighbourhood_->share(name(), ranks(), geometry.bytes(), deadline), geometry);
+    collectives_.emplace(region_, self, neighbourhood_, ranks());
+    shm::ShmMailbox::Setup setup;
+    setup.region = region_;
+    setup.neighbourhood = neighbourhood_;
+    setup.rank = self;
+    setup.members = ranks();
+    setup.lane = lane();
+    setup.timeout = timeout();
+    setup.broken = [this](const Error& why) { abort(why); };
+    mailbox_ = std::make_shared<shm::ShmMailbox>(std::move(setup));
+    watch_peers();
+    try {
+      meet(deadline);
+    } catch (...) {
+      end();  // the destructor does not run for what was never whole
+      throw;
+    }
+  }
+
+  ~ShmCommunicator() override { end(); }
+
+  [[nodiscard]] const char* transport() const noexcept override { return "shm"; }
+  [[nodiscard]] bool can_poll() const noexcept override { return true; }
+  [[nodiscard]] std::shared_ptr<Mailbox> mailbox() override { return mailbox_; }
+  [[nodiscard]] Buffer allocate(std::size_t bytes) override { return neighbourhood_->arena().allocate(bytes); }
+
+ protected:
+  [[nodiscard]] std::shared_ptr<Communicator> make_child(CommunicatorConfig child) override {
+    return make_shm_communicator(std::move(child), neighbourhood_);
+  }
+
+  void execute(const Operation& operation, Deadline deadline) override {
+    const shm::Patience patience{deadline, &interrupted_, operation.options.poll};
+    try {
+      switch (operation.kind) {
+        case Operation::Kind::kAllReduce:
+          collectives_->all_reduce(describe(operation), operation.output, operation.op, patience);
+          return;
+        case Operation::Kind::kReduceScatter:
+          collectives_->reduce_scatter(describe(operation), operation.output, operation.input, operation.op, patience);
+          return;
+        case Operation::Kind::kAllGather:
+          collectives_->all_gather(describe(operation), operation.output, operation.input, patience);
+          return;
+        case Operation::Kind::kBroadcast:
+          collectives_->broadcast(describe(operation), operation.output, static_cast<std::size_t>(operation.peer),
+                                  patience);
+          return;
+        case Operation::Kind::kAllToAll:
+          collectives_->all_to_all(describe(operation), operation.output, operation.input, patience);
+          return;
+        case Operation::Kind::kBarrier:
+          collectives_->barrier(describe(operation), patience);
+          return;
+        case Operation::Kind::kSend:
+        case Operation::Kind::kRecv:
+          transfer(operation, deadline);
+          return;
+      }
+    } catch (const shm::WaitEnded& ended) {
+      explain(operation, ended);
+    } catch (const shm::Disagreement& disagreement) {
+      explain(operation, disagreement);
+    } catch (const Error& error) {
+      // A mismatch leaves all ranks at the same step; anything else may not.
+      if (error.kind() != ErrorKind::kSchemaMismatch && error.kind() != ErrorKind::kInvalidArgument &&
+          !is_message(operation.kind)) {
+        abort(error);
+      }
+      throw;
+    } catch (...) {
+      // The caller's poll() threw: a signal, most likely. Peers may have gone on without us.
+      abort(Error(ErrorKind::kClosed, str(describe_operation(operation), " was interrupted on this rank"),
+                  what_of(operation)));
+      throw;
+    }
+  }
+
+  void interrupt() noexcept override {
+    interrupted_.store(true, std::memory_order_seq_cst);
+    collectives_->steps().wake();
+    mailbox_->fail(*aborted());
+  }
+
+ private:
+  void end() noexcept {
+    shut_down();
+    mailbox_->stop();
+  }
+
+  static bool is_message(Operation::Kind kind) noexcept {
+    return kind == Operation::Kind::kSend || kind == Operation::Kind::kRecv;
+  }
+
+  [[nodiscard]] static shm::Descriptor describe(const Operation& operation) noexcept {
+    shm::Descriptor descriptor;
+    descriptor.kind = static_cast<std::uint8_t>(operation.kind);
+    descriptor.dtype = static_cast<std::uint8_t>(operation.input.dtype);
+    descriptor.op = static_cast<std::uint8_t>(operation.op);
+    descriptor.root = operation.peer;
+    descriptor.count = operation.input.count;
+    return descriptor;
+  }
+
+  [[nodiscard]] ErrorContext what_of(const Operation& operation) const {
+    return context(operation_name(operation.kind), operation.peer, operation.sequence);
+  }
+
+  [[nodiscard]] std::string describe_operation(const Operation& operation) const {
+    return str(operation_name(operation.kind), " #", operation.sequence, " on lane ", lane());
+  }
+
+  [[nodiscard]] static std::string text_of(const shm::Descriptor& descriptor) {
+    const auto kind = static_cast<Operation::Kind>(descriptor.kind);
+    if (kind == Operation::Kind::kBarrier) {
+      return operation_name(kind);
+    }
+    const auto dtype = dtype_from_wire(descriptor.dtype);
+    std::string text = str(operation_name(kind), "(", descriptor.count, " ", dtype ? to_string(*dtype) : "unknown");
+    if (kind == Operation::Kind::kAllReduce || kind == Operation::Kind::kReduceScatter) {
+      text += str(", ", to_string(static_cast<ReduceOp>(descriptor.op)));
+    }
+    if (kind == Operation::Kind::kBroadcast) {
+      text += str(", root ", descriptor.root);
+    }
+    return text + ")";
+  }
+
+  // Empty messages are not sent: neither end of this contract expects them.
+  void transfer(const Operation& operation, Deadline deadline) {
+    const bool sends = operation.kind == Operation::Kind::kSend;
+    const BufferView& view = sends ? operation.input : operation.output;
+    if (view.bytes == 0) {
+      return;
+    }
+    OpOptions options;
+    options.keepalive = operation.options.keepalive;
+    options.timeout = std::max(std::chrono::milliseconds(1),
+                               std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()));
+    const MailPtr mail = sends ? mailbox_->send(view, operation.peer, kOrderedTag, options)
+                               : mailbox_->recv(view, operation.peer, kOrderedTag, options);
+    const auto& own = static_cast<const shm::Mail&>(*mail);
+    while (!own.done()) {
+      (void)mailbox_->drive(own, deadline + std::chrono::milliseconds(5), operation.options.poll);
+    }
+    shm::ShmMailbox::check(own);
+  }
+
+  // All ranks have the segment: the descriptor that others got it by can go.
+  void meet(Deadline deadline) {
+    const shm::Patience patience{deadline, &interrupted_, nullptr};
+    try {
+      collectives_->barrier({}, patience);
+    } catch (const shm::WaitEnded& ended) {
+      Operation operation;
+      operation.kind = Operation::Kind::kBarrier;
+      explain(operation, ended);
+    }
+    if (rank() == 0) {
+      neighbourhood_->seal(name());
+    }
+  }
+
+  [[noreturn]] void explain(const Operation& operation, const shm::WaitEnded& ended) {
+    ErrorContext what = what_of(operation);
+    throw_if_aborted(what);
+    std::string missing;
+    int missing_rank = -1;
+    for (std::size_t r = 0; r < ranks().size(); ++r) {
+      if (!collectives_->steps().has_come(r, ended.step)) {
+        missing_rank = missing_rank < 0 ? ranks()[r] : missing_rank;
+        missing += str(missing.empty() ? "rank " : ", rank ", ranks()[r]);
+      }
+    }
+    what.peer = missing_rank;
+    const Error late(
+        ErrorKind::kTimedOut,
+        str(describe_operation(operation), " took longer than its time-out: ", missing.empty() ? "a rank" : missing,
+            " did not come in time; is it running, and did it issue the same operation?"),
+        what);
+    abort(late);  // whoever comes later finds us gone
+    throw late;
+  }
+
+  [[noreturn]] void explain(const Operation& operation, const shm::Disagreement& disagreement) {
+    // Who issued what, equal ones together.
+    std::vector<std::pair<std::string, std::string>> sides;
+    int other = -1;
+    for (std::size_t r = 0; r < disagreement.descriptors.size(); ++r) {
+      const std::string text = text_of(disagreement.descriptors[r]);
+      if (other < 0 && !disagreement.descriptors[r].agrees(describe(operation))) {
+        other = static_cast<int>(r);
+      }
+      auto side = std::find_if(sides.begin(), sides.end(), [&text](const auto& known) { return known.second == text; });
+      if (side == sides.end()) {
+        sides.emplace_back(str("rank ", ranks()[r]), text);
+      } else {
+        side->first += str(", ", ranks()[r]);
+      }
+    }
+    std::string all;
+    for (const auto& [who, text] : sides) {
+      all += str(all.empty() ? "" : "; ", who, " issued ", text);
+    }
+    ErrorContext what = what_of(operation);
+    what.peer = other < 0 ? -1 : ranks()[static_cast<std::size_t>(other)];
+    throw Error(ErrorKind::kSchemaMismatch,
+                str(describe_operation(operation), ": the ranks did not issue the same operation: ", all,
+                    ". No data was moved and the communicator can be used again"),
+                what);
+  }
+
+  std::shared_ptr<shm::Neighbourhood> neighbourhood_;
+  std::shared_ptr<shm::Region> region_;
+  std::optional<shm::Collectives> collectives_;
+  std::shared_ptr<shm::ShmMailbox> mailbox_;
+  std::atomic<bool> interrupted_ = false;
+};
+
+}  // namespace
+
+std::shared_ptr<Communicator> make_shm_communicator(CommunicatorConfig config,
+                                                    std::shared_ptr<shm::Neighbourhood> neighbourhood) {
+  HPCOMM_REQUIRE(neighbourhood != nullptr, "no neighbourhood");
+  for (const int rank : config.ranks) {
+    HPCOMM_REQUIRE(neighbourhood->contains({rank}), "rank ", rank,
+                   " shares no memory with this one: ", neighbourhood->why_not(rank));
+  }
+  return std::make_shared<ShmCommunicator>(std::move(config), std::move(neighbourhood));
+}
+
+}  // namespace hpcomm

@@ -1,0 +1,427 @@
+// Moving and matching messages. Everything here but send() and recv() runs with the mutex held.
+#include "comm/shm/shm_mailbox.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/error.h"
+#include "base/fork.h"
+
+namespace hpcomm::shm {
+
+namespace {
+
+// Bytes that are shown to the reader at once: it copies them while the writer goes on.
+constexpr std::size_t kPiece = std::size_t{32} << 10;
+// From here on a message that lies in the sender's arena is copied once, by the receiver.
+constexpr std::size_t kReferenceBytes = std::size_t{128} << 10;
+
+std::string elements(std::uint64_t count, std::uint8_t dtype) {
+  const auto known = dtype_from_wire(dtype);
+  return str(count, " ", known ? to_string(*known) : "unknown", count == 1 ? " element" : " elements");
+}
+
+}  // namespace
+
+ShmMailbox::ShmMailbox(Setup setup)
+    : setup_(std::move(setup)),
+      generation_(fork_generation()),
+      policy_(policy_for(static_cast<int>(setup_.members.size()))),
+      bell_(setup_.region->bell(setup_.rank)),
+      peers_(setup_.members.size()) {
+  const Region& region = *setup_.region;
+  const std::size_t capacity = region.geometry().ring_bytes;
+  for (std::size_t r = 0; r < peers_.size(); ++r) {
+    if (r != setup_.rank) {
+      peers_[r].writer.emplace(region.ring_ends(setup_.rank, r), region.ring_data(setup_.rank, r), capacity);
+      peers_[r].reader.emplace(region.ring_ends(r, setup_.rank), region.ring_data(r, setup_.rank), capacity);
+    }
+  }
+}
+
+void ShmMailbox::require_usable(const char* operation, int peer) const {
+  if (fork_generation() != generation_) {
+    throw Error(ErrorKind::kClosed, str(operation, " on lane ", setup_.lane, " in a forked child"));
+  }
+  if (failed_) {
+    throw Error(*failed_);
+  }
+  HPCOMM_REQUIRE(
+      peer >= 0 && static_cast<std::size_t>(peer) < peers_.size() && static_cast<std::size_t>(peer) != setup_.rank,
+      operation, ": rank ", setup_.rank, " of ", peers_.size(), " has no peer ", peer);
+}
+
+ShmMailbox::Held ShmMailbox::make(const char* operation, const BufferView& view, int peer, std::uint64_t tag,
+                                  const OpOptions& options, std::uint64_t sequence) {
+  const int other = peer < 0 ? -1 : setup_.members[static_cast<std::size_t>(peer)];
+  const auto limit = options.timeout.count() > 0 ? options.timeout : setup_.timeout;
+  ErrorContext what{setup_.members[setup_.rank], other, static_cast<long long>(sequence), operation};
+  ++pending_;
+  return std::make_shared<Mail>(shared_from_this(), std::move(what), view, peer, tag, options.keepalive,
+                                deadline_after(limit));
+}
+
+MailPtr ShmMailbox::send(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options) {
+  Held mail;
+  bool waits = false;
+  {
+    const Turn turn(*this);
+    require_usable("send", peer);
+    Peer& to = peer_at(peer);
+    pull(peer);  // a refusal, perhaps
+    if (to.refusal) {
+      throw Error(*std::exchange(to.refusal, std::nullopt));
+    }
+    mail = make("send", buffer, peer, tag, options, to.numbers);
+    mail->number_ = ++to.numbers;
+    Frame frame;
+    frame.kind = FrameKind::kMessage;
+    frame.dtype = static_cast<std::uint8_t>(buffer.dtype);
+    frame.number = mail->number_;
+    frame.tag = tag;
+    frame.count = buffer.count;
+    frame.bytes = buffer.bytes;
+    if (buffer.bytes >= kReferenceBytes) {
+      if (const auto location = setup_.neighbourhood->arena().locate(buffer.data, buffer.bytes)) {
+        frame.kind = FrameKind::kReference;
+        frame.location = *location;
+      }
+    }
+    to.outgoing.push_back({frame, mail});
+    push(peer);
+    waits = pending();
+  }
+  if (waits) {
+    arm();
+  }
+  return mail;
+}
+
+MailPtr ShmMailbox::recv(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options) {
+  Held mail;
+  bool waits = false;
+  {
+    const Turn turn(*this);
+    require_usable("recv", peer == kAnySource ? static_cast<int>(setup_.rank == 0) : peer);
+    mail = make("recv", buffer, peer, tag, options, receives_++);
+    if (!take_early(mail)) {
+      posted_.push_back(mail);
+      progress();
+    }
+    waits = pending();
+  }
+  if (waits) {
+    arm();
+  }
+  return mail;
+}
+
+// --- out -------------------------------------------------------------------------------------------------------------
+
+void ShmMailbox::progress() {
+  if (failed_) {
+    return;
+  }
+  for (std::size_t r = 0; r < peers_.size(); ++r) {
+    if (r != setup_.rank) {
+      pull(static_cast<int>(r));
+      push(static_cast<int>(r));
+    }
+  }
+}
+
+void ShmMailbox::push(int to) {
+  Peer& peer = peer_at(to);
+  RingWriter& writer = *peer.writer;
+  bool wrote = false;
+  while (!peer.outgoing.empty()) {
+    Outgoing& next = peer.outgoing.front();
+    if (!next.begun) {
+      if (writer.room() < sizeof(Frame)) {
+        break;
+      }
+      writer.write(&next.frame, sizeof(Frame));
+      next.begun = true;
+      wrote = true;
+    }
+    if (next.frame.kind == FrameKind::kMessage) {
+      Mail& mail = *next.mail;
+      std::size_t left = mail.view_.bytes - mail.moved_;
+      while (left > 0) {
+        const std::size_t bytes = std::min({left, writer.room(), kPiece});
+        if (bytes == 0) {
+          break;
+        }
+        writer.write(static_cast<const char*>(mail.view_.data) + mail.moved_, bytes);
+        mail.moved_ += bytes;
+        left -= bytes;
+        wrote = true;
+        if (left > 0) {
+          writer.publish();
+          ring(setup_.region->bell(static_cast<std::size_t>(to)));
+        }
+      }
+      if (left > 0) {
+        break;
+      }
+      writer.pad();
+      // A refusal may have come while the rest was on its way; then the mail has its error already.
+      end(mail, mail.error_);
+    } else if (next.frame.kind == FrameKind::kReference) {
+      peer.references.emplace(next.frame.number, next.mail);
+    }
+    peer.outgoing.pop_front();
+  }
+  if (wrote) {
+    writer.publish();
+    ring(setup_.region->bell(static_cast<std::size_t>(to)));
+  }
+}
+
+void ShmMailbox::answer(int to, FrameKind kind, std::uint64_t number, const BufferView* expected) {
+  Outgoing answer;
+  answer.frame.kind = kind;
+  answer.frame.number = number;
+  if (expected != nullptr) {
+    answer.frame.count = expected->count;
+    answer.frame.dtype = static_cast<std::uint8_t>(expected->dtype);
+  }
+  peer_at(to).outgoing.push_back(std::move(answer));
+}
+
+// --- in --------------------------------------------------------------------------------------------------------------
+
+// Is there anything left to do? Also without a mail: the rest of a refused message, answers that found no room.
+bool ShmMailbox::pending() const {
+  return pending_ > 0 || std::any_of(peers_.begin(), peers_.end(),
+                                     [](const Peer& peer) { return peer.incoming || !peer.outgoing.empty(); });
+}
+
+// Is there a reason to read what `from` sends beyond what a receive waits for? Otherwise it stays in the ring, and the
+// sender is held back.
+bool ShmMailbox::is_wanted(int from) const {
+  if (!peers_[static_cast<std::size_t>(from)].references.empty()) {
+    return true;  // the acknowledgement may come behind it
+  }
+  return std::any_of(posted_.begin(), posted_.end(),
+                     [from](const Held& mail) { return mail->peer_ == from || mail->peer_ == kAnySource; });
+}
+
+void ShmMailbox::pull(int from) {
+  Peer& peer = peer_at(from);
+  bool moved = false;
+  for (;;) {
+    if (!peer.incoming && !pull_frame(from)) {
+      break;
+    }
+    moved = true;
+    if (peer.incoming && !pull_bytes(from)) {
+      break;
+    }
+  }
+  if (moved) {
+    peer.reader->release();
+    ring(setup_.region->bell(static_cast<std::size_t>(from)));
+  }
+}
+
+// Takes the next frame off the ring; false when there is none, or nobody wants it yet.
+bool ShmMailbox::pull_frame(int from) {
+  Peer& peer = peer_at(from);
+  RingReader& reader = *peer.reader;
+  if (reader.available() < sizeof(Frame)) {
+    return false;
+  }
+  const Frame frame = reader.peek();
+  if (frame.kind == FrameKind::kAck || frame.kind == FrameKind::kRefusal) {
+    reader.skip(sizeof(Frame));
+    accept_answer(from, frame);
+    return true;
+  }
+  const Held mail = match(from, frame);
+  if (mail == nullptr && !is_wanted(from)) {
+    return false;
+  }
+  reader.skip(sizeof(Frame));
+  if (mail != nullptr) {
+    mail->matched_ = true;
+    mail->peer_ = from;
+    const bool fitting = fits(*mail, frame, from);
+    if (frame.kind == FrameKind::kReference) {
+      if (fitting) {
+        take_reference(*mail, frame, from);
+      }
+      return true;
+    }
+    peer.incoming.emplace(Incoming{frame, fitting ? mail : nullptr, nullptr, 0});
+    return true;
+  }
+  const auto early = std::make_shared<Early>();
+  early->frame = frame;
+  early->arrival = arrivals_++;
+  peer.early.push_back(early);
+  if (frame.kind == FrameKind::kReference) {
+    early->complete = true;
+    return true;
+  }
+  early->bytes.resize(frame.bytes);
+  peer.incoming.emplace(Incoming{frame, nullptr, early, 0});
+  return true;
+}
+
+// Reads into what the frame was matched with; true when the message is over.
+bool ShmMailbox::pull_bytes(int from) {
+  Peer& peer = peer_at(from);
+  RingReader& reader = *peer.reader;
+  Incoming& incoming = *peer.incoming;
+  char* target = incoming.mail ? static_cast<char*>(incoming.mail->view_.data)
+                               : (incoming.early ? incoming.early->bytes.data() : nullptr);
+  while (incoming.moved < incoming.frame.bytes) {
+    const std::size_t bytes = std::min({incoming.frame.bytes - incoming.moved, reader.available(), kPiece});
+    if (bytes == 0) {
+      return false;
+    }
+    reader.read(target == nullptr ? nullptr : target + incoming.moved, bytes);
+    incoming.moved += bytes;
+    if (incoming.moved < incoming.frame.bytes) {
+      reader.release();
+      ring(setup_.region->bell(static_cast<std::size_t>(from)));
+    }
+  }
+  reader.pad();
+  if (incoming.mail) {
+    end(*incoming.mail);
+  } else if (incoming.early) {
+    incoming.early->complete = true;
+    if (const Held taker = std::exchange(incoming.early->taker, nullptr)) {
+      deliver(*incoming.early, taker, from);
+    }
+  }
+  peer.incoming.reset();
+  return true;
+}
+
+ShmMailbox::Held ShmMailbox::match(int from, const Frame& frame) {
+  for (auto it = posted_.begin(); it != posted_.end(); ++it) {
+    const Mail& mail = **it;
+    if ((mail.peer_ == from || mail.peer_ == kAnySource) && mail.tag_ == frame.tag) {
+      const Held found = *it;
+      posted_.erase(it);
+      return found;
+    }
+  }
+  return nullptr;
+}
+
+// Ends `mail` with an error, here and there, when the message is another one than it expects.
+bool ShmMailbox::fits(Mail& mail, const Frame& frame, int from) {
+  if (frame.count == mail.view_.count && frame.dtype == static_cast<std::uint8_t>(mail.view_.dtype) &&
+      frame.bytes == mail.view_.bytes) {
+    return true;
+  }
+  const int sender = setup_.members[static_cast<std::size_t>(from)];
+  ErrorContext what = mail.what_;
+  what.peer = sender;
+  const Error error(
+      ErrorKind::kSchemaMismatch,
+      str("recv on lane ", setup_.lane, ": rank ", sender, " sent ", elements(frame.count, frame.dtype), ", rank ",
+          what.rank, " expected ", elements(mail.view_.count, static_cast<std::uint8_t>(mail.view_.dtype)),
+          "; the message was dropped"),
+      what);
+  answer(from, FrameKind::kRefusal, frame.number, &mail.view_);
+  end(mail, std::make_exception_ptr(error));
+  return false;
+}
+
+void ShmMailbox::take_reference(Mail& mail, const Frame& frame, int from) {
+  try {
+    const char* source = setup_.neighbourhood->map(setup_.members[static_cast<std::size_t>(from)], frame.location,
+                                                   frame.bytes, mail.deadline_);
+    std::memcpy(mail.view_.data, source, frame.bytes);
+    answer(from, FrameKind::kAck, frame.number, nullptr);
+    end(mail);
+  } catch (const Error&) {
+    answer(from, FrameKind::kRefusal, frame.number, &mail.view_);
+    end(mail, std::current_exception());
+  }
+}
+
+void ShmMailbox::accept_answer(int from, const Frame& frame) {
+  Peer& peer = peer_at(from);
+  Held mail;
+  if (const auto reference = peer.references.find(frame.number); reference != peer.references.end()) {
+    mail = reference->second;
+    peer.references.erase(reference);
+  }
+  if (frame.kind == FrameKind::kAck) {
+    if (mail) {
+      end(*mail);
+    }
+    return;
+  }
+  const int receiver = setup_.members[static_cast<std::size_t>(from)];
+  const ErrorContext what{setup_.members[setup_.rank], receiver, static_cast<long long>(frame.number) - 1, "send"};
+  const Error error(ErrorKind::kSchemaMismatch,
+                    str("send #", what.sequence, " on lane ", setup_.lane, ": rank ", receiver,
+                        " refused it: it expected ", elements(frame.count, frame.dtype)),
+                    what);
+  if (mail) {
+    end(*mail, std::make_exception_ptr(error));
+  } else if (!peer.outgoing.empty() && peer.outgoing.front().begun && peer.outgoing.front().mail &&
+             peer.outgoing.front().frame.number == frame.number) {
+    peer.outgoing.front().mail->error_ = std::make_exception_ptr(error);  // once the rest has been dropped there
+  } else {
+    peer.refusal = error;  // that send returned long ago
+  }
+}
+
+// --- messages that came before their receive -------------------------------------------------------------------------
+
+// True when `mail` takes a message that was read before it was posted.
+bool ShmMailbox::take_early(const Held& mail) {
+  int from = -1;
+  std::shared_ptr<Early> oldest;
+  for (std::size_t r = 0; r < peers_.size(); ++r) {
+    if (mail->peer_ != kAnySource && static_cast<std::size_t>(mail->peer_) != r) {
+      continue;
+    }
+    for (const auto& early : peers_[r].early) {
+      if (early->frame.tag == mail->tag_ && early->taker == nullptr) {
+        if (oldest == nullptr || early->arrival < oldest->arrival) {
+          oldest = early;
+          from = static_cast<int>(r);
+        }
+        break;  // of one sender the first one counts
+      }
+    }
+  }
+  if (oldest == nullptr) {
+    return false;
+  }
+  mail->peer_ = from;
+  mail->matched_ = true;
+  if (oldest->complete) {
+    deliver(*oldest, mail, from);
+    push(from);  // an answer, perhaps
+  } else {
+    oldest->taker = mail;
+  }
+  return true;
+}
+
+void ShmMailbox::deliver(Early& early, const Held& mail, int from) {
+  if (fits(*mail, early.frame, from)) {
+    if (early.frame.kind == FrameKind::kReference) {
+      take_reference(*mail, early.frame, from);
+    } else {
+      if (!early.bytes.empty()) {
+        std::memcpy(mail->view_.data, early.bytes.data(), early.bytes.size());
+      }
+      end(*mail);
+    }
+  }
+  peer_at(from).early.remove_if([&early](const std::shared_ptr<Early>& other) { return other.get() == &early; });
+}
+
+}  // namespace hpcomm::shm

@@ -1,0 +1,177 @@
+// The Mailbox of ranks that share memory: a ring per ordered pair, matching as MPI does it.
+//
+// Whoever waits makes everything progress. Operations that nobody waits for are driven by a thread, which a timer wakes
+// only when something has been pending for a while: a program that waits for its messages never meets it.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/mailbox.h"
+#include "comm/shm/neighbourhood.h"
+#include "comm/shm/ring.h"
+
+namespace hpcomm::shm {
+
+class ShmMailbox;
+
+// One send or receive. Guarded by the mailbox's mutex but for `done_`.
+class Mail final : public MailWork, public std::enable_shared_from_this<Mail> {
+ public:
+  Mail(std::shared_ptr<ShmMailbox> owner, ErrorContext what, const BufferView& view, int peer, std::uint64_t tag,
+       Keepalive keepalive, Deadline deadline);
+
+  [[nodiscard]] const ErrorContext& what() const noexcept override { return what_; }
+  [[nodiscard]] bool done() const override { return done_.load(std::memory_order_acquire); }
+  [[nodiscard]] bool wait_until(Deadline deadline) const override;
+  [[nodiscard]] Event event() const override;
+  [[nodiscard]] int source() const noexcept override { return peer_; }
+
+ private:
+  friend class ShmMailbox;
+
+  std::shared_ptr<ShmMailbox> owner_;
+  ErrorContext what_;
+  BufferView view_;
+  int peer_;  // of an open receive kAnySource, until it is matched
+  std::uint64_t tag_;
+  Keepalive keepalive_;
+  Deadline deadline_;
+  std::uint64_t number_ = 0;  // of a message, once it is under way
+  std::size_t moved_ = 0;     // bytes
+  bool matched_ = false;      // of a receive: a message is being read into it
+  std::exception_ptr error_;
+  std::atomic<bool> done_ = false;
+};
+
+class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<ShmMailbox> {
+ public:
+  struct Setup {
+    std::shared_ptr<Region> region;
+    std::shared_ptr<Neighbourhood> neighbourhood;
+    std::size_t rank = 0;
+    std::vector<int> members;  // ranks of the job
+    std::string lane;
+    std::chrono::milliseconds timeout{0};
+    // Called when a time-out cut a message in two, so that nothing can follow in order. Any thread, no lock held.
+    std::function<void(const Error&)> broken;
+  };
+  explicit ShmMailbox(Setup setup);
+  ~ShmMailbox() override;
+
+  MailPtr send(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options) override;
+  MailPtr recv(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options) override;
+
+  // Makes everything progress until `mail` has ended; false when the deadline came first. Does not throw its error.
+  [[nodiscard]] bool drive(const Mail& mail, Deadline deadline, void (*poll)() = nullptr);
+  // Throws what went wrong with a mail that has ended.
+  static void check(const Mail& mail);
+  // Ends everything that is under way, and refuses more. From any thread.
+  void fail(const Error& why) noexcept;
+  // fail(), and the thread ends. No call may be in progress.
+  void stop() noexcept;
+
+ private:
+  using Held = std::shared_ptr<Mail>;
+  // The mutex, and then what ended while it was held: a keepalive may be a tensor, whose end may take other locks.
+  class Turn {
+   public:
+    explicit Turn(ShmMailbox& mailbox) : mailbox_(mailbox), lock_(mailbox.mutex_) {}
+    ~Turn();
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+   private:
+    ShmMailbox& mailbox_;
+    std::unique_lock<std::mutex> lock_;
+  };
+  struct Outgoing {
+    Frame frame;
+    Held mail;  // null for answers
+    bool begun = false;
+  };
+  // A message that came before its receive.
+  struct Early {
+    Frame frame;
+    std::vector<char> bytes;
+    std::uint64_t arrival = 0;
+    bool complete = false;
+    Held taker;  // a receive that waits for the rest of it
+  };
+  // What the head of a ring is being read into.
+  struct Incoming {
+    Frame frame;
+    Held mail;
+    std::shared_ptr<Early> early;
+    std::size_t moved = 0;
+  };
+  struct Peer {
+    std::optional<RingWriter> writer;
+    std::optional<RingReader> reader;
+    std::deque<Outgoing> outgoing;
+    std::map<std::uint64_t, Held> references;  // sent, not acknowledged
+    std::optional<Incoming> incoming;
+    std::list<std::shared_ptr<Early>> early;
+    std::uint64_t numbers = 0;
+    std::optional<Error> refusal;  // of a send that had ended; the next one raises it
+  };
+
+  [[nodiscard]] Held make(const char* operation, const BufferView& view, int peer, std::uint64_t tag,
+                          const OpOptions& options, std::uint64_t sequence);
+  void require_usable(const char* operation, int peer) const;
+  [[nodiscard]] Peer& peer_at(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
+
+  // All with the mutex held.
+  void progress();
+  void push(int to);
+  void pull(int from);
+  [[nodiscard]] bool pull_frame(int from);
+  [[nodiscard]] bool pull_bytes(int from);
+  void answer(int to, FrameKind kind, std::uint64_t number, const BufferView* expected);
+  void accept_answer(int from, const Frame& frame);
+  [[nodiscard]] Held match(int from, const Frame& frame);
+  [[nodiscard]] bool fits(Mail& mail, const Frame& frame, int from);
+  void take_reference(Mail& mail, const Frame& frame, int from);
+  [[nodiscard]] bool take_early(const Held& mail);
+  void deliver(Early& early, const Held& mail, int from);
+  void end(Mail& mail, std::exception_ptr error = nullptr);
+  void expire();
+  [[nodiscard]] bool is_wanted(int from) const;
+  [[nodiscard]] bool pending() const;
+
+  void arm();
+  void pump();
+  void report_broken();
+
+  const Setup setup_;
+  const std::uint32_t generation_;
+  const WaitPolicy policy_;
+  Bell& bell_;
+  std::mutex mutex_;
+  std::vector<Peer> peers_;
+  std::list<Held> posted_;  // receives that no message has matched, oldest first
+  std::uint64_t arrivals_ = 0;
+  std::uint64_t receives_ = 0;
+  std::size_t pending_ = 0;  // mails that have not ended
+  bool ended_some_ = false;
+  std::vector<Keepalive> garbage_;
+  std::optional<Error> failed_;
+  std::optional<Error> broken_;
+  std::atomic<int> drivers_ = 0;
+
+  std::atomic<bool> armed_ = false;
+  std::atomic<bool> stopping_ = false;
+  control::Fd timer_;
+  std::thread thread_;  // started when it is first needed
+};
+
+}  // namespace hpcomm::shm

@@ -1,0 +1,51 @@
+// Publishing and awaiting steps.
+#include "comm/shm/steps.h"
+
+#include <utility>
+
+namespace hpcomm::shm {
+
+Steps::Steps(std::shared_ptr<Region> region, std::size_t rank)
+    : region_(std::move(region)), rank_(rank), policy_(policy_for(static_cast<int>(region_->geometry().ranks))) {}
+
+void Steps::begin(const Patience& patience) {
+  for (std::size_t r = 0; r < ranks(); ++r) {
+    wait_until(r, step_, patience);
+  }
+  ++step_;
+}
+
+void Steps::publish() {
+  region_->line(rank_, step_).step.store(step_, std::memory_order_seq_cst);
+  for (std::size_t r = 0; r < ranks(); ++r) {
+    if (r != rank_) {
+      ring(region_->bell(r));
+    }
+  }
+}
+
+void Steps::await(std::size_t rank, const Patience& patience) { wait_until(rank, step_, patience); }
+
+void Steps::await_all(const Patience& patience) {
+  for (std::size_t r = 0; r < ranks(); ++r) {
+    wait_until(r, step_, patience);
+  }
+}
+
+bool Steps::has_come(std::size_t rank, std::uint64_t step) const noexcept {
+  return region_->line(rank, step).step.load(std::memory_order_seq_cst) >= step;
+}
+
+void Steps::wait_until(std::size_t rank, std::uint64_t step, const Patience& patience) {
+  const std::atomic<std::uint64_t>& published = region_->line(rank, step).step;
+  if (published.load(std::memory_order_acquire) >= step) {
+    return;
+  }
+  const Waited how = wait_on(region_->bell(rank_), policy_, patience,
+                             [&] { return published.load(std::memory_order_seq_cst) >= step; });
+  if (how != Waited::kReady) {
+    throw WaitEnded{how, step};
+  }
+}
+
+}  // namespace hpcomm::shm

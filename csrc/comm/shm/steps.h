@@ -1,0 +1,58 @@
+// Steps: how the ranks of a group advance together through its collectives.
+//
+// Every collective is a row of steps, as many on each rank. In a step a rank writes its line and slot, publishes them
+// by storing the step's number, and reads the others'. There are two lines and slots per rank, used in turn: those of
+// step s may be written again at step s + 2, which a rank begins only when everybody has published s + 1, and a rank
+// publishes s + 1 only after its last read of step s. So nothing that somebody still reads is ever overwritten, and no
+// counter is ever reset. It follows that a rank must not read step s once it has published s + 1.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "comm/shm/region.h"
+
+namespace hpcomm::shm {
+
+// A wait that did not end well. `rank` is one that has not come.
+struct WaitEnded {
+  Waited how = Waited::kTimedOut;
+  std::uint64_t step = 0;
+};
+
+class Steps {
+ public:
+  Steps(std::shared_ptr<Region> region, std::size_t rank);
+
+  [[nodiscard]] std::size_t rank() const noexcept { return rank_; }
+  [[nodiscard]] std::size_t ranks() const noexcept { return region_->geometry().ranks; }
+  [[nodiscard]] std::size_t slot_bytes() const noexcept { return region_->geometry().slot_bytes; }
+
+  // The next step: returns when this rank's line and slot may be written.
+  void begin(const Patience& patience);
+  [[nodiscard]] Line& own_line() const noexcept { return region_->line(rank_, step_); }
+  [[nodiscard]] char* own_slot() const noexcept { return region_->slot(rank_, step_); }
+  void publish();
+  // After publish(): what `rank` published in this step.
+  void await(std::size_t rank, const Patience& patience);
+  void await_all(const Patience& patience);
+  [[nodiscard]] const Line& line(std::size_t rank) const noexcept { return region_->line(rank, step_); }
+  [[nodiscard]] const char* slot(std::size_t rank) const noexcept { return region_->slot(rank, step_); }
+
+  // Did `rank` publish the step in which a wait ended?
+  [[nodiscard]] bool has_come(std::size_t rank, std::uint64_t step) const noexcept;
+  // Ends a wait of this rank: it looks at `interrupted` again. From any thread.
+  void wake() const noexcept { ring_always(region_->bell(rank_)); }
+
+ private:
+  void wait_until(std::size_t rank, std::uint64_t step, const Patience& patience);
+
+  std::shared_ptr<Region> region_;
+  const std::size_t rank_;
+  const WaitPolicy policy_;
+  std::uint64_t step_ = 0;
+};
+
+}  // namespace hpcomm::shm

@@ -1,0 +1,426 @@
+// comm/shm/: collectives over shared memory, on ranks that are threads.
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+#include "native/check.h"
+#include "native/shm_job.h"
+
+using namespace hpcomm;
+using namespace hpcomm::testing;
+using namespace std::chrono_literals;
+
+namespace {
+
+// Value j of rank r: exact in float32 also when sixteen ranks are summed.
+float coded(int rank, std::size_t j) { return static_cast<float>(rank * 64 + static_cast<int>(j % 61)); }
+
+float coded_sum(int size, std::size_t j) {
+  return static_cast<float>(size * (size - 1) / 2 * 64 + size * static_cast<int>(j % 61));
+}
+
+// A buffer of floats, from the heap or from the communicator.
+class Floats {
+ public:
+  Floats(Communicator& comm, std::size_t count, bool zero_copy) : heap_(zero_copy ? 0 : count) {
+    if (zero_copy) {
+      buffer_ = comm.allocate(count * sizeof(float));
+    } else {
+      buffer_.view.data = heap_.data();
+    }
+    view = {buffer_.view.data, count * sizeof(float), count, DType::kFloat32, {}};
+    for (std::size_t j = 0; j < count; ++j) {
+      at(j) = -1;
+    }
+  }
+  [[nodiscard]] float& at(std::size_t j) const { return static_cast<float*>(view.data)[j]; }
+  BufferView view;
+
+ private:
+  std::vector<float> heap_;
+  Buffer buffer_;
+};
+
+template <typename Want>
+void check_floats(const Floats& got, const std::string& what, const Want& want) {
+  for (std::size_t j = 0; j < got.view.count; ++j) {
+    if (got.at(j) != want(j)) {
+      check::fail(__FILE__, __LINE__,
+                  str(what, " of ", got.view.count, ": [", j, "] is ", got.at(j), ", not ", want(j)));
+      return;
+    }
+  }
+}
+
+void check_all(Communicator& world, std::size_t count, bool zero_copy) {
+  const int size = world.size();
+  const int rank = world.rank();
+  const auto n = static_cast<std::size_t>(size);
+  const OpOptions inline_options{0ms, nullptr, true, nullptr};
+  Floats values(world, count, zero_copy);
+  Floats input(world, count * n, zero_copy);
+  Floats part(world, count, zero_copy);
+  Floats whole(world, count * n, zero_copy);
+  for (std::size_t j = 0; j < count; ++j) {
+    values.at(j) = coded(rank, j);
+  }
+  for (std::size_t j = 0; j < count * n; ++j) {
+    input.at(j) = coded(rank, j);
+  }
+  world.reduce_scatter(part.view, input.view, ReduceOp::kSum, inline_options)->wait();
+  check_floats(part, "reduce_scatter",
+               [&](std::size_t j) { return coded_sum(size, static_cast<std::size_t>(rank) * count + j); });
+  world.all_to_all(whole.view, input.view)->wait();
+  check_floats(whole, "all_to_all", [&](std::size_t j) {
+    return coded(static_cast<int>(j / count), static_cast<std::size_t>(rank) * count + j % count);
+  });
+  world.all_gather(whole.view, values.view, inline_options)->wait();
+  check_floats(whole, "all_gather", [&](std::size_t j) { return coded(static_cast<int>(j / count), j % count); });
+  world.all_reduce(values.view, ReduceOp::kSum, inline_options)->wait();
+  check_floats(values, "all_reduce", [&](std::size_t j) { return coded_sum(size, j); });
+  world.all_reduce(values.view, ReduceOp::kMax)->wait();
+  check_floats(values, "all_reduce max", [&](std::size_t j) { return coded_sum(size, j); });
+  const int root = static_cast<int>(count % n);
+  for (std::size_t j = 0; j < count; ++j) {
+    part.at(j) = coded(rank, j);
+  }
+  world.broadcast(part.view, root, inline_options)->wait();
+  check_floats(part, "broadcast", [&](std::size_t j) { return coded(root, j); });
+  world.barrier()->wait();
+}
+
+}  // namespace
+
+TEST(shm_neighbours_find_each_other) {
+  const ShmJob job(3);
+  for (int r = 0; r < 3; ++r) {
+    CHECK_EQ(job.neighbourhood(r)->ranks().size(), 3U);
+    CHECK(job.neighbourhood(r)->contains({2, 0}));
+    CHECK(job.neighbourhood(r)->why_not(1).empty());
+  }
+}
+
+TEST(shm_ranks_with_other_host_names_are_not_neighbours) {
+  const auto controls = connect_controls(4);
+  run_ranks(4, [&](int rank) {
+    const auto near = shm::Neighbourhood::discover(controls[static_cast<std::size_t>(rank)], ShmJob::soon(),
+                                                   rank < 2 ? "left" : "right");
+    const std::vector<int> want = rank < 2 ? std::vector{0, 1} : std::vector{2, 3};
+    CHECK(near->ranks() == want);
+    CHECK(near->why_not(rank < 2 ? 3 : 0).find("HPCOMM_HOST") != std::string::npos);
+    CommunicatorConfig config;
+    config.name = "world";
+    config.ranks = {0, 1, 2, 3};
+    config.rank = rank;
+    config.lane = "world";
+    config.stream = make_worker_stream("world");
+    config.control = controls[static_cast<std::size_t>(rank)];
+    CHECK_THROWS(ErrorKind::kInvalidArgument, make_shm_communicator(config, near), "shares no memory");
+  });
+}
+
+TEST(shm_collectives_mean_what_they_say) {
+  for (const int size : {1, 2, 3, 4, 7}) {
+    ShmJob(size).run([](Communicator& world) {
+      CHECK_EQ(std::string(world.transport()), "shm");
+      // In a line, in a slot, in slices, in pieces; around every boundary between them.
+      for (const std::size_t count :
+           {0UL, 1UL, 7UL, 10UL, 11UL, 100UL, 1023UL, 4096UL, 4097UL, 8192UL, 8193UL, 70001UL}) {
+        check_all(world, count, false);
+      }
+    });
+  }
+}
+
+TEST(shm_collectives_of_allocated_buffers_are_the_same) {
+  for (const int size : {1, 2, 3, 4}) {
+    ShmJob(size).run([](Communicator& world) {
+      for (const std::size_t count : {1UL, 8191UL, 8193UL, 70001UL, 1500003UL}) {
+        check_all(world, count, true);
+      }
+    });
+  }
+}
+
+TEST(shm_collectives_of_mixed_buffers_are_the_same) {
+  ShmJob(3).run([](Communicator& world) {
+    for (const std::size_t count : {8193UL, 300000UL}) {
+      check_all(world, count, world.rank() == 1);
+    }
+  });
+}
+
+TEST(shm_sixteen_ranks) {
+  ShmJob(16).run([](Communicator& world) {
+    for (const std::size_t count : {1UL, 5000UL, 50000UL}) {
+      check_all(world, count, false);
+    }
+    check_all(world, 20000, true);
+  });
+}
+
+TEST(shm_sums_have_the_same_bits_on_all_ranks_and_in_every_way) {
+  constexpr std::size_t kCount = 100003;
+  const ShmJob job(4);
+  std::vector<std::vector<float>> results(8);
+  job.run([&](Communicator& world) {
+    std::mt19937 random(static_cast<unsigned>(world.rank()));
+    std::normal_distribution<float> normal;
+    std::vector<float> start(kCount);
+    for (float& value : start) {
+      value = normal(random);
+    }
+    for (const bool zero_copy : {false, true}) {
+      Floats values(world, kCount, zero_copy);
+      std::memcpy(values.view.data, start.data(), values.view.bytes);
+      world.all_reduce(values.view, ReduceOp::kAverage)->wait();
+      auto& result = results[static_cast<std::size_t>(world.rank() * 2 + (zero_copy ? 1 : 0))];
+      result.assign(&values.at(0), &values.at(0) + kCount);
+      // One element at a time, through the lines.
+      for (const std::size_t j : {0UL, 77777UL}) {
+        float one = start[j];
+        world.all_reduce({&one, 4, 1, DType::kFloat32, {}}, ReduceOp::kAverage)->wait();
+        CHECK(std::memcmp(&one, &result[j], 4) == 0);
+      }
+    }
+  });
+  for (const auto& result : results) {
+    CHECK(std::memcmp(result.data(), results[0].data(), kCount * 4) == 0);
+  }
+}
+
+TEST(shm_a_mismatch_is_told_to_all_before_data_moves_and_the_group_goes_on) {
+  ShmJob(3).run([](Communicator& world) {
+    for (const std::size_t count : {4UL, 100000UL}) {
+      Floats values(world, count + (world.rank() == 1 ? 1 : 0), false);
+      const auto shapes = error_of(*world.all_reduce(values.view, ReduceOp::kSum));
+      CHECK(shapes && shapes->kind() == ErrorKind::kSchemaMismatch);
+      const std::string text = shapes ? shapes->what() : "";
+      CHECK(text.find(str("all_reduce(", count, " float32")) != std::string::npos);
+      CHECK(text.find(str("rank 1 issued all_reduce(", count + 1)) != std::string::npos);
+      CHECK(text.find("rank 0, 2 issued") != std::string::npos);
+      check_floats(values, "untouched", [](std::size_t) { return -1.0F; });
+
+      const auto order = error_of(world.rank() == 2 ? *world.broadcast(values.view, 0) : *world.barrier());
+      CHECK(order && order->kind() == ErrorKind::kSchemaMismatch);
+      const auto ops = error_of(*world.all_reduce({values.view.data, 16, 4, DType::kFloat32, {}},
+                                                  world.rank() == 0 ? ReduceOp::kMin : ReduceOp::kMax));
+      CHECK(ops && ops->kind() == ErrorKind::kSchemaMismatch);
+      const auto dtypes = error_of(
+          *world.all_gather({values.view.data, 12, 3, world.rank() == 0 ? DType::kInt32 : DType::kFloat32, {}},
+                            {values.view.data, 4, 1, world.rank() == 0 ? DType::kInt32 : DType::kFloat32, {}}));
+      CHECK(dtypes && dtypes->kind() == ErrorKind::kSchemaMismatch);
+      check_all(world, count, false);
+    }
+  });
+}
+
+TEST(shm_a_reduction_without_a_kernel_is_refused_on_all_ranks) {
+  ShmJob(2).run([](Communicator& world) {
+    Floats values(world, 5, false);
+    const auto error = error_of(*world.all_reduce(values.view, ReduceOp::kBitAnd));
+    CHECK(error && error->kind() == ErrorKind::kInvalidArgument);
+    check_all(world, 5, false);
+  });
+}
+
+TEST(shm_a_late_rank_is_named_by_the_time_out) {
+  const ShmJob job(3);
+  std::atomic<int> named{0};
+  run_ranks(3, [&](int rank) {
+    const auto world = job.communicator(rank);
+    if (rank == 1) {
+      CHECK(eventually([&] { return named == 2; }, 20s));
+      return;
+    }
+    OpOptions options;
+    options.timeout = 100ms;
+    float value = 1;
+    const auto error = error_of(*world->all_reduce({&value, 4, 1, DType::kFloat32, {}}, ReduceOp::kSum, options));
+    CHECK(error && error->kind() == ErrorKind::kTimedOut && error->context().peer == 1);
+    CHECK(error && std::string(error->what()).find("rank 1 did not come") != std::string::npos);
+    ++named;
+  });
+}
+
+TEST(shm_an_abort_ends_sleeping_ranks) {
+  const ShmJob job(3);
+  run_ranks(3, [&](int rank) {
+    const auto world = job.communicator(rank);
+    if (rank == 2) {
+      std::this_thread::sleep_for(20ms);  // long enough for the others to sleep
+      job.control(rank)->abort("enough");
+      return;
+    }
+    const OpOptions now{0ms, nullptr, rank == 0, nullptr};
+    const auto error = error_of(*world->barrier(now));
+    CHECK(error && error->kind() == ErrorKind::kPeerError && error->context().operation == "barrier");
+    CHECK(error && error->context().peer == 2);
+  });
+}
+
+TEST(shm_what_poll_throws_reaches_the_caller_and_ends_the_communicator) {
+  const ShmJob job(2);
+  run_ranks(2, [&](int rank) {
+    const auto world = job.communicator(rank);
+    if (rank == 1) {
+      std::this_thread::sleep_for(200ms);
+      return;
+    }
+    OpOptions options;
+    options.inline_when_idle = true;
+    options.poll = [] { throw std::logic_error("a signal"); };
+    const WorkPtr work = world->barrier(options);
+    bool thrown = false;
+    try {
+      work->wait();
+    } catch (const std::logic_error&) {
+      thrown = true;
+    }
+    CHECK(thrown);
+    CHECK_THROWS(ErrorKind::kClosed, world->barrier(), "interrupted");
+  });
+}
+
+TEST(shm_subgroups_and_several_lanes_at_once) {
+  ShmJob(4).run([](Communicator& world) {
+    const auto half = world.split(world.rank() % 2, 0);
+    const auto lane = world.subgroup({0, 1, 2, 3}, "second");
+    const auto single = world.subgroup({world.rank()}, "alone");
+    CHECK_EQ(half->size(), 2);
+    CHECK_EQ(std::string(single->transport()), "shm");
+    check_all(*half, 5000, false);
+    check_all(*single, 9000, false);
+    // Two lanes, from two threads, with the same ranks.
+    std::thread other([&] {
+      for (int i = 0; i < 20; ++i) {
+        check_all(*lane, 333, false);
+      }
+    });
+    for (int i = 0; i < 20; ++i) {
+      check_all(world, 777, false);
+    }
+    other.join();
+  });
+}
+
+TEST(shm_inline_and_queued_operations_keep_their_order) {
+  ShmJob(2).run([](Communicator& world) {
+    std::vector<float> value{1};
+    for (int i = 0; i < 300; ++i) {
+      OpOptions options;
+      options.inline_when_idle = i % 3 == 0;
+      const WorkPtr work = world.all_reduce(view_of(value), ReduceOp::kSum, options);
+      if (i % 5 == 0) {
+        work->wait();
+        CHECK_EQ(value[0], 2.0F);
+        value[0] = 1;
+      } else {
+        work->wait();
+        value[0] = 1;
+      }
+    }
+    // Many in flight: each doubles what the one before left.
+    std::vector<float> one{1};
+    std::vector<WorkPtr> works;
+    for (int i = 0; i < 20; ++i) {
+      OpOptions options;
+      options.inline_when_idle = i % 2 == 0;
+      works.push_back(world.all_reduce(view_of(one), ReduceOp::kSum, options));
+    }
+    works.back()->wait();
+    CHECK_EQ(one[0], 1048576.0F);
+  });
+}
+
+TEST(shm_composites_take_a_place_in_the_order) {
+  ShmJob(2).run([](Communicator& world) {
+    auto& host = dynamic_cast<HostCommunicator&>(world);
+    std::vector<float> value{1};
+    for (const bool now : {false, true}) {
+      OpOptions options;
+      options.inline_when_idle = now;
+      value[0] = 1;
+      const WorkPtr before = world.all_reduce(view_of(value), ReduceOp::kSum);
+      const WorkPtr both = host.run_in_order(
+          world.context("twice", -1, 0),
+          [&](Deadline) {
+            world.all_reduce(view_of(value), ReduceOp::kSum)->wait();
+            world.all_reduce(view_of(value), ReduceOp::kSum)->wait();
+          },
+          options);
+      world.all_reduce(view_of(value), ReduceOp::kSum)->wait();
+      CHECK_EQ(value[0], 16.0F);
+      CHECK(before->done() && both->done());
+    }
+    const WorkPtr failed =
+        host.run_in_order(world.context("fail", -1, 0), [](Deadline) { throw Error(ErrorKind::kProtocol, "no"); }, {});
+    CHECK_THROWS(ErrorKind::kProtocol, failed->wait(), "no");
+  });
+}
+
+TEST(shm_stress_of_random_operations) {
+  for (const unsigned seed : {1U, 2U, 3U}) {
+    ShmJob(4).run([seed](Communicator& world) {
+      std::mt19937 common(seed);  // equal on all ranks: what is issued
+      std::mt19937 own(seed * 100 + static_cast<unsigned>(world.rank()));
+      for (int i = 0; i < 60; ++i) {
+        const std::size_t count = std::size_t{1} << (common() % 17);
+        const bool zero_copy = common() % 2 == 0;
+        if (own() % 4 == 0) {
+          std::this_thread::sleep_for(std::chrono::microseconds(own() % 800));
+        }
+        check_all(world, count, zero_copy);
+      }
+    });
+  }
+}
+
+TEST(shm_arena_joins_what_is_given_back) {
+  std::vector<std::uint32_t> announced;
+  shm::Arena arena([&](std::uint32_t index, const shm::Segment&) { announced.push_back(index); });
+  std::vector<Buffer> buffers;
+  for (int i = 0; i < 100; ++i) {
+    buffers.push_back(arena.allocate(10000));
+    std::memset(buffers.back().view.data, i, 10000);
+  }
+  const std::size_t reserved = arena.reserved();
+  for (int i = 0; i < 100; ++i) {
+    CHECK_EQ(static_cast<int>(static_cast<char*>(buffers[static_cast<std::size_t>(i)].view.data)[9999]), i);
+  }
+  for (std::size_t i = 0; i < 100; i += 2) {
+    buffers[i] = {};
+  }
+  buffers.clear();
+  CHECK_EQ(arena.in_use(), 0U);
+  const Buffer large = arena.allocate(1 << 20);
+  CHECK_EQ(arena.reserved(), reserved);
+  CHECK(arena.locate(large.view.data, 1 << 20).has_value());
+  CHECK(!arena.locate(&reserved, 8).has_value());
+  CHECK_EQ(announced.size(), 1U);
+  const Buffer huge = arena.allocate(std::size_t{100} << 20);
+  CHECK_EQ(announced.size(), 2U);
+  CHECK_EQ(arena.locate(huge.view.data, 1)->segment, 1U);
+  CHECK_THROWS(ErrorKind::kInvalidArgument, (void)arena.allocate(SIZE_MAX - 5), "bytes");
+  CHECK_THROWS(ErrorKind::kTransport, (void)arena.allocate(std::size_t{1} << 50), "shared memory");
+}
+
+TEST(shm_buffers_outlive_their_communicator) {
+  Buffer kept;
+  {
+    ShmJob(2).run([&](Communicator& world) {
+      const Buffer own = world.allocate(100000);
+      if (world.rank() == 0) {
+        kept = own;
+      }
+    });
+  }
+  std::memset(kept.view.data, 7, 100000);
+}

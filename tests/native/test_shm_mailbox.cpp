@@ -1,0 +1,346 @@
+// comm/shm/: messages over shared memory: order, tags, any source, large and small, errors.
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+#include "native/check.h"
+#include "native/shm_job.h"
+
+using namespace hpcomm;
+using namespace hpcomm::testing;
+using namespace std::chrono_literals;
+
+namespace {
+
+std::vector<std::int64_t> letter(int from, std::uint64_t tag, std::size_t count) {
+  std::vector<std::int64_t> values(count);
+  std::iota(values.begin(), values.end(), static_cast<std::int64_t>(from) * 1000000 + static_cast<std::int64_t>(tag));
+  return values;
+}
+
+void check_letter(const std::vector<std::int64_t>& got, int from, std::uint64_t tag) {
+  CHECK(got == letter(from, tag, got.size()));
+}
+
+}  // namespace
+
+TEST(shm_send_and_recv_in_order) {
+  ShmJob(3).run([](Communicator& world) {
+    const int next = (world.rank() + 1) % 3;
+    const int previous = (world.rank() + 2) % 3;
+    // Fits a ring, fills it, exceeds it many times over.
+    for (const std::size_t count : {0UL, 1UL, 9UL, 8000UL, 70000UL, 700000UL}) {
+      auto out = letter(world.rank(), count, count);
+      std::vector<std::int64_t> in(count, -1);
+      if (world.rank() % 2 == 0) {
+        world.send(view_of(out), next)->wait();
+        world.recv(view_of(in), previous)->wait();
+      } else {
+        world.recv(view_of(in), previous)->wait();
+        world.send(view_of(out), next)->wait();
+      }
+      check_letter(in, previous, count);
+    }
+  });
+}
+
+TEST(shm_allocated_messages_are_read_where_they_lie) {
+  ShmJob(2).run([](Communicator& world) {
+    constexpr std::size_t kCount = 500000;
+    const Buffer memory = world.allocate(kCount * 8);
+    for (int i = 0; i < 5; ++i) {
+      auto* values = static_cast<std::int64_t*>(memory.view.data);
+      std::vector<std::int64_t> in(kCount, -1);
+      if (world.rank() == 0) {
+        std::iota(values, values + kCount, i);
+        world.send({values, kCount * 8, kCount, DType::kInt64, {}}, 1)->wait();
+        std::fill(values, values + kCount, -7);  // ours again
+        world.recv(view_of(in), 1)->wait();
+        CHECK_EQ(in[kCount - 1], static_cast<std::int64_t>(kCount) - 1 + 2 * i);
+      } else {
+        world.recv(view_of(in), 0)->wait();
+        CHECK_EQ(in[0], i);
+        CHECK_EQ(in[kCount - 1], static_cast<std::int64_t>(kCount) - 1 + i);
+        std::iota(values, values + kCount, 2 * i);
+        world.send({values, kCount * 8, kCount, DType::kInt64, {}}, 0)->wait();
+      }
+    }
+  });
+}
+
+TEST(shm_mail_is_matched_by_tag_whatever_the_order) {
+  ShmJob(2).run([](Communicator& world) {
+    const auto mailbox = world.mailbox();
+    for (const std::size_t count : {3UL, 50000UL}) {
+      std::vector<std::vector<std::int64_t>> letters;
+      std::vector<MailPtr> mails;
+      if (world.rank() == 0) {
+        for (std::uint64_t tag = 0; tag < 8; ++tag) {
+          letters.push_back(letter(0, tag, count));
+        }
+        for (std::uint64_t tag = 0; tag < 8; ++tag) {
+          mails.push_back(mailbox->send(view_of(letters[tag]), 1, tag));
+        }
+      } else {
+        letters.resize(8, std::vector<std::int64_t>(count, -1));
+        for (std::uint64_t tag = 8; tag-- > 0;) {
+          mails.push_back(mailbox->recv(view_of(letters[tag]), 0, tag));
+          if (tag % 2 == 0) {
+            mails.back()->wait();
+          }
+        }
+      }
+      for (const MailPtr& mail : mails) {
+        mail->wait();
+      }
+      for (std::uint64_t tag = 0; tag < 8; ++tag) {
+        check_letter(letters[tag], 0, tag);
+      }
+      world.barrier()->wait();
+    }
+  });
+}
+
+TEST(shm_mail_of_one_tag_arrives_in_order) {
+  ShmJob(2).run([](Communicator& world) {
+    const auto mailbox = world.mailbox();
+    std::vector<std::vector<std::int64_t>> letters(300, std::vector<std::int64_t>(1));
+    std::vector<MailPtr> mails;
+    for (std::size_t i = 0; i < letters.size(); ++i) {
+      letters[i][0] = world.rank() == 0 ? static_cast<std::int64_t>(i) : -1;
+      mails.push_back(world.rank() == 0 ? mailbox->send(view_of(letters[i]), 1, 5)
+                                        : mailbox->recv(view_of(letters[i]), 0, 5));
+    }
+    for (const MailPtr& mail : mails) {
+      mail->wait();
+    }
+    for (std::size_t i = 0; i < letters.size(); ++i) {
+      CHECK_EQ(letters[i][0], static_cast<std::int64_t>(i));
+    }
+  });
+}
+
+TEST(shm_mail_from_anybody) {
+  ShmJob(4).run([](Communicator& world) {
+    const auto mailbox = world.mailbox();
+    for (const std::size_t count : {2UL, 40000UL}) {
+      if (world.rank() == 0) {
+        std::vector<int> seen(4);
+        for (int i = 0; i < 6; ++i) {
+          std::vector<std::int64_t> in(count, -1);
+          const MailPtr mail = mailbox->recv(view_of(in), Mailbox::kAnySource, 9);
+          mail->wait();
+          check_letter(in, mail->source(), 9);
+          ++seen[static_cast<std::size_t>(mail->source())];
+        }
+        CHECK(seen == (std::vector<int>{0, 2, 2, 2}));
+      } else {
+        for (int i = 0; i < 2; ++i) {
+          auto out = letter(world.rank(), 9, count);
+          mailbox->send(view_of(out), 0, 9)->wait();
+        }
+      }
+      world.barrier()->wait();
+    }
+  });
+}
+
+TEST(shm_both_sides_send_first) {
+  ShmJob(2).run([](Communicator& world) {
+    const auto mailbox = world.mailbox();
+    const int peer = 1 - world.rank();
+    for (const bool allocated : {false, true}) {
+      auto out = letter(world.rank(), 1, 2000000);
+      std::vector<std::int64_t> in(2000000, -1);
+      BufferView view = view_of(out);
+      const Buffer memory = world.allocate(allocated ? view.bytes : 1);
+      if (allocated) {
+        std::memcpy(memory.view.data, view.data, view.bytes);
+        view.data = memory.view.data;
+      }
+      const MailPtr sent = mailbox->send(view, peer, 1);
+      mailbox->recv(view_of(in), peer, 1)->wait();
+      sent->wait();
+      check_letter(in, peer, 1);
+    }
+  });
+}
+
+TEST(shm_mail_moves_though_nobody_waits) {
+  ShmJob(2).run([](Communicator& world) {
+    const auto mailbox = world.mailbox();
+    constexpr std::size_t kCount = 600000;
+    if (world.rank() == 0) {
+      auto out = letter(0, 2, kCount);
+      const MailPtr mail = mailbox->send(view_of(out), 1, 2);
+      CHECK(eventually([&] { return mail->done(); }, 20s));  // looks, but never waits
+    } else {
+      std::vector<std::int64_t> in(kCount, -1);
+      const MailPtr mail = mailbox->recv(view_of(in), 0, 2);
+      CHECK(eventually([&] { return mail->done(); }, 20s));
+      check_letter(in, 0, 2);
+    }
+  });
+}
+
+TEST(shm_mail_of_another_size_is_refused_on_both_sides) {
+  ShmJob(2).run([](Communicator& world) {
+    const auto mailbox = world.mailbox();
+    for (const std::size_t count : {4UL, 300000UL}) {
+      for (const bool allocated : {false, true}) {
+        std::vector<std::int64_t> values(count, 1);
+        if (world.rank() == 0) {
+          BufferView view = view_of(values);
+          const Buffer memory = world.allocate(view.bytes);
+          view.data = allocated ? memory.view.data : view.data;
+          const MailPtr mail = mailbox->send(view, 1, 3);
+          const auto error = error_of(*mail);
+          world.barrier()->wait();
+          if (!error) {
+            // It had ended before the other side looked: the next one says so.
+            CHECK_THROWS(ErrorKind::kSchemaMismatch, (void)mailbox->send(view_of(values), 1, 3)->wait(), "refused");
+          } else {
+            CHECK(error->kind() == ErrorKind::kSchemaMismatch);
+          }
+        } else {
+          std::vector<std::int64_t> other(count + 1, -1);
+          const auto error = error_of(*mailbox->recv(view_of(other), 0, 3));
+          CHECK(error && error->kind() == ErrorKind::kSchemaMismatch && error->context().peer == 0);
+          CHECK(error && std::string(error->what()).find(str(count, " int64")) != std::string::npos);
+          CHECK_EQ(other[0], -1);
+          world.barrier()->wait();
+        }
+        world.barrier()->wait();
+        std::vector<std::int64_t> after(1, world.rank() == 0 ? 42 : -1);
+        // The refusal of a send that had ended may still be on its way when the next one is made.
+        if (world.rank() == 0) {
+          for (bool sent = false; !sent;) {
+            try {
+              mailbox->send(view_of(after), 1, 4)->wait();
+              sent = true;
+            } catch (const Error& error) {
+              CHECK(error.kind() == ErrorKind::kSchemaMismatch);
+            }
+          }
+        } else {
+          mailbox->recv(view_of(after), 0, 4)->wait();
+          CHECK_EQ(after[0], 42);
+        }
+      }
+    }
+  });
+}
+
+TEST(shm_a_receive_that_nobody_serves_times_out_and_the_mailbox_goes_on) {
+  ShmJob(2).run([](Communicator& world) {
+    const auto mailbox = world.mailbox();
+    std::vector<std::int64_t> value{world.rank()};
+    if (world.rank() == 0) {
+      OpOptions options;
+      options.timeout = 50ms;
+      for (const bool waits : {true, false}) {
+        const MailPtr mail = mailbox->recv(view_of(value), 1, 1, options);
+        if (!waits) {
+          CHECK(eventually([&] { return mail->done(); }, 20s));
+        }
+        const auto error = error_of(*mail);
+        CHECK(error && error->kind() == ErrorKind::kTimedOut && error->context().peer == 1);
+      }
+      mailbox->recv(view_of(value), 1, 2)->wait();
+      CHECK_EQ(value[0], 1);
+    } else {
+      mailbox->send(view_of(value), 0, 2)->wait();
+    }
+  });
+}
+
+TEST(shm_an_abort_ends_mail) {
+  const ShmJob job(2);
+  run_ranks(2, [&](int rank) {
+    const auto world = job.communicator(rank);
+    if (rank == 1) {
+      std::this_thread::sleep_for(20ms);
+      job.control(rank)->abort("enough");
+      return;
+    }
+    std::vector<std::int64_t> in(1);
+    const MailPtr open = world->mailbox()->recv(view_of(in), Mailbox::kAnySource, 1);
+    const auto error = error_of(*world->recv(view_of(in), 1));
+    CHECK(error && error->kind() == ErrorKind::kPeerError);
+    const auto other = error_of(*open);
+    CHECK(other && other->kind() == ErrorKind::kPeerError);
+    CHECK_THROWS(ErrorKind::kPeerError, (void)world->mailbox()->send(view_of(in), 1, 1), "enough");
+  });
+}
+
+TEST(shm_mail_from_several_threads) {
+  ShmJob(2).run([](Communicator& world) {
+    const auto mailbox = world.mailbox();
+    const int peer = 1 - world.rank();
+    std::vector<std::thread> threads;
+    for (std::uint64_t tag = 0; tag < 4; ++tag) {
+      threads.emplace_back([&, tag] {
+        for (std::size_t i = 0; i < 100; ++i) {
+          auto out = letter(world.rank(), tag, i * 37);
+          std::vector<std::int64_t> in(i * 37, -1);
+          const MailPtr sent = mailbox->send(view_of(out), peer, tag);
+          mailbox->recv(view_of(in), peer, tag)->wait();
+          sent->wait();
+          check_letter(in, peer, tag);
+        }
+      });
+    }
+    for (std::thread& thread : threads) {
+      thread.join();
+    }
+  });
+}
+
+TEST(shm_stress_of_random_mail) {
+  for (const unsigned seed : {1U, 2U}) {
+    ShmJob(4).run([seed](Communicator& world) {
+      const auto mailbox = world.mailbox();
+      std::mt19937 common(seed);
+      std::mt19937 own(seed * 100 + static_cast<unsigned>(world.rank()));
+      struct Open {
+        MailPtr mail;
+        std::vector<std::int64_t> values;
+        int from;
+        std::uint64_t tag;
+      };
+      std::vector<std::unique_ptr<Open>> open;
+      for (int i = 0; i < 600; ++i) {
+        const int from = static_cast<int>(common() % 4);
+        const int to = (from + 1 + static_cast<int>(common() % 3)) % 4;
+        const std::uint64_t tag = common() % 3;
+        const std::size_t count = common() % 10 == 0 ? common() % 60000 : common() % 50;
+        if (world.rank() != from && world.rank() != to) {
+          continue;
+        }
+        auto mail = std::make_unique<Open>(Open{nullptr, letter(from, tag, count), from, tag});
+        if (world.rank() == from) {
+          mail->mail = mailbox->send(view_of(mail->values), to, tag);
+        } else {
+          std::fill(mail->values.begin(), mail->values.end(), -1);
+          mail->mail = mailbox->recv(view_of(mail->values), from, tag);
+        }
+        open.push_back(std::move(mail));
+        if (own() % 20 == 0) {
+          std::this_thread::sleep_for(std::chrono::microseconds(own() % 500));
+        }
+      }
+      std::shuffle(open.begin(), open.end(), own);
+      for (const auto& mail : open) {
+        mail->mail->wait();
+        check_letter(mail->values, mail->from, mail->tag);
+      }
+    });
+  }
+}
