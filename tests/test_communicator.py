@@ -1,14 +1,29 @@
-"""The Communicator contract on gloo and on one rank; values encode the rank, so that a misrouted element shows."""
+"""The Communicator contract on shared memory, gloo and one rank; values encode the rank, so that a misrouted element shows."""
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import ranks
 import torch
 
 import hpcomm
+
+Run = Callable[..., list[Any]]
+
+
+@pytest.fixture(params=["shm", "gloo"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """``ranks.run`` over each CPU transport."""
+
+    def run_over_it(*args: Any, **options: Any) -> list[Any]:
+        return ranks.run(*args, env={"HPCOMM_CPU_TRANSPORT": request.param}, **options)
+
+    return run_over_it
 
 
 def encode(rank: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -19,7 +34,7 @@ def collectives(world: int) -> None:
     with hpcomm.init(dp=-1) as mesh:
         comm, rank = mesh.dp, mesh.rank
         assert (comm.rank, comm.size, comm.ranks) == (rank, world, list(range(world)))
-        assert comm.transport == ("solo" if world == 1 else "c10d")
+        assert comm.transport == ("solo" if world == 1 else {"shm": "shm", "gloo": "c10d"}[os.environ["HPCOMM_CPU_TRANSPORT"]])
 
         for dtype in (torch.float32, torch.float64, torch.int64):
             reduced = encode(rank, 5, dtype)
@@ -52,8 +67,8 @@ def collectives(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_collectives(world: int) -> None:
-    ranks.run(world, collectives, world)
+def test_collectives(run: Run, world: int) -> None:
+    run(world, collectives, world)
 
 
 def messages() -> None:
@@ -71,12 +86,12 @@ def messages() -> None:
                 assert torch.equal(received, encode(i, 3))  # first in, first out
 
 
-def test_messages_are_fifo() -> None:
-    ranks.run(2, messages)
+def test_messages_are_fifo(run: Run) -> None:
+    run(2, messages)
 
 
-def test_async_work_is_issued_and_waited() -> None:
-    ranks.run(2, async_all_reduce)
+def test_async_work_is_issued_and_waited(run: Run) -> None:
+    run(2, async_all_reduce)
 
 
 def async_all_reduce() -> None:
@@ -105,8 +120,8 @@ def groups() -> None:
             assert value.item() == 3.0
 
 
-def test_split_and_subgroup() -> None:
-    ranks.run(4, groups)
+def test_split_and_subgroup(run: Run) -> None:
+    run(4, groups)
 
 
 def allocated() -> None:
@@ -119,8 +134,8 @@ def allocated() -> None:
         assert bool((memory == 3).all())
 
 
-def test_allocate() -> None:
-    ranks.run(2, allocated)
+def test_allocate(run: Run) -> None:
+    run(2, allocated)
 
 
 def wrong_arguments() -> None:
@@ -142,8 +157,8 @@ def wrong_arguments() -> None:
         assert value.item() == 2
 
 
-def test_wrong_arguments_change_nothing() -> None:
-    ranks.run(2, wrong_arguments)
+def test_wrong_arguments_change_nothing(run: Run) -> None:
+    run(2, wrong_arguments)
 
 
 def absent_peer() -> float:
@@ -161,8 +176,8 @@ def absent_peer() -> float:
         return time.monotonic() - start
 
 
-def test_an_operation_that_one_rank_skips_times_out() -> None:
-    assert ranks.run(2, absent_peer)[0] < 5
+def test_an_operation_that_one_rank_skips_times_out(run: Run) -> None:
+    assert run(2, absent_peer)[0] < 5
 
 
 def abort_here() -> None:
@@ -178,5 +193,5 @@ def abort_here() -> None:
         mesh.barrier()  # another communicator goes on
 
 
-def test_abort_ends_what_waits() -> None:
-    ranks.run(2, abort_here)
+def test_abort_ends_what_waits(run: Run) -> None:
+    run(2, abort_here)
