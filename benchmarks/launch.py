@@ -1,0 +1,146 @@
+"""Starts the ranks of one host for a benchmark, and leaves none behind: not at the deadline, not after Ctrl-C.
+
+By itself as torchrun would, or by MPICH's mpiexec when the ranks need MPI as well. Either way a rank finds torchrun's
+environment; under mpiexec :func:`adopt_mpi_environment` derives what is different for each rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+ROOT = Path(__file__).resolve().parent.parent
+GRACE = 2.0  # seconds that ranks have to fail as well after the first one failed
+_DEADLINE = "HPCOMM_BENCH_DEADLINE"
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+class JobFailed(Exception):
+    """A rank failed, or the deadline passed."""
+
+
+def find_mpiexec() -> str | None:
+    """MPICH's launcher: beside this Python first, where pip puts it."""
+    beside = str(Path(sys.executable).parent)
+    for path in (beside, os.environ.get("PATH", "")):
+        found = shutil.which("mpiexec", path=path)
+        if found:
+            version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False, timeout=20)
+            if "HYDRA" in version.stdout:
+                return found
+    return None
+
+
+def run_ranks(ranks: int, arguments: Sequence[str], *, mpiexec: str | None, deadline: float) -> None:
+    """Runs ``python ARGUMENTS`` in ``ranks`` processes until ``deadline`` (of ``time.time()``).
+
+    Raises:
+        JobFailed: a rank failed or the deadline passed; no rank is left.
+    """
+    # The store that torchrun's agent would host, on a port that the kernel chose.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    command = [sys.executable, *arguments]
+    common = {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        **os.environ,
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        _DEADLINE: str(deadline),
+    }
+    if mpiexec:
+        per_process = [([mpiexec, "-n", str(ranks), *command], common)]
+        names = ["mpiexec"]
+    else:
+        per_process = [(command, {**common, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(ranks)]
+        names = [f"rank {r}" for r in range(ranks)]
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        # Sessions of their own: the terminal's Ctrl-C reaches this process alone, which then ends them.
+        options: dict[str, Any] = {
+            "start_new_session": True,
+            "stdin": subprocess.DEVNULL,
+            "preexec_fn": partial(_die_with_parent, signal.SIGTERM),  # mpiexec ends its ranks at SIGTERM
+        }
+        for line, environment in per_process:
+            processes.append(subprocess.Popen(line, env=environment, cwd=ROOT, **options))  # noqa: PERF401 - see finally
+        _wait(processes, names, deadline)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                kill_tree(process.pid)
+            process.wait()
+
+
+def adopt_mpi_environment() -> None:
+    """In a rank, first of all: its number if mpiexec started it; an end when the launcher or the time ends."""
+    if "PMI_RANK" in os.environ:
+        os.environ["RANK"] = os.environ["PMI_RANK"]
+        os.environ["LOCAL_RANK"] = os.environ["MPI_LOCALRANKID"]
+    _die_with_parent(signal.SIGKILL)
+    seconds = float(os.environ[_DEADLINE]) - time.time()
+    # Says where the rank was, which the launcher could not.
+    faulthandler.dump_traceback_later(max(seconds, 0.1), exit=True)
+
+
+def kill_tree(process: int) -> None:
+    """Kills a process and all its descendants. mpiexec gives each rank a session: no group has them all."""
+    for descendant in _tree(process):
+        with contextlib.suppress(OSError):
+            os.kill(descendant, signal.SIGKILL)
+
+
+def _die_with_parent(number: int) -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, int(number))
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], names: list[str], deadline: float) -> None:
+    end = deadline + GRACE  # after the ranks' own, so that they can say where they were
+    failed: list[str] = []
+    while True:
+        codes = [process.poll() for process in processes]
+        if not failed:
+            failed = [f"{name} {_how(code)}" for name, code in zip(names, codes, strict=True) if code]
+            if failed:
+                end = min(end, time.time() + GRACE)
+        if all(code is not None for code in codes):
+            break
+        if time.time() >= end:
+            failed = failed or [f"{name} still ran" for name, code in zip(names, codes, strict=True) if code is None]
+            break
+        time.sleep(0.1)
+    if failed:
+        reason = "the time is up: " if time.time() >= deadline else ""
+        raise JobFailed(f"{reason}{', '.join(failed)}")
+
+
+def _how(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _tree(process: int) -> list[int]:
+    """A process that has ended may still have a number here, but no children."""
+    found = [process]
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{process}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found += _tree(int(child))
+    return found
