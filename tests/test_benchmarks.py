@@ -1,0 +1,216 @@
+"""benchmarks.collectives runs, says what it measured, and counts what is wrong. No times are judged."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))  # `pytest` alone, other than `python -m pytest`, does not look there
+
+from benchmarks import collectives, collectives_table, launch, operations  # noqa: E402
+from benchmarks.operations import DTYPES, OPERATIONS, REDOPS, Case  # noqa: E402
+
+SMALL = ["-b", "8", "-e", "1K", "-f", "128", "-n", "2", "-w", "1", "--rounds", "2", "-c", "1", "--timeout", "50"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.collectives", *SMALL, *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def case(
+    name: str, *, rank: int = 0, ranks: int = 3, redop: str = "sum", dtype: str = "float", count: int = 50
+) -> Case:
+    return Case(OPERATIONS[name], count, DTYPES[dtype], redop, root=1, rank=rank, ranks=ranks)
+
+
+def perform(name: str, inputs: list[torch.Tensor], rank: int, redop: str) -> torch.Tensor:
+    """What ``rank`` has after the operation, in one process and in float64."""
+    n, part = len(inputs), len(inputs[0]) // len(inputs)
+    stacked = torch.stack(inputs).double()
+    reduced = {
+        "sum": stacked.sum(0),
+        "prod": stacked.prod(0),
+        "min": stacked.amin(0),
+        "max": stacked.amax(0),
+        "avg": stacked.mean(0),
+    }[redop]
+    mine = slice(rank * part, (rank + 1) * part)
+    result = {
+        "all_reduce": reduced,
+        "reduce_scatter": reduced[mine],
+        "all_gather": torch.cat(inputs),
+        "all_to_all": torch.cat([tensor[mine] for tensor in inputs]),
+        "broadcast": inputs[1],
+        "sendrecv": inputs[(rank - 1) % n],
+        "pingpong": inputs[rank ^ 1] if rank ^ 1 < n else torch.full_like(inputs[0], 120),
+    }[name]
+    return result.to(inputs[0].dtype)
+
+
+def filled(of: Case) -> torch.Tensor:
+    buffers = of.buffers(lambda length, dtype: torch.empty(length, dtype=dtype))
+    of.fill(buffers, 1)
+    return buffers.input
+
+
+# --- In processes of its own ------------------------------------------------------------------------------------------
+
+
+def test_every_operation_is_timed_and_right(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    ended = run("--ops", "all", "--vs", "gloo,hpcomm-zero", "--json", str(file))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "# wrong elements: 0" in ended.stdout
+    rows = [line.split() for line in ended.stdout.splitlines() if line.startswith(" ")]
+    assert rows[0][:5] == ["8", "2", "float", "sum", "-1"]
+    assert rows[0][8::4][:3] == ["0", "0", "0"], "#wrong of three peers"
+
+    document = json.loads(file.read_text())
+    assert document["question"] == "collectives"
+    assert document["wrong"] == 0
+    assert document["arguments"]["peers"] == ["hpcomm", "gloo", "hpcomm-zero"]
+    assert {"torch", "cpu", "cores", "revision", "transport"} <= set(document["environment"])
+    (job,) = document["jobs"]
+    assert job["ranks"] == 2
+    assert job["copy_gbs"] > 0
+    assert [(row["operation"], row["size"]) for row in job["rows"]] == [
+        (name, size) for name in OPERATIONS for size in (8, 1024)
+    ]
+    for row in job["rows"]:
+        require_row(row)
+
+
+def require_row(row: dict[str, Any]) -> None:
+    assert set(row["peers"]) == {"hpcomm", "gloo", "hpcomm-zero"}
+    assert set(row["ratios"]) == {"gloo", "hpcomm-zero"}
+    for peer in row["peers"].values():
+        assert peer["wrong"] == 0
+        assert peer["iterations"] == 2
+        assert len(peer["samples_us"]) == 2
+        taken = peer["time_us"]
+        assert 0 < taken["low"] <= taken["median"] <= taken["high"]
+        assert peer["algbw_gbs"] == pytest.approx(row["size"] / taken["median"] / 1e3)
+
+
+def test_a_wrong_element_is_counted_and_fails(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    ended = run("--ops", "all_reduce", "--vs", "broken", "--dtype", "int32", "--json", str(file))
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "# wrong elements: 2" in ended.stdout
+    (job,) = json.loads(file.read_text())["jobs"]
+    assert [row["peers"]["broken"]["wrong"] for row in job["rows"]] == [1, 1]
+    assert [row["peers"]["hpcomm"]["wrong"] for row in job["rows"]] == [0, 0]
+
+
+def start(program: str, seconds: float = 30.0) -> None:
+    launch.run_ranks(2, ["-c", f"import os, time; {program}"], mpiexec=None, deadline=time.time() + seconds)
+
+
+def test_ranks_find_torchruns_environment(tmp_path: Path) -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
+    start(f"open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w').write(' '.join(os.environ[n] for n in {names}))")
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["0 0 2 127.0.0.1", "1 1 2 127.0.0.1"]
+
+
+def test_a_rank_that_fails_ends_the_others_and_is_named(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    program = f"os._exit(3) if os.environ['RANK'] == '1' else open({str(pid)!r}, 'w').write(str(os.getpid()))"
+    with pytest.raises(launch.JobFailed, match="^rank 1 ended with exit code 3$"):
+        start(f"{program}; time.sleep(1000)")
+    assert not Path(f"/proc/{pid.read_text()}").exists()
+
+
+def test_the_deadline_ends_all_ranks() -> None:
+    with pytest.raises(launch.JobFailed, match="the time is up: rank 0 still ran, rank 1 still ran"):
+        start("time.sleep(1000)", seconds=0.5)
+
+
+# --- Its parts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("redop", REDOPS)
+@pytest.mark.parametrize("dtype", ["float", "bfloat16", "uint8", "int8", "double"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_is_expected_is_what_the_operation_means(name: str, dtype: str, redop: str) -> None:
+    for ranks in (2, 3, 8):
+        inputs = [filled(case(name, rank=r, ranks=ranks, redop=redop, dtype=dtype)) for r in range(ranks)]
+        for rank in range(ranks):
+            one = case(name, rank=rank, ranks=ranks, redop=redop, dtype=dtype)
+            assert operations.count_wrong(perform(name, inputs, rank, redop), one.expected(1)) == 0
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "sendrecv"])
+def test_ranks_that_are_swapped_or_missing_are_found(name: str) -> None:
+    inputs = [filled(case(name, rank=r)) for r in range(3)]
+    expected = case(name, rank=2).expected(1)
+    wrong = [[inputs[0], inputs[0], inputs[2]], [torch.zeros_like(tensor) for tensor in inputs]]
+    wrong += [] if OPERATIONS[name].reduces else [[inputs[0], inputs[2], inputs[1]]]
+    for others in wrong:
+        assert operations.count_wrong(perform(name, others, 2, "sum"), expected) > len(expected) / 4
+
+
+def test_bits_are_compared() -> None:
+    assert operations.count_wrong(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])) == 1
+    assert operations.count_wrong(torch.tensor([float("nan")]), torch.tensor([float("nan")])) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [
+        ("all_reduce", 1.5),
+        ("all_gather", 0.75),
+        ("reduce_scatter", 0.75),
+        ("all_to_all", 0.75),
+        ("broadcast", 1),
+        ("sendrecv", 1),
+    ],
+)
+def test_bandwidths_are_those_of_nccl_tests(name: str, factor: float) -> None:
+    one = case(name, ranks=4, count=250)
+    seconds = {"hpcomm": [1e-6], "copy": [2e-6]}
+    row = collectives_table.timed_row(one, "float", seconds, {"hpcomm": 1, "copy": 1}, None, "hpcomm")
+    size = 4000 if one.operation.parts else 1000
+    assert row["size"] == size
+    assert row["peers"]["hpcomm"]["algbw_gbs"] == pytest.approx(size / 1e3)
+    assert row["peers"]["hpcomm"]["busbw_gbs"] == pytest.approx(factor * size / 1e3)
+    # A copy reads and writes the size once each.
+    assert row["limit_us"] == pytest.approx(2 * row["limit_bytes"] / (2 * size))
+
+
+def test_sizes_and_counts() -> None:
+    assert operations.sizes(4, 300, 8) == [4, 32, 256]
+    assert operations.count_of(OPERATIONS["all_reduce"], 1024, torch.float32, 3) == 256
+    assert operations.count_of(OPERATIONS["all_gather"], 1024, torch.float32, 3) == 84, "336 of 341 bytes a part"
+    assert operations.count_of(OPERATIONS["all_gather"], 4, torch.float32, 3) == 1
+    assert [collectives.byte_count(text) for text in ("8", "4k", "16M", "1G")] == [8, 4096, 1 << 24, 1 << 30]
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a number of bytes"):
+        collectives.byte_count("8T")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--vs", "gloo,nccl"], "'nccl' is none of"),
+        (["--ops", "gather"], "'gather' is none of"),
+        (["--ranks", "1"], "two ranks or more"),
+        (["--ranks", "two"], "expected a positive number"),
+        (["-b", "8", "-e", "4"], "sizes must grow"),
+        (["--root", "2"], "no rank 2"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        collectives.parse(arguments)
+    assert complaint in capsys.readouterr().err
