@@ -94,6 +94,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--root: there is no rank {arguments.root} in a job of {min(arguments.ranks)}")
     if arguments.factor < 2 or arguments.end < arguments.begin:
         parser.error("-b, -e, -f: sizes must grow from the first to the last")
+    if arguments.redop == "avg" and not DTYPES[arguments.dtype].is_floating_point:
+        parser.error(f"--redop avg: the average of {arguments.dtype} is not exact, and libraries round it differently")
     if arguments.wait:  # these have the barriers of others
         arguments.peers = [name for name in arguments.peers if name not in ("hpcomm-zero", "broken")]
     arguments.rounds = arguments.rounds or (4 if arguments.wait else 7)

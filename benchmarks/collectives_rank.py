@@ -16,6 +16,7 @@ import gc
 import json
 import math
 import os
+import statistics
 import sys
 import time
 import traceback
@@ -35,7 +36,7 @@ from benchmarks.operations import DTYPES, OPERATIONS, Case, Operation, count_of,
 from benchmarks.peers import Mpich, Peer, Step, UnavailableError, UnsupportedError, make_peer
 
 BLOCK = 0.02  # seconds
-FEWEST, MOST = 3, 2000  # iterations of a block
+FEWEST, MOST = 3, 1000  # iterations of a block
 LIMIT_FROM = 1 << 20  # bytes: below it, memory is not the limit
 LARGE = 64 << 20  # bytes of the copy that no cache holds
 
@@ -103,32 +104,28 @@ class Rank:
             rows.append(row)
         return rows
 
-    def _samples(self, case: Case, peers: Sequence[Peer]) -> tuple[dict[str, list[float]], dict[str, int]]:
-        """Seconds per operation of the slowest rank, by peer and round; iterations per block."""
+    def _samples(self, case: Case, peers: Sequence[Peer]) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
+        """Seconds per operation of the slowest rank, and iterations of the block, by peer and round."""
         steps: dict[str, Step] = {peer.name: peer.step(case, case.buffers(peer.empty)) for peer in peers}
         if case.size >= LIMIT_FROM:
             steps[report.COPY] = _copy(case.size)
         names = list(steps)
-        iterations = dict.fromkeys(names, self._arguments["iterations"])
+        samples: dict[str, list[float]] = {name: [] for name in names}
+        iterations: dict[str, list[int]] = {name: [] for name in names}
+        given = self._arguments["iterations"]
         for step in steps.values():
             _timed(step, self._arguments["warmup"])
-        if self._arguments["iterations"] is None:
-            iterations = {name: self._enough(step) for name, step in steps.items()}
-        rounds = self._arguments["rounds"]
-        times = torch.zeros(rounds, len(names), dtype=torch.float64)
-        for r in range(rounds):
+        enough = {name: given or _enough(step) for name, step in steps.items()}
+        for r in range(self._arguments["rounds"]):
             for k in range(len(names)):
-                i = (r + k) % len(names)
-                n = iterations[names[i]]
-                times[r, i] = _block(steps[names[i]], n) / (n * case.operation.transfers)
-        dist.all_reduce(times, dist.ReduceOp.MAX)
-        return {name: times[:, i].tolist() for i, name in enumerate(names)}, iterations
-
-    def _enough(self, step: Step) -> int:
-        """Iterations that fill a block, by the median of five short ones: one disturbance must not decide."""
-        trials = torch.tensor([_block(step, FEWEST) / FEWEST for _ in range(5)], dtype=torch.float64)
-        dist.all_reduce(trials, dist.ReduceOp.MAX)
-        return min(MOST, max(FEWEST, math.ceil(BLOCK / max(trials.median().item(), 1e-9))))
+                name = names[(r + k) % len(names)]
+                n = enough[name]
+                seconds = _block(steps[name], n)
+                samples[name].append(seconds / (n * case.operation.transfers))
+                iterations[name].append(n)
+                if not given and seconds > 4 * BLOCK:  # slower than in the trial, perhaps by a thousand times
+                    enough[name] = _filling(seconds / n)
+        return samples, iterations
 
     # --- Checks -----------------------------------------------------------------------------------------------------
 
@@ -188,11 +185,8 @@ class Rank:
     def _copy_rate(self) -> float:
         """GB/s that each rank reads and writes, in sum, when all copy at once; the median of five blocks."""
         copy = _copy(LARGE)
-        times = torch.zeros(5, dtype=torch.float64)
-        for i in range(len(times)):
-            times[i] = _block(copy, 2) / 2
-        dist.all_reduce(times, dist.ReduceOp.MAX)
-        return float(2 * LARGE / times.median() / 1e9)
+        times = [_block(copy, 2) / 2 for _ in range(5)]
+        return 2 * LARGE / statistics.median(times) / 1e9
 
     def _wait_cpu(self, peer: Peer) -> dict[str, Any]:
         """CPU seconds per second that ranks spend in a barrier which one of them, in turn, enters late."""
@@ -251,10 +245,28 @@ class Rank:
             print(text, flush=True)
 
 
+def _enough(step: Step) -> int:
+    """Iterations that fill a block: tried with few at first, for an operation that waits may take very long."""
+    n = FEWEST
+    while True:
+        seconds = _block(step, n)
+        enough = _filling(seconds / n)
+        if enough <= 4 * n:
+            return enough
+        n *= 4
+
+
+def _filling(seconds: float) -> int:
+    return min(MOST, max(FEWEST, math.ceil(BLOCK / max(seconds, 1e-9))))
+
+
 def _block(step: Step, iterations: int) -> float:
+    """Seconds of the slowest rank (collective)."""
     dist.barrier()
     step()
-    return _timed(step, iterations)
+    seconds = torch.tensor([_timed(step, iterations)], dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.item()
 
 
 def _timed(step: Step, iterations: int) -> float:

@@ -31,7 +31,7 @@ def timed_row(
     case: Case,
     dtype: str,
     samples: Mapping[str, Sequence[float]],
-    iterations: Mapping[str, int],
+    iterations: Mapping[str, Sequence[int]],
     wrong: Mapping[str, int] | None,
     baseline: str,
 ) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def timed_row(
         peers[name] = {
             "time_us": time,
             "samples_us": [1e6 * s for s in seconds],
-            "iterations": iterations[name],
+            "iterations": list(iterations[name]),
             "algbw_gbs": algbw,
             "busbw_gbs": algbw * case.operation.bus_factor(case.ranks),
             "wrong": None if wrong is None else wrong[name],
