@@ -114,6 +114,17 @@ def test_a_wrong_element_is_counted_and_fails(tmp_path: Path) -> None:
     assert [row["peers"]["hpcomm"]["wrong"] for row in job["rows"]] == [0, 0]
 
 
+def test_the_cpu_time_of_waiting_ranks_is_measured(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    ended = run("--wait", "--late", "0.1", "--vs", "gloo,hpcomm-zero", "--json", str(file))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (job,) = json.loads(file.read_text())["jobs"]
+    assert [row["peer"] for row in job["waits"]] == ["hpcomm", "gloo"], "the barrier of hpcomm-zero is hpcomm's"
+    for row in job["waits"]:
+        assert len(row["samples"]) == 2, "of one waiting rank in each of two rounds"
+        assert 0 <= row["cpu"]["median"] <= row["largest"]
+
+
 def start(program: str, seconds: float = 30.0) -> None:
     launch.run_ranks(2, ["-c", f"import os, time; {program}"], mpiexec=None, deadline=time.time() + seconds)
 
