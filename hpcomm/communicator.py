@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import secrets
 import socket
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 DEFAULT_TIMEOUT = 600.0  # seconds
+DEFAULT_HEARTBEAT_TIMEOUT = 20.0  # seconds
+LONGEST_HEARTBEAT_TIMEOUT = 86400.0  # seconds
+
+MIN_SECRET = 16  # characters
 
 # Control channels below 2**16 belong to the Python layer; edges use 64-bit hashes.
 AGREE_CHANNEL = 1
@@ -42,22 +47,51 @@ def default_timeout() -> float:
     return seconds
 
 
+def heartbeat_timeout() -> float:
+    """Seconds that a peer may be silent: ``HPCOMM_HEARTBEAT_TIMEOUT``, or 20; 0 for ever."""
+    text = os.environ.get("HPCOMM_HEARTBEAT_TIMEOUT")
+    if text is None:
+        return DEFAULT_HEARTBEAT_TIMEOUT
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if seconds != 0 and not 1 <= seconds <= LONGEST_HEARTBEAT_TIMEOUT:
+        raise InvalidArgument(f"HPCOMM_HEARTBEAT_TIMEOUT={text!r}: expected 0, or 1 to 86400 seconds")
+    return seconds
+
+
+def job_token(public: bytes) -> bytes:
+    """The job's secret: ``public``, which came through the store, or what ``HPCOMM_SECRET`` makes of it.
+
+    With that variable, whoever can read the store still cannot join; ``public`` keeps jobs with the same secret apart.
+    """
+    secret = os.environ.get("HPCOMM_SECRET")
+    if secret is None:
+        return public
+    if len(secret) < MIN_SECRET:
+        # Without its text: messages end up in logs.
+        raise InvalidArgument(f"HPCOMM_SECRET has {len(secret)} characters; it takes at least {MIN_SECRET}")
+    return hmac.digest(os.fsencode(secret), b"hpcomm job" + public, "sha256")
+
+
 def start_control(store: Store, rank: int, size: int, *, timeout: float) -> Control:
     """Connects the Control of all ``size`` ranks that share ``store`` (collective).
 
     Raises:
         TimedOut: a rank did not come within ``timeout`` seconds.
-        RankFailed: a rank went away while the job was starting.
+        RankFailed: a rank went away while the job was starting, or has another ``HPCOMM_SECRET``.
     """
+    heartbeat = heartbeat_timeout()
     if size == 1:
         return _C.solo_control()
     if rank == 0:
-        store.set("token", secrets.token_hex(16))
-    token = bytes.fromhex(_get(store, "token", "rank 0", timeout).decode())
+        store.set("token", secrets.token_hex(32))
+    token = job_token(bytes.fromhex(_get(store, "token", "rank 0", timeout).decode()))
     listener = _C.ControlListener(_listen_host(), rank, size, token)
     store.set(f"control/{rank}", listener.address)
     addresses = [_get(store, f"control/{r}", f"rank {r}", timeout).decode() for r in range(size)]
-    return listener.connect(addresses, timeout)
+    return listener.connect(addresses, timeout, heartbeat)
 
 
 def first_communicator(

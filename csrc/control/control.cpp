@@ -32,6 +32,7 @@ class SoloControl final : public Control {
   }
   void close() noexcept override {}
   [[nodiscard]] bool has_ended(int peer) const override { nobody(peer); }
+  [[nodiscard]] bool has_left(int peer) const override { nobody(peer); }
   [[nodiscard]] std::optional<Error> failure() const override {
     std::lock_guard lock(mutex_);
     return failure_;
@@ -45,6 +46,7 @@ class SoloControl final : public Control {
     listeners_.emplace(next_listener_, std::move(listener));
     return next_listener_++;
   }
+  std::uint64_t on_departure(std::function<void(int)>) override { return 0; }  // nobody to leave
   void remove_listener(std::uint64_t token) override {
     std::lock_guard order(listeners_mutex_);
     listeners_.erase(token);

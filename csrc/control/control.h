@@ -2,8 +2,12 @@
 //
 // One connection per pair of ranks and one I/O thread per process. Headers, plan hashes and errors travel here, never
 // tensor data. A send never waits for the receiver: what the socket does not take is queued.
+//
+// A Control belongs to the process that made it. In a forked child its sockets are closed, abort() and close() do
+// nothing, and everything else raises kClosed.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -41,6 +45,8 @@ class Control {
 
   // True when `peer`'s connection has ended: its process is gone, or it closed its Control.
   [[nodiscard]] virtual bool has_ended(int peer) const = 0;
+  // True when nothing more will come from `peer`: it said goodbye, or its connection has ended.
+  [[nodiscard]] virtual bool has_left(int peer) const = 0;
   // The first failure of the job that this rank knows of: kRankFailed or kPeerError.
   [[nodiscard]] virtual std::optional<Error> failure() const = 0;
   // Throws failure().
@@ -52,6 +58,9 @@ class Control {
   // `listener` runs once, on the I/O thread (or at once when it is already too late), at the first failure. It must
   // not block. Returns a token for remove_listener, after which it neither runs nor is running.
   virtual std::uint64_t on_failure(std::function<void(const Error&)> listener) = 0;
+  // `listener` runs once for each peer that leaves, in order or not, under the rules of on_failure. Those that have
+  // left already are told at once. Neither kind of listener adds or removes listeners, or aborts.
+  virtual std::uint64_t on_departure(std::function<void(int peer)> listener) = 0;
   virtual void remove_listener(std::uint64_t token) = 0;
 
   // Gathers one message from each of `ranks` (this rank among them), in that order. Collective over `ranks`.
@@ -61,6 +70,9 @@ class Control {
 
 // A job of one rank: nobody to talk to.
 [[nodiscard]] std::shared_ptr<Control> make_solo_control();
+
+// How long a peer may be silent before it counts as lost.
+inline constexpr std::chrono::seconds kHeartbeatLimit{20};
 
 // Bound and listening, not connected yet: the caller publishes address() and collects those of the others.
 class ControlListener {
@@ -72,9 +84,11 @@ class ControlListener {
   [[nodiscard]] const std::string& address() const noexcept { return address_; }  // "host:port"
 
   // Connects to every lower rank and accepts every higher one; `addresses[r]` is rank r's. Strangers that connect
-  // meanwhile are dropped with one line on stderr. Throws kTimedOut with the ranks that are missing.
-  // The listener is closed afterwards: nobody can join later.
-  [[nodiscard]] std::shared_ptr<Control> connect(const std::vector<std::string>& addresses, Deadline deadline);
+  // meanwhile are dropped with a line on stderr for each kind of them. Throws kTimedOut with the ranks that are
+  // missing, kRankFailed when one goes away meanwhile. The listener is closed afterwards: nobody can join later.
+  // `heartbeat` limits the silence of a peer; 0 lets it be silent for ever. The same on every rank.
+  [[nodiscard]] std::shared_ptr<Control> connect(const std::vector<std::string>& addresses, Deadline deadline,
+                                                 std::chrono::milliseconds heartbeat = kHeartbeatLimit);
 
  private:
   control::Fd fd_;

@@ -4,11 +4,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 #include <iterator>
 
+#include "control/handshake.h"
+#include "control/refusals.h"
 #include "control/socket.h"
 #include "control/tcp_control.h"
 
@@ -19,59 +21,90 @@ namespace {
 
 // Connections beyond one per rank that may be open without having greeted.
 constexpr std::ptrdiff_t kMaxSilent = 64;
+// New connections per round: a flood must not keep us from those we have.
+constexpr int kAcceptsPerRound = 256;
+// A greeting takes two round trips. Never more than a quarter of the time that the start has.
+constexpr std::chrono::seconds kGreetingLimit{10};
+// A peer that is flooded by strangers may have dropped us with them: we knock again.
+constexpr int kAttempts = 3;
 
-// A connection on which the greeting is still awaited.
+// A connection that is not greeted through yet.
 struct Pending {
   Fd fd;
-  int rank = -1;  // of a connection that we opened; -1 on one that we accepted
-  std::string incoming;
+  Handshake handshake;
+  Deadline drop_at = Deadline::max();
+  int rank = -1;            // of a connection that we opened; -1 on one that we accepted
+  int attempt = 1;          // at opening it
   bool connecting = false;  // we opened it and it does not stand yet
 };
 
 class Rendezvous {
  public:
-  Rendezvous(int listener, int rank, int size, const JobToken& token)
+  Rendezvous(int listener, int rank, int size, const JobToken& token, std::chrono::milliseconds heartbeat,
+             const std::vector<std::string>& addresses, Deadline deadline)
       : listener_(listener),
         rank_(rank),
         token_(token),
-        open_(static_cast<std::size_t>(size)),
-        surplus_(static_cast<std::size_t>(size)) {}
+        heartbeat_(heartbeat),
+        addresses_(addresses),
+        deadline_(deadline),
+        greeting_limit_(std::min<Clock::duration>(kGreetingLimit, (deadline - Clock::now()) / 4)),
+        peers_(static_cast<std::size_t>(size)),
+        log_(rank) {}
 
-  std::shared_ptr<Control> run(const std::vector<std::string>& addresses, Deadline deadline) {
-    for (int lower = 0; lower < rank_; ++lower) {
-      Pending pending;
-      pending.fd = start_connect(addresses[static_cast<std::size_t>(lower)]);
-      pending.rank = lower;
-      pending.connecting = true;
-      pending_.push_back(std::move(pending));
-    }
-    while (missing() > 0) {
-      if (Clock::now() >= deadline) {
-        throw Error(ErrorKind::kTimedOut,
-                    str("rank ", rank_, " did not hear from ", missing_ranks(),
-                        " while the job was starting; see whether they run and can be reached"),
-                    {rank_, -1, -1, "init"});
+  std::shared_ptr<Control> run() {
+    try {
+      for (int lower = 0; lower < rank_; ++lower) {
+        pending_.push_back(open(lower, 1));
       }
-      poll_once();
+      while (!missing_ranks().empty()) {
+        if (Clock::now() >= deadline_) {
+          throw Error(ErrorKind::kTimedOut,
+                      str("rank ", rank_, " did not hear from ", missing_ranks(),
+                          " while the job was starting; see whether they run and can be reached"),
+                      {rank_, -1, -1, "init"});
+        }
+        poll_once();
+      }
+    } catch (const Error& error) {
+      tell_others(error);
+      throw;
     }
-    return std::make_shared<TcpControl>(rank_, std::move(open_), std::move(surplus_));
+    std::vector<Fd> connections;
+    std::vector<std::string> surplus;
+    for (Peer& peer : peers_) {
+      connections.push_back(std::move(peer.fd));
+      surplus.push_back(std::move(peer.surplus));
+    }
+    return TcpControl::make(rank_, std::move(connections), std::move(surplus), heartbeat_);
   }
 
  private:
-  [[nodiscard]] std::size_t missing() const {
-    return static_cast<std::size_t>(
-               std::count_if(open_.begin(), open_.end(), [](const Fd& fd) { return !fd.valid(); })) -
-           1;  // ourselves
-  }
+  // A rank that has greeted. It may be done with its start, and talk, or go.
+  struct Peer {
+    Fd fd;
+    std::string surplus;      // what it said meanwhile, for TcpControl
+    std::size_t scanned = 0;  // of it
+    bool left = false;        // in order
+  };
 
   [[nodiscard]] std::string missing_ranks() const {
     std::string names;
-    for (std::size_t r = 0; r < open_.size(); ++r) {
-      if (!open_[r].valid() && static_cast<int>(r) != rank_) {
+    for (std::size_t r = 0; r < peers_.size(); ++r) {
+      if (!peers_[r].fd.valid() && static_cast<int>(r) != rank_) {
         names += str(names.empty() ? "rank " : ", rank ", r);
       }
     }
     return names;
+  }
+
+  [[nodiscard]] Pending open(int lower, int attempt) const {
+    return {start_connect(addresses_[static_cast<std::size_t>(lower)]),
+            Handshake::open(token_, rank_, lower),
+            Deadline::max(),
+            lower,
+            attempt,
+            true};
   }
 
   void poll_once() {
@@ -79,30 +112,58 @@ class Rendezvous {
     for (const Pending& pending : pending_) {
       fds.push_back({pending.fd.get(), static_cast<short>(pending.connecting ? POLLOUT : POLLIN), 0});
     }
+    std::vector<std::size_t> greeted;
+    for (std::size_t r = 0; r < peers_.size(); ++r) {
+      if (peers_[r].fd.valid() && !peers_[r].left) {
+        greeted.push_back(r);
+        fds.push_back({peers_[r].fd.get(), POLLIN, 0});
+      }
+    }
     (void)::poll(fds.data(), fds.size(), 50);
+    for (std::size_t i = 0; i < greeted.size(); ++i) {
+      if (fds[1 + pending_.size() + i].revents != 0) {
+        listen_to(greeted[i]);
+      }
+    }
     std::vector<Pending> keep;
     for (std::size_t i = 0; i < pending_.size(); ++i) {
-      if (fds[i + 1].revents == 0 || advance(pending_[i])) {
+      if (fds[i + 1].revents == 0 ? in_time(pending_[i]) : advance(pending_[i])) {
         keep.push_back(std::move(pending_[i]));
       }
     }
     pending_ = std::move(keep);
-    while (true) {
+    accept_new();
+    log_.tick();
+  }
+
+  void accept_new() {
+    for (int i = 0; i < kAcceptsPerRound; ++i) {
       Fd fd = accept_one(listener_);
       if (!fd.valid()) {
         break;
       }
-      Pending pending;
-      pending.fd = std::move(fd);
-      pending_.push_back(std::move(pending));
+      Pending pending{std::move(fd), Handshake::accept(token_, rank_, static_cast<int>(peers_.size())),
+                      Clock::now() + greeting_limit_};
+      // At once: a peer has greeted already, which tells it from the strangers that are dropped below.
+      if (advance(pending)) {
+        pending_.push_back(std::move(pending));
+      }
     }
     // Somebody who opens connections and says nothing must not use up our descriptors; our peers greet at once.
     const auto accepted = [](const Pending& pending) { return pending.rank < 0; };
-    while (std::count_if(pending_.begin(), pending_.end(), accepted) > kMaxSilent + std::ssize(open_)) {
-      const auto oldest = std::find_if(pending_.begin(), pending_.end(), accepted);
-      (void)refuse(*oldest, "too many connections wait without a greeting");
+    const auto silent = [](const Pending& pending) { return pending.rank < 0 && !pending.handshake.greeted(); };
+    while (std::count_if(pending_.begin(), pending_.end(), accepted) > kMaxSilent + std::ssize(peers_)) {
+      auto oldest = std::find_if(pending_.begin(), pending_.end(), silent);
+      if (oldest == pending_.end()) {
+        oldest = std::find_if(pending_.begin(), pending_.end(), accepted);
+      }
+      (void)refuse(*oldest, Refusal::kTooMany, "too many connections wait without a greeting");
       pending_.erase(oldest);
     }
+  }
+
+  bool in_time(const Pending& pending) {
+    return Clock::now() < pending.drop_at || refuse(pending, Refusal::kTooSlow, "its greeting takes too long");
   }
 
   // One step of one connection; false when it is settled or dropped.
@@ -114,71 +175,124 @@ class Rendezvous {
                     {rank_, pending.rank, -1, "init"});
       }
       pending.connecting = false;
-      greet(pending.fd.get());
+      answer(pending);
       return true;
     }
-    char chunk[4096];
-    const ssize_t got = ::recv(pending.fd.get(), chunk, sizeof chunk, MSG_DONTWAIT);
+    std::array<char, 4096> chunk;
+    const ssize_t got = ::recv(pending.fd.get(), chunk.data(), chunk.size(), MSG_DONTWAIT);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) {
+      return in_time(pending);
+    }
+    if (got <= 0 && pending.rank >= 0 && pending.attempt < kAttempts) {
+      pending = open(pending.rank, pending.attempt + 1);
       return true;
     }
     if (got <= 0) {
-      return refuse(pending, "it hung up");
+      return refuse(pending, Refusal::kHungUp, "it hung up");
     }
-    pending.incoming.append(chunk, static_cast<std::size_t>(got));
     try {
-      auto parsed = parse(pending.incoming);
-      if (!parsed && pending.incoming.size() >= kPrefixBytes + kHelloBytes) {
-        // Whoever has not proved to be ours does not fill our memory.
-        return refuse(pending, "it announced more than a greeting");
-      }
-      return parsed ? settle(pending, *parsed) : true;
+      pending.handshake.take({chunk.data(), static_cast<std::size_t>(got)});
     } catch (const Error& error) {
-      return refuse(pending, error.what());
+      return refuse(pending, error.kind() == ErrorKind::kProtocol ? Refusal::kNotOurs : Refusal::kOtherJob,
+                    error.what());
     }
+    if (pending.handshake.done()) {
+      return settle(pending);
+    }
+    answer(pending);
+    return in_time(pending);  // drop by drop is no way to stay
   }
 
-  bool settle(Pending& pending, const Parsed& parsed) {
-    if (parsed.frame.kind != FrameKind::kHello) {
-      return refuse(pending, "it did not greet");
+  bool settle(Pending& pending) {
+    const auto r = static_cast<std::size_t>(pending.handshake.peer());
+    Peer& peer = peers_[r];
+    if (peer.fd.valid()) {
+      return refuse(pending, Refusal::kOtherJob, str("it belongs to another job: rank ", r, " is here already"));
     }
-    const Hello hello = parse_hello(parsed.frame.body);
-    const bool expected = pending.rank >= 0 ? hello.rank == pending.rank
-                                            : hello.rank > rank_ && hello.rank < static_cast<int>(open_.size());
-    if (hello.token != token_ || !expected || open_[static_cast<std::size_t>(hello.rank)].valid()) {
-      return refuse(pending, "it belongs to another job");
+    answer(pending);
+    if (heartbeat_.count() > 0) {
+      watch_connection(pending.fd.get(), heartbeat_);
     }
-    if (pending.rank < 0) {
-      greet(pending.fd.get());
-    }
-    open_[static_cast<std::size_t>(hello.rank)] = std::move(pending.fd);
-    surplus_[static_cast<std::size_t>(hello.rank)] = pending.incoming.substr(parsed.consumed);
+    peer.fd = std::move(pending.fd);
+    peer.surplus = pending.handshake.surplus();
+    scan(r);
     return false;
   }
 
-  void greet(int fd) const {
-    // A fresh socket takes 44 bytes; were it not so, the peer's time-out would name us.
-    const std::string bytes = encode(FrameKind::kHello, 0, encode_hello({token_, rank_}));
-    (void)!::send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
+  static void answer(Pending& pending) {
+    // A fresh socket takes the few bytes of a greeting; were it not so, the peer's time-out would name us.
+    const std::string bytes = pending.handshake.output();
+    (void)!::send(pending.fd.get(), bytes.data(), bytes.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
   }
 
-  // Somebody else's connection costs one line; a peer that hangs up is a failed rank.
-  bool refuse(const Pending& pending, const std::string& why) const {
+  // A rank that is here already: its end must not go unnoticed until our own deadline.
+  void listen_to(std::size_t r) {
+    std::array<char, 1 << 16> chunk;
+    const ssize_t got = ::recv(peers_[r].fd.get(), chunk.data(), chunk.size(), MSG_DONTWAIT);
+    if (got < 0 && (errno == EAGAIN || errno == EINTR)) {
+      return;
+    }
+    if (got <= 0) {
+      throw Error(ErrorKind::kRankFailed,
+                  str("rank ", r, " is gone: its process ended while the job was starting (seen by rank ", rank_, ")"),
+                  {rank_, static_cast<int>(r), -1, "init"});
+    }
+    peers_[r].surplus.append(chunk.data(), static_cast<std::size_t>(got));
+    scan(r);
+  }
+
+  void scan(std::size_t r) {
+    Peer& peer = peers_[r];
+    while (const auto parsed = next_frame(peer, r)) {
+      peer.scanned += parsed->consumed;
+      if (parsed->frame.kind == FrameKind::kAbort) {
+        throw reported_error(parsed->frame, rank_, static_cast<int>(r));
+      }
+      peer.left = peer.left || parsed->frame.kind == FrameKind::kGoodbye;
+    }
+  }
+
+  [[nodiscard]] std::optional<Parsed> next_frame(const Peer& peer, std::size_t r) const {
+    try {
+      return parse(std::span(peer.surplus).subspan(peer.scanned));
+    } catch (const Error& error) {
+      throw Error(ErrorKind::kRankFailed, str("rank ", r, " is gone: ", error.what(), " (seen by rank ", rank_, ")"),
+                  {rank_, static_cast<int>(r), -1, "init"});
+    }
+  }
+
+  // Those who wait as we did would otherwise see no more of it than the end of this process.
+  void tell_others(const Error& error) const {
+    const std::string bytes = encode_abort(error);
+    for (const Peer& peer : peers_) {
+      if (peer.fd.valid()) {
+        (void)!::send(peer.fd.get(), bytes.data(), bytes.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+      }
+    }
+  }
+
+  // Somebody else's connection costs a line at most; a peer that hangs up is a failed rank.
+  bool refuse(const Pending& pending, Refusal kind, const std::string& why) {
     if (pending.rank >= 0) {
-      throw Error(ErrorKind::kRankFailed, str("rank ", pending.rank, " refused rank ", rank_, " at start: ", why),
+      throw Error(ErrorKind::kRankFailed,
+                  str("rank ", pending.rank, " refused rank ", rank_, " at start: ", why,
+                      ". Do both run the same hpcomm, in the same job, with the same HPCOMM_SECRET if there is one?"),
                   {rank_, pending.rank, -1, "init"});
     }
-    std::fprintf(stderr, "hpcomm: rank %d dropped a connection from %s: %s\n", rank_,
-                 peer_name(pending.fd.get()).c_str(), why.c_str());
+    log_.add(kind, peer_name(pending.fd.get()), why);
     return false;
   }
 
   int listener_;
   int rank_;
   JobToken token_;
-  std::vector<Fd> open_;
-  std::vector<std::string> surplus_;
+  std::chrono::milliseconds heartbeat_;
+  const std::vector<std::string>& addresses_;
+  Deadline deadline_;
+  Clock::duration greeting_limit_;
+  std::vector<Peer> peers_;
   std::vector<Pending> pending_;
+  RefusalLog log_;
 };
 
 }  // namespace
@@ -187,14 +301,16 @@ class Rendezvous {
 ControlListener::ControlListener(const std::string& host, int rank, int size, control::JobToken token)
     : rank_(rank), size_(size), token_(token) {
   HPCOMM_REQUIRE(size >= 1 && rank >= 0 && rank < size, "rank ", rank, " of ", size);
-  auto [fd, address] = control::listen_on(host, size + 16);
+  auto [fd, address] =
+      control::listen_on(host, size + 1024);  // a flood of strangers must not delay our peers by lost SYNs
   address_ = std::move(address);
   fd_ = std::move(fd);
 }
 
 ControlListener::~ControlListener() = default;
 
-std::shared_ptr<Control> ControlListener::connect(const std::vector<std::string>& addresses, Deadline deadline) {
+std::shared_ptr<Control> ControlListener::connect(const std::vector<std::string>& addresses, Deadline deadline,
+                                                  std::chrono::milliseconds heartbeat) {
   HPCOMM_REQUIRE(addresses.size() == static_cast<std::size_t>(size_), "one address per rank: ", size_, ", got ",
                  addresses.size());
   HPCOMM_REQUIRE(fd_.valid(), "a listener connects once");
@@ -202,7 +318,7 @@ std::shared_ptr<Control> ControlListener::connect(const std::vector<std::string>
   if (size_ == 1) {
     return make_solo_control();
   }
-  return control::Rendezvous(listener.get(), rank_, size_, token_).run(addresses, deadline);
+  return control::Rendezvous(listener.get(), rank_, size_, token_, heartbeat, addresses, deadline).run();
 }
 
 }  // namespace hpcomm

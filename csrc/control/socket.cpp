@@ -11,6 +11,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <memory>
@@ -55,15 +56,9 @@ void set_no_delay(int fd) {
 
 }  // namespace
 
-Fd::~Fd() {
-  if (fd_ >= 0) {
-    (void)::close(fd_);
-  }
-}
-
 std::pair<Fd, std::string> listen_on(const std::string& host, int backlog) {
   const AddressList where = resolve_numeric(host, "0");
-  Fd fd(::socket(where->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  Fd fd = Fd::open([&] { return ::socket(where->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
   if (!fd.valid()) {
     fail("socket", errno);
   }
@@ -86,7 +81,7 @@ Fd start_connect(const std::string& address) {
     host = host.substr(1, host.size() - 2);
   }
   const AddressList where = resolve_numeric(host, address.substr(colon + 1));
-  Fd fd(::socket(where->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  Fd fd = Fd::open([&] { return ::socket(where->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
   if (!fd.valid()) {
     fail("socket", errno);
   }
@@ -105,11 +100,24 @@ int connect_error(int fd) {
 }
 
 Fd accept_one(int listener) {
-  Fd fd(::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+  Fd fd = Fd::open([&] { return ::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
   if (fd.valid()) {
     set_no_delay(fd.get());
   }
   return fd;
+}
+
+void watch_connection(int fd, std::chrono::milliseconds limit) {
+  const auto set = [fd](int level, int name, std::chrono::milliseconds::rep value) {
+    const int number = static_cast<int>(std::clamp<std::chrono::milliseconds::rep>(value, 1, 1 << 30));
+    (void)setsockopt(fd, level, name, &number, sizeof number);
+  };
+  // Twice the limit: for bytes that nobody acknowledges, and with four probes for an idle connection.
+  set(IPPROTO_TCP, TCP_USER_TIMEOUT, 2 * limit.count());
+  set(IPPROTO_TCP, TCP_KEEPIDLE, limit.count() / 1000);
+  set(IPPROTO_TCP, TCP_KEEPINTVL, limit.count() / 4000);
+  set(IPPROTO_TCP, TCP_KEEPCNT, 4);
+  set(SOL_SOCKET, SO_KEEPALIVE, 1);
 }
 
 std::string peer_name(int fd) {

@@ -1,31 +1,13 @@
-// The few socket calls that Control needs, with one owner per descriptor.
+// The few socket calls that Control needs.
 #pragma once
 
+#include <chrono>
 #include <string>
 #include <utility>
 
+#include "control/descriptor.h"
+
 namespace hpcomm::control {
-
-class Fd {
- public:
-  Fd() = default;
-  explicit Fd(int fd) noexcept : fd_(fd) {}
-  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Fd& operator=(Fd&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  Fd(const Fd&) = delete;
-  Fd& operator=(const Fd&) = delete;
-  ~Fd();
-
-  [[nodiscard]] int get() const noexcept { return fd_; }
-  [[nodiscard]] bool valid() const noexcept { return fd_ >= 0; }
-  void reset() noexcept { Fd gone(std::move(*this)); }
-
- private:
-  int fd_ = -1;
-};
 
 // A listening socket on `host` and a free port; its address as "host:port" (IPv6 hosts in brackets).
 [[nodiscard]] std::pair<Fd, std::string> listen_on(const std::string& host, int backlog);
@@ -35,6 +17,9 @@ class Fd {
 [[nodiscard]] int connect_error(int fd);
 // Non-blocking accept; invalid when nobody waits.
 [[nodiscard]] Fd accept_one(int listener);
+// Has the kernel give up a connection whose other host is silent; our own heartbeats, which say more, come first.
+// `limit` is theirs. Without it, a host that vanished would be tried again for a quarter of an hour.
+void watch_connection(int fd, std::chrono::milliseconds limit);
 // "host:port" of the other side, for log lines.
 [[nodiscard]] std::string peer_name(int fd);
 // Bytes that the other side's kernel has not acknowledged yet.

@@ -7,10 +7,14 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <utility>
+
+#include "base/fork.h"
 
 namespace hpcomm::control {
 
@@ -20,13 +24,27 @@ constexpr auto kCloseGrace = std::chrono::seconds(1);
 
 }  // namespace
 
-TcpControl::TcpControl(int rank, std::vector<Fd> connections, std::vector<std::string> surplus)
-    : rank_(rank), wake_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+std::shared_ptr<Control> TcpControl::make(int rank, std::vector<Fd> connections, std::vector<std::string> surplus,
+                                          std::chrono::milliseconds heartbeat) {
+  return {new TcpControl(rank, std::move(connections), std::move(surplus), heartbeat), [](TcpControl* control) {
+            // A forked child has copies of locks and waiters whose threads it has not: they cannot even be destroyed.
+            if (!control->forked()) {
+              delete control;
+            }
+          }};
+}
+
+TcpControl::TcpControl(int rank, std::vector<Fd> connections, std::vector<std::string> surplus,
+                       std::chrono::milliseconds heartbeat)
+    : rank_(rank),
+      generation_(fork_generation()),
+      heartbeat_(heartbeat, connections.size(), Clock::now()),
+      wake_(Fd::open([] { return ::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC); })) {
   if (!wake_.valid()) {
     throw Error(ErrorKind::kTransport, str("eventfd: ", std::strerror(errno)));
   }
   for (std::size_t r = 0; r < connections.size(); ++r) {
-    peers_.push_back(Peer{std::move(connections[r]), PeerState::kOpen, std::move(surplus[r]), {}, 0});
+    peers_.push_back(Peer{std::move(connections[r]), PeerState::kOpen, std::move(surplus[r]), {}, 0, false});
   }
   thread_ = std::thread([this] { run(); });
   pthread_setname_np(thread_.native_handle(), "hpcomm:control");
@@ -43,9 +61,23 @@ TcpControl::~TcpControl() {
   }
 }
 
+bool TcpControl::forked() const noexcept { return fork_generation() != generation_; }
+
+// Before any lock is taken: in a child, a thread that is not there may hold it.
+void TcpControl::require_own_process(const char* operation, int peer) const {
+  if (forked()) {
+    throw Error(
+        ErrorKind::kClosed,
+        str(operation, " on the Control of rank ", rank_, " in a forked child: its connections stayed with the ",
+            "parent. Communicate from the process that called init(), or start workers by spawn"),
+        {rank_, peer, -1, operation});
+  }
+}
+
 void TcpControl::send(int peer, std::uint64_t channel, std::string_view body) {
   HPCOMM_REQUIRE(peer >= 0 && peer < size() && peer != rank_, "control message from rank ", rank_, " to rank ", peer,
                  " of ", size());
+  require_own_process("send", peer);
   const std::string bytes = encode(FrameKind::kMessage, channel, body);
   std::lock_guard lock(mutex_);
   if (failure_) {
@@ -64,6 +96,7 @@ void TcpControl::send(int peer, std::uint64_t channel, std::string_view body) {
 std::optional<std::string> TcpControl::try_receive(int peer, std::uint64_t channel, Deadline until) {
   HPCOMM_REQUIRE(peer >= 0 && peer < size() && peer != rank_, "control message to rank ", rank_, " from rank ", peer,
                  " of ", size());
+  require_own_process("receive", peer);
   std::unique_lock lock(mutex_);
   Inbox& inbox = inboxes_[{peer, channel}];
   for (;;) {
@@ -88,35 +121,31 @@ std::optional<std::string> TcpControl::try_receive(int peer, std::uint64_t chann
 }
 
 void TcpControl::abort(const std::string& message) {
+  if (forked()) {
+    return;  // what a child raises is its own affair: its parent goes on
+  }
   {
     std::lock_guard lock(mutex_);
     if (failure_ || closing_) {
       return;  // the first failure is the one that counts; peers have it already
     }
-    const std::string bytes = encode(FrameKind::kAbort, 0, message.substr(0, kMaxBody));
-    for (std::size_t r = 0; r < peers_.size(); ++r) {
-      if (static_cast<int>(r) != rank_ && peers_[r].state == PeerState::kOpen) {
-        queue_frame(peers_[r], bytes);
-      }
-    }
+    tell_all(encode(FrameKind::kAbort, 0, std::string_view(message).substr(0, kMaxBody)));
     fail(Error(ErrorKind::kClosed, "this rank gave up: " + message, {rank_, -1, -1, "abort"}));
   }
   notify_listeners();
 }
 
 void TcpControl::close() noexcept {
+  if (forked()) {
+    return;  // the parent has not left
+  }
   {
     std::lock_guard lock(mutex_);
     if (closing_) {
       return;
     }
     closing_ = true;
-    const std::string bytes = encode(FrameKind::kGoodbye, 0, {});
-    for (Peer& peer : peers_) {
-      if (peer.fd.valid() && peer.state == PeerState::kOpen) {
-        queue_frame(peer, bytes);
-      }
-    }
+    tell_all(encode(FrameKind::kGoodbye, 0, {}));
     for (auto& [key, inbox] : inboxes_) {
       inbox.arrived.notify_all();
     }
@@ -141,18 +170,25 @@ void TcpControl::close() noexcept {
   wake();
 }
 
-bool TcpControl::has_ended(int peer) const {
+TcpControl::PeerState TcpControl::state_of(int peer) const {
   HPCOMM_REQUIRE(peer >= 0 && peer < size() && peer != rank_, "rank ", rank_, " has no peer ", peer, " of ", size());
+  require_own_process("state", peer);
   std::lock_guard lock(mutex_);
-  return peers_[static_cast<std::size_t>(peer)].state == PeerState::kLost;
+  return peers_[static_cast<std::size_t>(peer)].state;
 }
 
 std::optional<Error> TcpControl::failure() const {
+  try {
+    require_own_process("failure");
+  } catch (const Error& error) {
+    return error;
+  }
   std::lock_guard lock(mutex_);
   return failure_;
 }
 
 std::uint64_t TcpControl::on_failure(std::function<void(const Error&)> listener) {
+  require_own_process("on_failure");
   std::lock_guard order(listeners_mutex_);
   if (notified_) {
     listener(*failure());
@@ -162,17 +198,41 @@ std::uint64_t TcpControl::on_failure(std::function<void(const Error&)> listener)
   return next_listener_++;
 }
 
+std::uint64_t TcpControl::on_departure(std::function<void(int)> listener) {
+  require_own_process("on_departure");
+  std::lock_guard order(listeners_mutex_);
+  std::vector<int> known;
+  {
+    std::lock_guard lock(mutex_);
+    // The others, if any, are told by notify_listeners(), to this listener as well.
+    known.assign(departed_.begin(), departed_.begin() + static_cast<std::ptrdiff_t>(told_departed_));
+  }
+  for (const int peer : known) {
+    listener(peer);
+  }
+  departure_listeners_.emplace(next_listener_, std::move(listener));
+  return next_listener_++;
+}
+
 void TcpControl::remove_listener(std::uint64_t token) {
+  if (forked()) {
+    return;  // nothing runs here
+  }
   std::lock_guard order(listeners_mutex_);
   listeners_.erase(token);
+  departure_listeners_.erase(token);
 }
 
 void TcpControl::run() {
   std::vector<pollfd> fds;
   std::vector<int> ranks;
   for (std::size_t r = 0; r < peers_.size(); ++r) {
-    parse_incoming(static_cast<int>(r));
+    if (!peers_[r].incoming.empty()) {
+      heartbeat_.heard(static_cast<int>(r), Clock::now());
+      parse_incoming(static_cast<int>(r));
+    }
   }
+  Deadline next_beat = Clock::now();
   for (;;) {
     notify_listeners();
     fds.assign(1, pollfd{wake_.get(), POLLIN, 0});
@@ -194,7 +254,9 @@ void TcpControl::run() {
         }
       }
     }
-    (void)::poll(fds.data(), fds.size(), -1);
+    const auto rest = std::chrono::ceil<std::chrono::milliseconds>(next_beat - Clock::now()).count();
+    (void)::poll(fds.data(), fds.size(), static_cast<int>(std::max<decltype(rest)>(rest, 0)));
+    heartbeat_.woke(Clock::now());
     if (fds[0].revents != 0) {
       std::uint64_t drained = 0;
       (void)!::read(wake_.get(), &drained, sizeof drained);
@@ -208,6 +270,60 @@ void TcpControl::run() {
         read_from(ranks[i]);
       }
     }
+    // Behind the reading: what lies in our own sockets already is no silence.
+    if (Clock::now() >= next_beat) {
+      beat();
+      look_for_silence();
+      next_beat = Clock::now() + heartbeat_.interval();
+    }
+  }
+}
+
+// On connections where nothing else was said since the last time. What still waits to be sent needs no help.
+void TcpControl::beat() {
+  static const std::string bytes = encode(FrameKind::kHeartbeat, 0, {});
+  std::lock_guard lock(mutex_);
+  for (Peer& peer : peers_) {
+    if (peer.fd.valid() && peer.state == PeerState::kOpen && !closing_ && !peer.spoke && peer.outgoing.empty()) {
+      queue_frame(peer, bytes);
+    }
+    peer.spoke = false;
+  }
+}
+
+void TcpControl::look_for_silence() {
+  using Seconds = std::chrono::duration<double>;
+  const Deadline now = Clock::now();
+  for (int r = 0; r < size(); ++r) {
+    Peer& peer = peers_[static_cast<std::size_t>(r)];
+    bool between_frames = false;
+    {
+      std::lock_guard lock(mutex_);
+      between_frames = peer.outgoing.empty();
+      if (peer.state != PeerState::kOpen || failure_ || closing_) {
+        continue;
+      }
+    }
+    switch (heartbeat_.judge(r, now)) {
+      case Heartbeat::Verdict::kFine:
+        break;
+      case Heartbeat::Verdict::kSuspect:
+        std::fprintf(stderr, "hpcomm: rank %d has not heard from rank %d for %.3g s; at %.3g s it gives up\n", rank_, r,
+                     Seconds(heartbeat_.limit() / 4).count(), Seconds(heartbeat_.limit()).count());
+        break;
+      case Heartbeat::Verdict::kDead: {
+        const std::string limit = str(Seconds(heartbeat_.limit()).count());
+        lose(r, str("no heartbeat for ", limit, " s: its host or the link to it is down, or the process is stopped"));
+        // Should it wake up again, it learns why the others have gone on without it.
+        if (between_frames) {
+          const std::string why = str("it had not heard from rank ", r, " for ", limit, " s");
+          const std::string bytes = encode(FrameKind::kAbort, 0, why);
+          (void)!::send(peer.fd.get(), bytes.data(), bytes.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+        }
+        (void)::shutdown(peer.fd.get(), SHUT_RDWR);
+        break;
+      }
+    }
   }
 }
 
@@ -217,6 +333,7 @@ void TcpControl::read_from(int rank) {
   // Only this thread closes descriptors, so reading needs no lock.
   const ssize_t got = ::recv(peer.fd.get(), chunk.data(), chunk.size(), MSG_DONTWAIT);
   if (got > 0) {
+    heartbeat_.heard(rank, Clock::now());
     peer.incoming.append(chunk.data(), static_cast<std::size_t>(got));
     parse_incoming(rank);
   } else if (got == 0) {
@@ -241,16 +358,19 @@ void TcpControl::parse_incoming(int rank) {
           break;
         }
         case FrameKind::kAbort:
-          fail(Error(ErrorKind::kPeerError, str("rank ", rank, " failed:\n", parsed->frame.body),
-                     {rank_, rank, -1, "abort"}));
+          fail(reported_error(parsed->frame, rank_, rank));
           break;
         case FrameKind::kGoodbye:
-          peer.state = PeerState::kLeft;
+          leave(rank, PeerState::kLeft);
           for (auto& [key, inbox] : inboxes_) {
             inbox.arrived.notify_all();
           }
           break;
+        case FrameKind::kHeartbeat:
+          break;
         case FrameKind::kHello:
+        case FrameKind::kChallenge:
+        case FrameKind::kProof:
           throw Error(ErrorKind::kProtocol, "control connection: a second greeting");
       }
     }
@@ -288,6 +408,7 @@ void TcpControl::flush(Peer& peer) {
 
 void TcpControl::queue_frame(Peer& peer, const std::string& bytes) {
   const bool queued = !peer.outgoing.empty();
+  peer.spoke = true;
   peer.outgoing += bytes;
   if (!queued) {
     flush(peer);
@@ -297,17 +418,37 @@ void TcpControl::queue_frame(Peer& peer, const std::string& bytes) {
   }
 }
 
+void TcpControl::tell_all(const std::string& bytes) {
+  for (Peer& peer : peers_) {
+    if (peer.fd.valid() && peer.state == PeerState::kOpen) {
+      queue_frame(peer, bytes);
+    }
+  }
+}
+
 void TcpControl::lose(int rank, const std::string& why) {
   std::lock_guard lock(mutex_);
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
   const bool orderly = peer.state == PeerState::kLeft || closing_;
-  peer.state = PeerState::kLost;
+  leave(rank, PeerState::kLost);
   peer.outgoing.clear();
   peer.sent = 0;
-  if (!orderly) {
-    fail(Error(ErrorKind::kRankFailed, str("rank ", rank, " is gone: ", why, " (seen by rank ", rank_, ")"),
-               {rank_, rank, -1, "heartbeat"}));
+  if (!orderly && !failure_) {
+    // Whoever still starts, or has no trouble with that rank itself, would learn it late or never.
+    const Error error(ErrorKind::kRankFailed, str("rank ", rank, " is gone: ", why, " (seen by rank ", rank_, ")"),
+                      {rank_, rank, -1, "heartbeat"});
+    tell_all(encode_abort(error));
+    fail(error);
   }
+}
+
+// Called with mutex_ held; notify_listeners() follows once it is released.
+void TcpControl::leave(int rank, PeerState how) {
+  PeerState& state = peers_[static_cast<std::size_t>(rank)].state;
+  if (state == PeerState::kOpen) {
+    departed_.push_back(rank);
+  }
+  state = how;
 }
 
 // Called with mutex_ held; notify_listeners() follows once it is released.
@@ -321,18 +462,30 @@ void TcpControl::fail(Error error) {
 }
 
 void TcpControl::notify_listeners() {
-  const std::optional<Error> error = failure();
-  if (!error) {
-    return;
-  }
   std::lock_guard order(listeners_mutex_);
-  if (!notified_) {
+  std::optional<Error> error;
+  std::vector<int> departed;
+  {
+    std::lock_guard lock(mutex_);
+    if (!notified_) {
+      error = failure_;
+    }
+    departed.assign(departed_.begin() + static_cast<std::ptrdiff_t>(told_departed_), departed_.end());
+  }
+  // The failure first: it says more than that somebody left.
+  if (error) {
     notified_ = true;
     for (auto& [token, listener] : listeners_) {
       listener(*error);
     }
     listeners_.clear();
   }
+  for (const int peer : departed) {
+    for (auto& [token, listener] : departure_listeners_) {
+      listener(peer);
+    }
+  }
+  told_departed_ += departed.size();
 }
 
 void TcpControl::wake() const noexcept {

@@ -1,14 +1,18 @@
 // Control over one TCP connection per peer, made by ControlListener. Private to this folder.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <deque>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
 #include "control/control.h"
+#include "control/heartbeat.h"
 #include "control/socket.h"
 
 namespace hpcomm::control {
@@ -16,8 +20,12 @@ namespace hpcomm::control {
 class TcpControl final : public Control {
  public:
   // `connections[r]` is the open connection to rank r (invalid at `rank`); `surplus[r]` are bytes that arrived
-  // behind the greeting.
-  TcpControl(int rank, std::vector<Fd> connections, std::vector<std::string> surplus);
+  // behind the greeting. `heartbeat` as in ControlListener::connect.
+  [[nodiscard]] static std::shared_ptr<Control> make(int rank, std::vector<Fd> connections,
+                                                     std::vector<std::string> surplus,
+                                                     std::chrono::milliseconds heartbeat);
+  TcpControl(int rank, std::vector<Fd> connections, std::vector<std::string> surplus,
+             std::chrono::milliseconds heartbeat);
   ~TcpControl() override;
 
   [[nodiscard]] int rank() const noexcept override { return rank_; }
@@ -26,9 +34,11 @@ class TcpControl final : public Control {
   std::optional<std::string> try_receive(int peer, std::uint64_t channel, Deadline until) override;
   void abort(const std::string& message) override;
   void close() noexcept override;
-  [[nodiscard]] bool has_ended(int peer) const override;
+  [[nodiscard]] bool has_ended(int peer) const override { return state_of(peer) == PeerState::kLost; }
+  [[nodiscard]] bool has_left(int peer) const override { return state_of(peer) != PeerState::kOpen; }
   [[nodiscard]] std::optional<Error> failure() const override;
   std::uint64_t on_failure(std::function<void(const Error&)> listener) override;
+  std::uint64_t on_departure(std::function<void(int)> listener) override;
   void remove_listener(std::uint64_t token) override;
 
  private:
@@ -39,36 +49,49 @@ class TcpControl final : public Control {
     std::string incoming;  // bytes of an unfinished frame
     std::string outgoing;  // what the socket did not take yet, behind `sent` bytes that it did
     std::size_t sent = 0;
+    bool spoke = false;  // since the last heartbeat was due
   };
   struct Inbox {
     std::deque<std::string> messages;
     std::condition_variable arrived;
   };
 
+  [[nodiscard]] bool forked() const noexcept;
+  void require_own_process(const char* operation, int peer = -1) const;
+  [[nodiscard]] PeerState state_of(int peer) const;
   void run();
+  void beat();
+  void look_for_silence();
   void read_from(int peer);
   void parse_incoming(int peer);
   void flush(Peer& peer);
   void queue_frame(Peer& peer, const std::string& bytes);
+  void tell_all(const std::string& bytes);
   void lose(int peer, const std::string& why);
+  void leave(int peer, PeerState how);
   void fail(Error error);
   void notify_listeners();
   void wake() const noexcept;
 
   const int rank_;
+  const std::uint32_t generation_;  // of the process that made it
+  Heartbeat heartbeat_;             // the I/O thread's own
   // Guards everything below but the listeners. No listener and no blocking call runs under it.
   mutable std::mutex mutex_;
   std::vector<Peer> peers_;
   std::map<std::pair<int, std::uint64_t>, Inbox> inboxes_;  // never erased: waiters hold references
   std::optional<Error> failure_;
+  std::vector<int> departed_;  // in the order in which they left
   bool closing_ = false;
   bool stop_ = false;
 
   // Held while listeners run, so that remove_listener can promise that none is running. Taken before mutex_.
   mutable std::mutex listeners_mutex_;
   std::map<std::uint64_t, std::function<void(const Error&)>> listeners_;
+  std::map<std::uint64_t, std::function<void(int)>> departure_listeners_;
   std::uint64_t next_listener_ = 1;
-  bool notified_ = false;
+  bool notified_ = false;          // of the failure
+  std::size_t told_departed_ = 0;  // how many of departed_ the listeners know
 
   Fd wake_;
   std::thread thread_;  // last: it starts when everything above exists

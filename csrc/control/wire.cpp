@@ -4,8 +4,6 @@
 #include <bit>
 #include <cstring>
 
-#include "base/error.h"
-
 namespace hpcomm::control {
 
 static_assert(std::endian::native == std::endian::little, "the wire format is written for little-endian machines");
@@ -13,11 +11,10 @@ static_assert(std::endian::native == std::endian::little, "the wire format is wr
 namespace {
 
 constexpr std::uint32_t kMagic = 0x6d6f6370;  // "pcom"
-constexpr std::uint8_t kVersion = 1;
 
 struct Prefix {
   std::uint32_t magic = kMagic;
-  std::uint8_t version = kVersion;
+  std::uint8_t version = kWireVersion;
   std::uint8_t kind = 0;
   std::uint16_t reserved = 0;
   std::uint64_t channel = 0;
@@ -41,7 +38,7 @@ std::string encode(FrameKind kind, std::uint64_t channel, std::string_view body)
   return bytes;
 }
 
-std::optional<Parsed> parse(std::span<const char> bytes) {
+std::optional<Parsed> parse(std::span<const char> bytes, std::size_t max_body) {
   if (bytes.size() < kPrefixBytes) {
     return std::nullopt;
   }
@@ -50,16 +47,16 @@ std::optional<Parsed> parse(std::span<const char> bytes) {
   if (prefix.magic != kMagic) {
     reject("the bytes are not from hpcomm");
   }
-  if (prefix.version != kVersion) {
-    reject(str("the peer speaks version ", int{prefix.version}, ", this rank ", int{kVersion},
+  if (prefix.version != kWireVersion) {
+    reject(str("the peer speaks version ", int{prefix.version}, ", this rank ", int{kWireVersion},
                "; install the same hpcomm on all hosts"));
   }
   if (prefix.kind < static_cast<std::uint8_t>(FrameKind::kHello) ||
-      prefix.kind > static_cast<std::uint8_t>(FrameKind::kGoodbye) || prefix.reserved != 0) {
+      prefix.kind > static_cast<std::uint8_t>(FrameKind::kHeartbeat) || prefix.reserved != 0) {
     reject(str("unknown frame kind ", int{prefix.kind}));
   }
-  if (prefix.length > kMaxBody) {
-    reject(str("a frame of ", prefix.length, " bytes; the limit is ", kMaxBody));
+  if (prefix.length > max_body) {
+    reject(str("a frame of ", prefix.length, " bytes; the limit is ", max_body));
   }
   if (bytes.size() - kPrefixBytes < prefix.length) {
     return std::nullopt;
@@ -70,22 +67,37 @@ std::optional<Parsed> parse(std::span<const char> bytes) {
 }
 
 std::string encode_hello(const Hello& hello) {
-  std::string body(reinterpret_cast<const char*>(hello.token.data()), hello.token.size());
-  const auto rank = static_cast<std::int32_t>(hello.rank);
-  body.append(reinterpret_cast<const char*>(&rank), sizeof rank);
+  const std::array<std::int32_t, 2> ranks{hello.from, hello.to};
+  std::string body(kHelloBytes, '\0');
+  std::memcpy(body.data(), ranks.data(), sizeof ranks);
+  std::memcpy(body.data() + sizeof ranks, hello.nonce.data(), hello.nonce.size());
   return body;
 }
 
 Hello parse_hello(std::string_view body) {
-  Hello hello;
-  std::int32_t rank = -1;
   if (body.size() != kHelloBytes) {
     reject("a greeting of the wrong length");
   }
-  std::memcpy(hello.token.data(), body.data(), hello.token.size());
-  std::memcpy(&rank, body.data() + hello.token.size(), sizeof rank);
-  hello.rank = rank;
+  std::array<std::int32_t, 2> ranks{};
+  Hello hello;
+  std::memcpy(ranks.data(), body.data(), sizeof ranks);
+  std::memcpy(hello.nonce.data(), body.data() + sizeof ranks, hello.nonce.size());
+  hello.from = ranks[0];
+  hello.to = ranks[1];
   return hello;
+}
+
+std::string encode_abort(const Error& error) {
+  const int lost = error.kind() == ErrorKind::kRankFailed ? error.context().peer : -1;
+  return encode(FrameKind::kAbort, static_cast<std::uint64_t>(lost + 1),
+                std::string_view(error.what()).substr(0, kMaxBody));
+}
+
+Error reported_error(const Frame& frame, int rank, int from) {
+  if (frame.channel == 0) {
+    return {ErrorKind::kPeerError, str("rank ", from, " failed:\n", frame.body), {rank, from, -1, "abort"}};
+  }
+  return {ErrorKind::kRankFailed, frame.body, {rank, static_cast<int>(frame.channel - 1), -1, "abort"}};
 }
 
 }  // namespace hpcomm::control

@@ -9,13 +9,18 @@
 #include <string>
 #include <string_view>
 
+#include "base/error.h"
+
 namespace hpcomm::control {
 
 enum class FrameKind : std::uint8_t {
-  kHello = 1,    // body: job token, rank. First frame in both directions
-  kMessage = 2,  // body: one message on `channel`
-  kAbort = 3,    // body: what the sender raised
-  kGoodbye = 4,  // the sender closes in order
+  kHello = 1,      // body: Hello. Greeting: the first frame of whoever opened the connection
+  kMessage = 2,    // body: one message on `channel`
+  kAbort = 3,      // body: what the sender raised. `channel` is 0, or 1 + the rank whose loss it reports
+  kGoodbye = 4,    // the sender closes in order
+  kChallenge = 5,  // body: Nonce. Greeting: the answer to kHello
+  kProof = 6,      // body: Digest. Greeting: one in each direction
+  kHeartbeat = 7,  // no body: the sender has nothing to say, and is there
 };
 
 struct Frame {
@@ -24,12 +29,16 @@ struct Frame {
   std::string body;
 };
 
+inline constexpr std::uint8_t kWireVersion = 2;
 inline constexpr std::size_t kPrefixBytes = 24;
 // Nothing longer is read, so a damaged length cannot make a rank allocate. Large enough for any plan or schema.
 inline constexpr std::size_t kMaxBody = std::size_t{64} << 20;
 
-// Random bytes that all ranks of a job share: keeps other jobs and strangers out. Not a secret on the wire.
-using JobToken = std::array<unsigned char, 16>;
+// The job's secret: random bytes that all its ranks share. It keeps strangers and other jobs out and never travels on
+// a connection of ours.
+using JobToken = std::array<unsigned char, 32>;
+// Random and used once: a recorded greeting proves nothing later.
+using Nonce = std::array<unsigned char, 32>;
 
 [[nodiscard]] std::string encode(FrameKind kind, std::uint64_t channel, std::string_view body);
 
@@ -38,16 +47,22 @@ struct Parsed {
   std::size_t consumed = 0;
 };
 // The first frame of `bytes`; empty when it is not complete yet. Throws Error(kProtocol) for bytes that no hpcomm of
-// this version sends.
-[[nodiscard]] std::optional<Parsed> parse(std::span<const char> bytes);
+// this version sends, and for a body longer than `max_body`, as soon as it is announced.
+[[nodiscard]] std::optional<Parsed> parse(std::span<const char> bytes, std::size_t max_body = kMaxBody);
 
 struct Hello {
-  JobToken token;
-  int rank = -1;
+  int from = -1;
+  int to = -1;
+  Nonce nonce{};
 };
-inline constexpr std::size_t kHelloBytes = std::tuple_size_v<JobToken> + sizeof(std::int32_t);
+inline constexpr std::size_t kHelloBytes = 2 * sizeof(std::int32_t) + std::tuple_size_v<Nonce>;
 [[nodiscard]] std::string encode_hello(const Hello& hello);
 // Throws Error(kProtocol) when the body has another length.
 [[nodiscard]] Hello parse_hello(std::string_view body);
+
+// The frame that tells a peer of `error`, and what that peer (rank `rank`) makes of it when it comes from rank `from`:
+// the loss of a rank stays one, whoever noticed it.
+[[nodiscard]] std::string encode_abort(const Error& error);
+[[nodiscard]] Error reported_error(const Frame& frame, int rank, int from);
 
 }  // namespace hpcomm::control

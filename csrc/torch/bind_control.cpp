@@ -78,6 +78,7 @@ void bind_control(py::module_& module) {
       .def("check", &Control::check)
       .def("failure", &failure)
       .def("has_ended", &Control::has_ended, py::arg("peer"))
+      .def("has_left", &Control::has_left, py::arg("peer"))
       .def("close", &Control::close, py::call_guard<py::gil_scoped_release>());
 
   py::class_<ControlListener>(module, "ControlListener")
@@ -88,11 +89,12 @@ void bind_control(py::module_& module) {
       .def_property_readonly("address", &ControlListener::address)
       .def(
           "connect",
-          [](ControlListener& listener, const std::vector<std::string>& addresses, double timeout) {
+          [](ControlListener& listener, const std::vector<std::string>& addresses, double timeout, double heartbeat) {
             const WithoutGil scope;
-            return released_without_gil(listener.connect(addresses, in_seconds(timeout)));
+            const std::chrono::milliseconds limit(static_cast<std::int64_t>(heartbeat * 1000));
+            return released_without_gil(listener.connect(addresses, in_seconds(timeout), limit));
           },
-          py::arg("addresses"), py::arg("timeout"));
+          py::arg("addresses"), py::arg("timeout"), py::arg("heartbeat"));
 
   module.def("solo_control", &make_solo_control);
 }

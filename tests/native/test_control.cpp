@@ -1,10 +1,4 @@
 // control/: the wire format against damaged bytes, and jobs whose ranks are threads.
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <poll.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -23,6 +17,7 @@
 #include "control/tcp_control.h"
 #include "control/wire.h"
 #include "native/check.h"
+#include "native/control_peer.h"
 #include "native/thread_communicator.h"
 
 using namespace hpcomm;
@@ -39,64 +34,6 @@ std::size_t count_entries(const char* folder) {
       std::distance(std::filesystem::directory_iterator(folder), std::filesystem::directory_iterator{}));
 }
 
-// A connection that is not ours: a port scanner, another job, a damaged process.
-class Stranger {
- public:
-  explicit Stranger(const std::string& address) : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-    sockaddr_in where{};
-    where.sin_family = AF_INET;
-    where.sin_port = htons(static_cast<std::uint16_t>(std::stoi(address.substr(address.rfind(':') + 1))));
-    ::inet_pton(AF_INET, "127.0.0.1", &where.sin_addr);
-    CHECK_EQ(::connect(fd_, reinterpret_cast<const sockaddr*>(&where), sizeof where), 0);
-  }
-  Stranger(const Stranger&) = delete;
-  Stranger& operator=(const Stranger&) = delete;
-  ~Stranger() { ::close(fd_); }
-  void say(const std::string& bytes) const { (void)!::send(fd_, bytes.data(), bytes.size(), MSG_NOSIGNAL); }
-  [[nodiscard]] bool hung_up_on() const {
-    pollfd poll{fd_, POLLIN, 0};
-    char byte;
-    return ::poll(&poll, 1, 0) == 1 && ::recv(fd_, &byte, 1, MSG_DONTWAIT) <= 0;
-  }
-  // Waits for the whole greeting of the other side.
-  void read_greeting() const {
-    std::array<char, kPrefixBytes + 20> bytes{};
-    (void)!::recv(fd_, bytes.data(), bytes.size(), MSG_WAITALL);
-  }
-  // As a killed process does: pending input turns the goodbye into a reset.
-  void reset() {
-    const linger hard{1, 0};
-    ::setsockopt(fd_, SOL_SOCKET, SO_LINGER, &hard, sizeof hard);
-  }
-
- private:
-  int fd_;
-};
-
-std::string hello(int rank, unsigned char token = 7) {
-  return encode(FrameKind::kHello, 0, encode_hello({JobToken{token}, rank}));
-}
-
-template <typename Call>
-std::optional<Error> error_from(const Call& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error;
-  }
-  return std::nullopt;
-}
-
-void check_kind(const std::optional<Error>& error, ErrorKind kind, const char* part) {
-  CHECK(error.has_value());
-  if (error) {
-    CHECK_EQ(error->kind(), kind);
-    if (std::string_view(error->what()).find(part) == std::string_view::npos) {
-      check::fail(__FILE__, __LINE__, str("no \"", part, "\" in: ", error->what()));
-    }
-  }
-}
-
 }  // namespace
 
 // --- Wire ------------------------------------------------------------------------------------------------------------
@@ -104,7 +41,8 @@ void check_kind(const std::optional<Error>& error, ErrorKind kind, const char* p
 TEST(wire_frames_come_back) {
   for (std::size_t length : {0U, 1U, 23U, 24U, 25U, 1000U, 1U << 20}) {
     const std::string body(length, 'x');
-    for (FrameKind kind : {FrameKind::kHello, FrameKind::kMessage, FrameKind::kAbort, FrameKind::kGoodbye}) {
+    for (FrameKind kind : {FrameKind::kHello, FrameKind::kMessage, FrameKind::kAbort, FrameKind::kGoodbye,
+                           FrameKind::kChallenge, FrameKind::kProof, FrameKind::kHeartbeat}) {
       const std::string bytes = encode(kind, 0xfedcba9876543210ULL, body);
       CHECK_EQ(bytes.size(), kPrefixBytes + length);
       const auto parsed = parse(bytes + "the next frame");
@@ -119,7 +57,7 @@ TEST(wire_frames_come_back) {
 
 TEST(wire_format_is_fixed) {
   using namespace std::string_literals;
-  CHECK(encode(FrameKind::kMessage, 0x0102, "ab") == "pcom\x01\x02\0\0\x02\x01\0\0\0\0\0\0\x02\0\0\0\0\0\0\0"s + "ab");
+  CHECK(encode(FrameKind::kMessage, 0x0102, "ab") == "pcom\x02\x02\0\0\x02\x01\0\0\0\0\0\0\x02\0\0\0\0\0\0\0"s + "ab");
 }
 
 TEST(wire_waits_for_the_rest_of_a_cut_frame) {
@@ -139,9 +77,9 @@ TEST(wire_refuses_what_no_hpcomm_sends) {
     return bytes;
   };
   CHECK_THROWS(ErrorKind::kProtocol, parse(with(0, 'P')), "not from hpcomm");
-  CHECK_THROWS(ErrorKind::kProtocol, parse(with(4, 2)), "version 2");
+  CHECK_THROWS(ErrorKind::kProtocol, parse(with(4, 1)), "version 1");
   CHECK_THROWS(ErrorKind::kProtocol, parse(with(5, 0)), "kind 0");
-  CHECK_THROWS(ErrorKind::kProtocol, parse(with(5, 5)), "kind 5");
+  CHECK_THROWS(ErrorKind::kProtocol, parse(with(5, 8)), "kind 8");
   CHECK_THROWS(ErrorKind::kProtocol, parse(with(6, 1)), "unknown frame");
   CHECK_THROWS(ErrorKind::kProtocol, parse(with(23, 1)), "the limit is");
   CHECK_THROWS(ErrorKind::kProtocol, parse(std::string("GET / HTTP/1.1\r\nHost: a\r\n\r\n")), "not from hpcomm");
@@ -193,19 +131,38 @@ TEST(wire_parser_withstands_mutations) {
   CHECK(accepted > 1000);  // or this test says nothing
 }
 
+TEST(wire_refuses_more_than_its_caller_expects) {
+  const std::string bytes = encode(FrameKind::kProof, 0, std::string(33, 'x'));
+  CHECK(parse(bytes, 33).has_value());
+  CHECK_THROWS(ErrorKind::kProtocol, parse(bytes, 32), "33 bytes; the limit is 32");
+  CHECK_THROWS(ErrorKind::kProtocol, parse(bytes.substr(0, kPrefixBytes), 32), "the limit is 32");
+}
+
 TEST(wire_greetings_come_back) {
-  JobToken token{};
-  for (std::size_t i = 0; i < token.size(); ++i) {
-    token[i] = static_cast<unsigned char>(255 - i);
+  Hello greeting{1023, 7, {}};
+  for (std::size_t i = 0; i < greeting.nonce.size(); ++i) {
+    greeting.nonce[i] = static_cast<unsigned char>(255 - i);
   }
-  const std::string body = encode_hello({token, 1023});
+  const std::string body = encode_hello(greeting);
   const Hello parsed = parse_hello(body);
-  CHECK(parsed.token == token);
-  CHECK_EQ(parsed.rank, 1023);
+  CHECK(parsed.nonce == greeting.nonce);
+  CHECK_EQ(parsed.from, 1023);
+  CHECK_EQ(parsed.to, 7);
   for (std::size_t length = 0; length < body.size(); ++length) {
     CHECK_THROWS(ErrorKind::kProtocol, parse_hello(body.substr(0, length)), "wrong length");
   }
   CHECK_THROWS(ErrorKind::kProtocol, parse_hello(body + "x"), "wrong length");
+}
+
+TEST(wire_a_lost_rank_stays_one_whoever_reports_it) {
+  const auto told = [](const Error& error) { return reported_error(parse(encode_abort(error))->frame, 2, 0); };
+  const Error lost = told(Error(ErrorKind::kRankFailed, "rank 5 is gone", {0, 5, -1, "init"}));
+  check_kind(lost, ErrorKind::kRankFailed, "rank 5 is gone");
+  CHECK_EQ(lost.context().peer, 5);
+  CHECK_EQ(lost.context().rank, 2);
+  const Error late = told(Error(ErrorKind::kTimedOut, "nobody came", {0, -1, -1, "init"}));
+  check_kind(late, ErrorKind::kPeerError, "rank 0 failed:\nnobody came");
+  CHECK_EQ(late.context().peer, 0);
 }
 
 // --- A job of threads ------------------------------------------------------------------------------------------------
@@ -418,14 +375,16 @@ TEST(control_names_a_rank_that_dies) {
     const std::vector<std::string> addresses{listener0.address(), listener1.address(), "127.0.0.1:9"};
     auto to0 = std::make_unique<Stranger>(addresses[0]);
     auto to1 = std::make_unique<Stranger>(addresses[1]);
-    to0->say(hello(2) + encode(FrameKind::kMessage, 4, "alive"));
-    to1->say(hello(2));
     std::vector<std::shared_ptr<Control>> controls(2);
+    std::thread dying([&] {
+      CHECK(to0->greet(2, 0));
+      to0->say(encode(FrameKind::kMessage, 4, "alive"));
+      CHECK(to1->greet(2, 1));
+    });
     run_ranks(2, [&](int rank) {
       controls[static_cast<std::size_t>(rank)] = (rank == 0 ? listener0 : listener1).connect(addresses, soon());
     });
-    to0->read_greeting();
-    to1->read_greeting();
+    dying.join();
     CHECK_EQ(controls[0]->receive(2, 4, soon()), "alive");
     if (hard) {
       to0->reset();
@@ -459,8 +418,12 @@ TEST(control_fails_on_bytes_that_are_not_ours) {
            {std::string(64, 'Z'), "not from hpcomm"}, {hello(1), "second greeting"}, {version, "version 99"}}) {
     ControlListener listener("127.0.0.1", 0, 2, JobToken{7});
     const Stranger peer(listener.address());
-    peer.say(hello(1) + encode(FrameKind::kMessage, 4, "good") + bytes);
+    std::thread talking([&, words = bytes] {
+      CHECK(peer.greet(1, 0));
+      peer.say(encode(FrameKind::kMessage, 4, "good") + words);
+    });
     const auto mine = listener.connect({listener.address(), "127.0.0.1:9"}, soon());
+    talking.join();
     CHECK_EQ(mine->receive(1, 4, soon()), "good");
     check_kind(error_from([&] { (void)mine->receive(1, 4, soon()); }), ErrorKind::kRankFailed, part);
   }
@@ -480,7 +443,7 @@ TEST(control_start_is_not_disturbed_by_strangers) {
   for (const std::string& address : addresses) {
     for (const std::string& words :
          {std::string("GET / HTTP/1.1\r\nHost: example.org\r\n\r\n"),  // garbage
-          hello(2, 8),                                                 // another job
+          hello(2, 7),                                                 // another job
           hello(1).substr(0, 30),                                      // half a greeting, then silence
           std::string(), hello(-1), hello(0), hello(3), hello(1 << 30), encode(FrameKind::kMessage, 0, "no greeting"),
           encode(FrameKind::kHello, 0, "short")}) {
@@ -491,12 +454,14 @@ TEST(control_start_is_not_disturbed_by_strangers) {
     strangers.pop_back();  // hangs up at once
   }
   std::vector<std::shared_ptr<Control>> controls(3);
+  std::thread forger([&] { CHECK(!Stranger(addresses[0]).greet(2, 0, 8)); });
   run_ranks(3, [&](int rank) {
     const auto r = static_cast<std::size_t>(rank);
     std::this_thread::sleep_for(rank * 3ms);
     controls[r] = listeners[r]->connect(addresses, soon());
     CHECK_EQ(controls[r]->exchange({0, 1, 2}, 0, str(rank), soon()), (std::vector<std::string>{"0", "1", "2"}));
   });
+  forger.join();
   for (const auto& stranger : strangers) {
     CHECK(eventually([&] { return stranger->hung_up_on(); }));
   }
@@ -521,7 +486,7 @@ TEST(control_start_reads_no_more_of_a_stranger_than_a_greeting) {
              ErrorKind::kTimedOut, "rank 1");
   watcher.join();
   CHECK(refused.load());
-  CHECK(captured.text().find("greeting") != std::string::npos);
+  CHECK(captured.text().find("the limit is 40") != std::string::npos);
 }
 
 TEST(control_start_does_not_run_out_of_descriptors) {
@@ -557,12 +522,11 @@ TEST(control_start_refuses_a_second_rank_of_the_same_number) {
   const Stranger first(listener.address());
   const Stranger second(listener.address());
   const Stranger other(listener.address());
-  first.say(hello(1) + encode(FrameKind::kMessage, 0, "the first"));
   std::thread late([&] {
-    first.read_greeting();
-    second.say(hello(1) + encode(FrameKind::kMessage, 0, "the second"));
-    CHECK(eventually([&] { return second.hung_up_on(); }));
-    other.say(hello(2));
+    CHECK(first.greet(1, 0));
+    first.say(encode(FrameKind::kMessage, 0, "the first"));
+    CHECK(!second.greet(1, 0));
+    CHECK(other.greet(2, 0));
   });
   const auto mine = listener.connect({listener.address(), "127.0.0.1:9", "127.0.0.1:9"}, soon());
   late.join();
@@ -582,7 +546,9 @@ TEST(control_start_names_the_ranks_that_are_missing) {
     if (rank % 2 == 0) {
       const auto error = error_from(
           [&] { (void)listeners[static_cast<std::size_t>(rank)]->connect(addresses, Clock::now() + 200ms); });
-      check_kind(error, ErrorKind::kTimedOut, "did not hear from rank 1, rank 3 ");
+      // Whoever notices first tells the other.
+      check_kind(error, error && error->kind() == ErrorKind::kPeerError ? ErrorKind::kPeerError : ErrorKind::kTimedOut,
+                 "did not hear from rank 1, rank 3 ");
     }
   });
 }

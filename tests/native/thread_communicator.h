@@ -52,7 +52,7 @@ void run_ranks(int size, const Body& body) {
 }
 
 // The Controls of a job whose ranks are all in this process, over real sockets.
-inline std::vector<std::shared_ptr<Control>> connect_controls(int size) {
+inline std::vector<std::shared_ptr<Control>> connect_controls(int size, milliseconds heartbeat = kHeartbeatLimit) {
   std::vector<std::unique_ptr<ControlListener>> listeners;
   std::vector<std::string> addresses;
   for (int rank = 0; rank < size; ++rank) {
@@ -62,7 +62,7 @@ inline std::vector<std::shared_ptr<Control>> connect_controls(int size) {
   std::vector<std::shared_ptr<Control>> controls(static_cast<std::size_t>(size));
   run_ranks(size, [&](int rank) {
     const auto r = static_cast<std::size_t>(rank);
-    controls[r] = listeners[r]->connect(addresses, Clock::now() + std::chrono::seconds(20));
+    controls[r] = listeners[r]->connect(addresses, Clock::now() + std::chrono::seconds(20), heartbeat);
   });
   return controls;
 }

@@ -1,0 +1,147 @@
+// control/: whatever bytes come, the parser and the greeting parse, want more, or throw kProtocol; nothing else.
+//
+// HPCOMM_FUZZ_ITERATIONS sets the number of cases; without it, as many as fit into a second.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "control/handshake.h"
+#include "control/wire.h"
+#include "native/check.h"
+#include "native/control_peer.h"
+
+using namespace hpcomm;
+using namespace hpcomm::control;
+using namespace hpcomm::testing;
+
+namespace {
+
+using Random = std::mt19937_64;
+
+constexpr long kDefaultCases = 150000;
+
+long cases() {
+  const char* text = std::getenv("HPCOMM_FUZZ_ITERATIONS");
+  return text != nullptr ? std::atol(text) : kDefaultCases;
+}
+
+// Random lengths near the edges that a parser can get wrong, and everywhere.
+std::uint64_t some_length(Random& random) {
+  constexpr std::uint64_t kEdges[] = {0, 1, kPrefixBytes, kHelloBytes, 32, kMaxBody, ~std::uint64_t{0}, 1ULL << 63};
+  return random() % 2 == 0 ? kEdges[random() % std::size(kEdges)] + random() % 5 - 2 : random() >> random() % 64;
+}
+
+void damage(Random& random, std::string& bytes) {
+  switch (random() % 6) {
+    case 0:  // bits, mostly of the prefix
+      for (std::uint64_t flips = random() % 4; flips > 0 && !bytes.empty(); --flips) {
+        bytes[random() % std::min<std::size_t>(bytes.size(), random() % 4 == 0 ? bytes.size() : kPrefixBytes)] ^=
+            static_cast<char>(1U << random() % 8);
+      }
+      break;
+    case 1:  // cut off
+      bytes.resize(random() % (bytes.size() + 1));
+      break;
+    case 2:  // another length
+      if (bytes.size() >= kPrefixBytes) {
+        const std::uint64_t length = some_length(random);
+        std::memcpy(bytes.data() + 16, &length, sizeof length);
+      }
+      break;
+    case 3:  // nothing of ours
+      for (char& byte : bytes) {
+        byte = static_cast<char>(random());
+      }
+      break;
+    case 4:  // something in between
+      bytes.insert(random() % (bytes.size() + 1), std::string(random() % 50, static_cast<char>(random())));
+      break;
+    default:  // as it is
+      break;
+  }
+}
+
+std::string some_frame(Random& random) {
+  const std::size_t length = random() % 4 == 0 ? random() % 2000 : random() % 48;
+  return encode(static_cast<FrameKind>(1 + random() % 7), random(), std::string(length, static_cast<char>(random())));
+}
+
+}  // namespace
+
+TEST(fuzz_frames) {
+  Random random(11);
+  long parsed_frames = 0;
+  long refused = 0;
+  for (long i = 0; i < cases(); ++i) {
+    std::string bytes;
+    for (std::uint64_t frames = random() % 3 + 1; frames > 0; --frames) {
+      bytes += some_frame(random);
+      damage(random, bytes);
+    }
+    // A copy of its own, so that a read behind the end is seen by the address sanitizer.
+    const std::vector<char> exact(bytes.begin(), bytes.end());
+    const std::size_t limit = random() % 2 == 0 ? kMaxBody : 40;
+    try {
+      std::size_t used = 0;
+      while (const auto parsed = parse(std::span(exact).subspan(used), limit)) {
+        ++parsed_frames;
+        CHECK(parsed->frame.body.size() <= limit);
+        CHECK_EQ(parsed->consumed, parsed->frame.body.size() + kPrefixBytes);
+        // Accepted means: some hpcomm may have sent exactly this.
+        CHECK(encode(parsed->frame.kind, parsed->frame.channel, parsed->frame.body) ==
+              std::string(exact.data() + used, parsed->consumed));
+        used += parsed->consumed;
+        CHECK(used <= exact.size());
+      }
+    } catch (const Error& error) {
+      ++refused;
+      CHECK_EQ(error.kind(), ErrorKind::kProtocol);
+    }
+  }
+  CHECK(parsed_frames > cases() / 10);  // or this test says nothing
+  CHECK(refused > cases() / 10);
+}
+
+TEST(fuzz_greetings) {
+  Random random(12);
+  long refused = 0;
+  long done = 0;
+  const JobToken token{7};
+  for (long i = 0; i < cases() / 8; ++i) {
+    Handshake opener = Handshake::open(token, 1, 0);
+    Handshake listener = Handshake::accept(token, 0, 2);
+    try {
+      // Both sides hear the other through a line that damages one frame of four or adds one.
+      for (int round = 0; round < 4; ++round) {
+        for (auto [from, to] : {std::pair(&opener, &listener), std::pair(&listener, &opener)}) {
+          std::string bytes = from->output();
+          if (random() % 8 == 0) {
+            damage(random, bytes);
+          }
+          if (random() % 16 == 0) {
+            bytes += some_frame(random);
+          }
+          const std::size_t cut = random() % (bytes.size() + 1);
+          to->take(std::string_view(bytes).substr(0, cut));
+          to->take(std::string_view(bytes).substr(cut));
+        }
+      }
+    } catch (const Error& error) {
+      ++refused;
+      CHECK(error.kind() == ErrorKind::kProtocol || error.kind() == ErrorKind::kInvalidArgument);
+      CHECK(error.kind() == ErrorKind::kProtocol ||
+            std::string_view(error.what()).find("belongs to another job") != std::string_view::npos);
+    }
+    if (opener.done()) {
+      ++done;
+      CHECK(listener.done());  // who is let in was proved by the other side
+    }
+    // Without a proof, nobody makes us keep more than one read.
+    CHECK(opener.surplus().size() + listener.surplus().size() < 10000);
+  }
+  CHECK(refused > cases() / 100);
+  CHECK(done > cases() / 100);
+}
