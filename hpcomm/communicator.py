@@ -61,18 +61,13 @@ def heartbeat_timeout() -> float:
     return seconds
 
 
-def job_token(public: bytes) -> bytes:
-    """The job's secret: ``public``, which came through the store, or what ``HPCOMM_SECRET`` makes of it.
-
-    With that variable, whoever can read the store still cannot join; ``public`` keeps jobs with the same secret apart.
-    """
+def job_secret() -> bytes | None:
+    """``HPCOMM_SECRET``: what all ranks know without having been told by each other."""
     secret = os.environ.get("HPCOMM_SECRET")
-    if secret is None:
-        return public
-    if len(secret) < MIN_SECRET:
+    if secret is not None and len(secret) < MIN_SECRET:
         # Without its text: messages end up in logs.
         raise InvalidArgument(f"HPCOMM_SECRET has {len(secret)} characters; it takes at least {MIN_SECRET}")
-    return hmac.digest(os.fsencode(secret), b"hpcomm job" + public, "sha256")
+    return None if secret is None else os.fsencode(secret)
 
 
 def start_control(store: Store, rank: int, size: int, *, timeout: float) -> Control:
@@ -82,12 +77,15 @@ def start_control(store: Store, rank: int, size: int, *, timeout: float) -> Cont
         TimedOut: a rank did not come within ``timeout`` seconds.
         RankFailed: a rank went away while the job was starting, or has another ``HPCOMM_SECRET``.
     """
-    heartbeat = heartbeat_timeout()
+    heartbeat, secret = heartbeat_timeout(), job_secret()
     if size == 1:
         return _C.solo_control()
     if rank == 0:
         store.set("token", secrets.token_hex(32))
-    token = job_token(bytes.fromhex(_get(store, "token", "rank 0", timeout).decode()))
+    token = bytes.fromhex(_get(store, "token", "rank 0", timeout).decode())
+    if secret is not None:
+        # Who can read the store still cannot join; what comes from there keeps jobs with the same secret apart.
+        token = hmac.digest(secret, b"hpcomm job" + token, "sha256")
     listener = _C.ControlListener(_listen_host(), rank, size, token)
     store.set(f"control/{rank}", listener.address)
     addresses = [_get(store, f"control/{r}", f"rank {r}", timeout).decode() for r in range(size)]

@@ -1,6 +1,6 @@
 // control/: whatever bytes come, the parser and the greeting parse, want more, or throw kProtocol; nothing else.
 //
-// HPCOMM_FUZZ_ITERATIONS sets the number of cases; without it, as many as fit into a second.
+// HPCOMM_FUZZ_ITERATIONS sets the number of cases (by default what fits into a second), HPCOMM_FUZZ_SEED other ones.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -23,10 +23,14 @@ using Random = std::mt19937_64;
 
 constexpr long kDefaultCases = 150000;
 
-long cases() {
-  const char* text = std::getenv("HPCOMM_FUZZ_ITERATIONS");
-  return text != nullptr ? std::atol(text) : kDefaultCases;
+long setting(const char* name, long otherwise) {
+  const char* text = std::getenv(name);
+  return text != nullptr ? std::atol(text) : otherwise;
 }
+
+long cases() { return setting("HPCOMM_FUZZ_ITERATIONS", kDefaultCases); }
+
+std::uint64_t seed() { return static_cast<std::uint64_t>(setting("HPCOMM_FUZZ_SEED", 11)); }
 
 // Random lengths near the edges that a parser can get wrong, and everywhere.
 std::uint64_t some_length(Random& random) {
@@ -72,7 +76,7 @@ std::string some_frame(Random& random) {
 }  // namespace
 
 TEST(fuzz_frames) {
-  Random random(11);
+  Random random(seed());
   long parsed_frames = 0;
   long refused = 0;
   for (long i = 0; i < cases(); ++i) {
@@ -106,7 +110,7 @@ TEST(fuzz_frames) {
 }
 
 TEST(fuzz_greetings) {
-  Random random(12);
+  Random random(seed() + 1);
   long refused = 0;
   long done = 0;
   const JobToken token{7};
