@@ -111,7 +111,7 @@ def fork_and_wait() -> None:
             time.sleep(120)
             os._exit(0)
         ranks.tell(child)
-    with pytest.raises(hpcomm.RankFailed, match="rank 1 is gone: its process ended"):
+    with pytest.raises(hpcomm.RankFailed, match="rank 1 is gone"):
         mesh.dp.recv(torch.empty(1), 1 - mesh.rank)
     ranks.tell(time.time())
     time.sleep(60)

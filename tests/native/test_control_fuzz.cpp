@@ -21,7 +21,7 @@ namespace {
 
 using Random = std::mt19937_64;
 
-constexpr long kDefaultCases = 150000;
+constexpr long kDefaultCases = 100000;
 
 long setting(const char* name, long otherwise) {
   const char* text = std::getenv(name);

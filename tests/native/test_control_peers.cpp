@@ -158,13 +158,15 @@ TEST(control_does_not_watch_a_rank_that_is_still_starting) {
     listeners.push_back(std::make_unique<ControlListener>("127.0.0.1", rank, 3, JobToken{7}));
     addresses.push_back(listeners.back()->address());
   }
-  Stranger two(addresses[1]);
+  const Stranger to1(addresses[1]);
+  std::unique_ptr<Stranger> to0;
   run_ranks(3, [&](int rank) {
     const auto r = static_cast<std::size_t>(rank);
     if (rank == 2) {
-      CHECK(two.greet(2, 1));
+      CHECK(to1.greet(2, 1));
       std::this_thread::sleep_for(1s);
-      CHECK(Stranger(addresses[0]).greet(2, 0));
+      to0 = std::make_unique<Stranger>(addresses[0]);
+      CHECK(to0->greet(2, 0));
       return;
     }
     const auto mine = listeners[r]->connect(addresses, soon(), 200ms);
@@ -247,39 +249,51 @@ TEST(solo_control_has_nobody_to_leave) {
 
 // --- Ends while the job starts ---------------------------------------------------------------------------------------
 
-TEST(control_start_names_a_rank_that_dies_meanwhile) {
-  // Rank 3 has greeted ranks 0 and 1 when it dies. Rank 2, which it never reached, learns it from the others.
-  CapturedStderr captured;
-  std::vector<std::unique_ptr<ControlListener>> listeners;
-  std::vector<std::string> addresses;
-  for (int rank = 0; rank < 4; ++rank) {
-    listeners.push_back(std::make_unique<ControlListener>("127.0.0.1", rank, 4, JobToken{7}));
-    addresses.push_back(listeners.back()->address());
-  }
-  std::vector<std::shared_ptr<Control>> controls(4);  // they stay, as they would in a job
-  std::atomic<bool> dead = false;
-  run_ranks(4, [&](int rank) {
-    const auto r = static_cast<std::size_t>(rank);
-    if (rank == 3) {
-      const Stranger to0(addresses[0]);
-      const Stranger to1(addresses[1]);
-      CHECK(to0.greet(3, 0));
-      CHECK(to1.greet(3, 1));
-      dead = true;
-      return;
-    }
-    const auto start = Clock::now();
-    const auto error = error_from([&] {
-      controls[r] = listeners[r]->connect(addresses, soon());
-      // Ranks 0 and 1 may be done with their start by then.
-      CHECK(eventually([&] { return controls[r]->failure().has_value(); }));
-      controls[r]->check();
+TEST(control_passes_on_the_loss_of_a_rank) {
+  // Rank 1 dies while rank 0 still waits for rank 3, or when rank 0 has started; rank 2 is told both times.
+  for (const int size : {4, 3}) {
+    ControlListener listener("127.0.0.1", 0, size, JobToken{7});
+    std::vector<std::string> addresses(static_cast<std::size_t>(size), "127.0.0.1:9");
+    addresses[0] = listener.address();
+    std::thread others([&] {
+      auto one = std::make_unique<Stranger>(addresses[0]);
+      const Stranger two(addresses[0]);
+      CHECK(two.greet(2, 0));
+      CHECK(one->greet(1, 0));
+      one.reset();
+      std::string words = two.read_until("(seen by rank 0)");
+      while (words.starts_with(kBeat)) {
+        words.erase(0, kBeat.size());
+      }
+      const auto frame = parse(words);
+      CHECK(frame.has_value());
+      if (frame) {
+        const Error told = reported_error(frame->frame, 2, 0);
+        check_kind(told, ErrorKind::kRankFailed, "rank 1 is gone: ");
+        CHECK_EQ(told.context().peer, 1);
+      }
     });
-    CHECK(Clock::now() - start < 10s);
-    check_kind(error, ErrorKind::kRankFailed, rank == 2 ? "rank 3 is gone" : "");
-    CHECK(rank != 2 || error->context().peer == 3);
+    const auto start = Clock::now();
+    const auto error = error_from([&] { (void)listener.connect(addresses, soon())->receive(2, 0, soon()); });
+    CHECK(Clock::now() - start < 15s);
+    check_kind(error, ErrorKind::kRankFailed, "rank 1 is gone: ");
+    CHECK_EQ(error->context().peer, 1);
+    others.join();
+  }
+}
+
+TEST(control_start_hears_of_a_rank_that_another_one_lost) {
+  ControlListener listener("127.0.0.1", 0, 3, JobToken{7});
+  const std::vector<std::string> addresses{listener.address(), "127.0.0.1:9", "127.0.0.1:9"};
+  const Stranger one(addresses[0]);
+  std::thread talking([&] {
+    CHECK(one.greet(1, 0));
+    one.say(encode_abort(Error(ErrorKind::kRankFailed, "rank 2 is gone: it died", {1, 2, -1, "init"})));
   });
-  CHECK(dead.load());
+  const auto error = error_from([&] { (void)listener.connect(addresses, soon()); });
+  check_kind(error, ErrorKind::kRankFailed, "rank 2 is gone: it died");
+  CHECK_EQ(error->context().peer, 2);
+  talking.join();
 }
 
 TEST(control_start_tells_the_others_why_a_rank_gave_up) {
