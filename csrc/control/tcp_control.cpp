@@ -256,7 +256,9 @@ void TcpControl::run() {
     }
     const auto rest = std::chrono::ceil<std::chrono::milliseconds>(next_beat - Clock::now()).count();
     (void)::poll(fds.data(), fds.size(), static_cast<int>(std::max<decltype(rest)>(rest, 0)));
-    heartbeat_.woke(Clock::now());
+    // One time for the whole round: were this thread stopped further down, the next round would see that first.
+    const Deadline now = Clock::now();
+    heartbeat_.woke(now);
     if (fds[0].revents != 0) {
       std::uint64_t drained = 0;
       (void)!::read(wake_.get(), &drained, sizeof drained);
@@ -271,10 +273,10 @@ void TcpControl::run() {
       }
     }
     // Behind the reading: what lies in our own sockets already is no silence.
-    if (Clock::now() >= next_beat) {
+    if (now >= next_beat) {
       beat();
-      look_for_silence();
-      next_beat = Clock::now() + heartbeat_.interval();
+      look_for_silence(now);
+      next_beat = now + heartbeat_.interval();
     }
   }
 }
@@ -291,9 +293,8 @@ void TcpControl::beat() {
   }
 }
 
-void TcpControl::look_for_silence() {
+void TcpControl::look_for_silence(Deadline now) {
   using Seconds = std::chrono::duration<double>;
-  const Deadline now = Clock::now();
   for (int r = 0; r < size(); ++r) {
     Peer& peer = peers_[static_cast<std::size_t>(r)];
     bool between_frames = false;

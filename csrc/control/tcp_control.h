@@ -61,7 +61,7 @@ class TcpControl final : public Control {
   [[nodiscard]] PeerState state_of(int peer) const;
   void run();
   void beat();
-  void look_for_silence();
+  void look_for_silence(Deadline now);
   void read_from(int peer);
   void parse_incoming(int peer);
   void flush(Peer& peer);
