@@ -15,8 +15,8 @@ void HostCommunicator::watch_peers() {
   listener_ = control().on_failure([this](const Error& error) { abort(error); });
 }
 
-bool HostCommunicator::in_order() const noexcept {
-  return stream().is_current() || runner_.load(std::memory_order_relaxed) == std::this_thread::get_id();
+bool HostCommunicator::in_operation() const noexcept {
+  return runner_.load(std::memory_order_relaxed) == std::this_thread::get_id();
 }
 
 bool HostCommunicator::enter(const ErrorContext& what, const OpOptions& options, const std::function<void()>& enqueue) {
@@ -46,18 +46,19 @@ WorkPtr HostCommunicator::submit_body(ErrorContext what, const OpOptions& option
                                       const MakeQueued& make_queued) {
   auto work = std::make_shared<HostWork>(std::move(what));
   // Nested issue (a task of this lane that sends what it has just packed) runs in place: it is next in order.
-  const bool nested = in_order();
-  if (nested) {
+  const bool nested = in_operation();
+  const bool on_lane = !nested && stream().is_current();
+  if (nested || on_lane) {
     throw_if_aborted(work->what());
   }
-  if (nested || enter(work->what(), options, [&] {
+  if (nested || on_lane || enter(work->what(), options, [&] {
         OpOptions queued = options;
         queued.poll = nullptr;  // it belongs to the calling thread
         stream().enqueue([this, queued = std::move(queued), queued_body = make_queued(), work] {
-          run(queued_body, queued, *work, false);
+          run(queued_body, queued, *work, Place::kCounted);
         });
       })) {
-    run(body, options, *work, nested);
+    run(body, options, *work, nested ? Place::kNested : (on_lane ? Place::kLane : Place::kCounted));
   }
   return work;
 }
@@ -78,11 +79,11 @@ WorkPtr HostCommunicator::run_in_order(ErrorContext what, std::function<void(Dea
 }
 
 template <typename Body>
-void HostCommunicator::run(const Body& body, const OpOptions& options, HostWork& work, bool nested) {
+void HostCommunicator::run(const Body& body, const OpOptions& options, HostWork& work, Place place) {
   std::exception_ptr error;
   {
     std::unique_lock<std::mutex> order;
-    if (!nested) {
+    if (place != Place::kNested) {
       order = std::unique_lock(running_);
       runner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
     }
@@ -93,11 +94,11 @@ void HostCommunicator::run(const Body& body, const OpOptions& options, HostWork&
     } catch (...) {
       error = std::current_exception();
     }
-    if (!nested) {
+    if (place != Place::kNested) {
       runner_.store({}, std::memory_order_relaxed);
     }
   }
-  if (!nested) {
+  if (place == Place::kCounted) {
     std::lock_guard lock(mutex_);
     --pending_;
   }

@@ -40,12 +40,15 @@ class HostCommunicator : public Communicator {
   void throw_if_aborted(const ErrorContext& what) const;
 
  private:
-  // True when this thread already runs an operation of this communicator, or its lane.
-  [[nodiscard]] bool in_order() const noexcept;
+  // How an operation came to run here: issued from outside; by a task of the lane; inside another operation.
+  enum class Place { kCounted, kLane, kNested };
+
+  // True when this thread already runs an operation of this communicator.
+  [[nodiscard]] bool in_operation() const noexcept;
   // Takes a place in the order; true when nothing is before it and the caller shall run it itself.
   [[nodiscard]] bool enter(const ErrorContext& what, const OpOptions& options, const std::function<void()>& enqueue);
   template <typename Body>
-  void run(const Body& body, const OpOptions& options, HostWork& work, bool nested);
+  void run(const Body& body, const OpOptions& options, HostWork& work, Place place);
   // `body` runs here and now if it can; if not, what `make_queued()` returns runs on the lane.
   template <typename Body, typename MakeQueued>
   WorkPtr submit_body(ErrorContext what, const OpOptions& options, const Body& body, const MakeQueued& make_queued);

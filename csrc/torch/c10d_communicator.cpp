@@ -18,6 +18,8 @@ namespace {
 
 // How long a transport error waits for Control to say which rank is behind it.
 constexpr auto kBlameWait = std::chrono::milliseconds(200);
+// What a rank sent before it left in order may still be on its way for this long.
+constexpr auto kFarewell = std::chrono::seconds(2);
 
 c10d::ReduceOp::RedOpType reduce_op(ReduceOp op) {
   switch (op) {
@@ -216,6 +218,28 @@ class C10dCommunicator final : public HostCommunicator {
     return {};
   }
 
+  // A rank that closed its Control and lives on takes part in nothing more, but keeps gloo's connections open.
+  void watch_departures(const Operation& operation) {
+    const auto gone = std::find_if(ranks().begin(), ranks().end(), [this](int member) {
+      return member != control().rank() && control().has_left(member);
+    });
+    if (gone == ranks().end()) {
+      return;
+    }
+    if (!farewell_) {
+      farewell_ = Clock::now() + kFarewell;
+    } else if (Clock::now() >= *farewell_) {
+      ErrorContext what = what_of(operation);
+      what.peer = *gone;
+      abandoned_ = true;
+      const Error error(
+          ErrorKind::kRankFailed,
+          str(what.operation, " #", what.sequence, " on lane ", lane(), ": rank ", *gone, " has left the job"), what);
+      abort(error);
+      throw error;
+    }
+  }
+
   [[nodiscard]] ErrorContext what_of(const Operation& operation) const {
     return context(operation_name(operation.kind), operation.peer, operation.sequence);
   }
@@ -237,6 +261,7 @@ class C10dCommunicator final : public HostCommunicator {
     {
       std::unique_lock lock(settled->mutex);
       while (!settled->done && !aborted() && Clock::now() < deadline) {
+        watch_departures(operation);
         const Deadline slice = std::min(deadline, Clock::now() + std::chrono::milliseconds(20));
         settled->changed.wait_until(lock, slice, [&] { return settled->done; });
       }
@@ -285,6 +310,7 @@ class C10dCommunicator final : public HostCommunicator {
   std::mutex mutex_;
   c10::intrusive_ptr<c10d::Work> transfer_;
   at::Tensor scratch_;  // of the reduce_scatter that runs
+  std::optional<Deadline> farewell_;
   bool interrupted_ = false;
   bool abandoned_ = false;  // written on the lane, read after shut_down()
 };

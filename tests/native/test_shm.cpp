@@ -424,3 +424,36 @@ TEST(shm_buffers_outlive_their_communicator) {
   }
   std::memset(kept.view.data, 7, 100000);
 }
+
+TEST(shm_a_rank_that_leaves_fails_only_what_it_did_not_do) {
+  const ShmJob job(3);
+  run_ranks(3, [&](int rank) {
+    const auto world = job.communicator(rank);
+    float value = 1;
+    const BufferView view{&value, 4, 1, DType::kFloat32, {}};
+    const auto mailbox = world->mailbox();
+    if (rank == 2) {
+      world->all_reduce(view, ReduceOp::kSum)->wait();
+      CHECK_EQ(value, 3.0F);
+      mailbox->send(view, 0, 1)->wait();
+      job.control(rank)->close();
+      std::this_thread::sleep_for(300ms);  // it closed its Control and lives on
+      return;
+    }
+    std::this_thread::sleep_for(50ms);  // the others come when it has left
+    world->all_reduce(view, ReduceOp::kSum)->wait();
+    CHECK_EQ(value, 3.0F);
+    if (rank == 0) {
+      value = 0;
+      mailbox->recv(view, 2, 1)->wait();
+      CHECK_EQ(value, 3.0F);
+      const auto never = error_of(*mailbox->recv(view, 2, 1));
+      CHECK(never && never->kind() == ErrorKind::kRankFailed && never->context().peer == 2);
+      const auto nobody = error_of(*mailbox->send(view, 2, 1));
+      CHECK(nobody && nobody->kind() == ErrorKind::kRankFailed);
+    }
+    const auto error = error_of(*world->barrier());
+    CHECK(error && error->kind() == ErrorKind::kRankFailed && error->context().peer == 2);
+    CHECK(error && std::string(error->what()).find("has left") != std::string::npos);
+  });
+}

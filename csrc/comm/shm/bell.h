@@ -46,6 +46,8 @@ struct Patience {
   Deadline deadline;
   // Set by another thread (an abort), which then rings the bell.
   const std::atomic<bool>* interrupted = nullptr;
+  // Likewise: the rank that is waited for has left, and what it published before is all that will come.
+  const std::atomic<bool>* departed = nullptr;
   // Called about twenty times a second; may throw.
   void (*poll)() = nullptr;
 };
@@ -63,16 +65,17 @@ template <typename Ready>
     __builtin_ia32_pause();
 #endif
   }
-  const auto interrupted = [&patience] {
-    return patience.interrupted != nullptr && patience.interrupted->load(std::memory_order_seq_cst);
+  const auto is_set = [](const std::atomic<bool>* flag) {
+    return flag != nullptr && flag->load(std::memory_order_seq_cst);
   };
+  const auto interrupted = [&] { return is_set(patience.interrupted) || is_set(patience.departed); };
   const Deadline yields_end = Clock::now() + policy.yields;
   do {
     if (ready()) {
       return Waited::kReady;
     }
     if (interrupted()) {
-      return Waited::kInterrupted;
+      return ready() ? Waited::kReady : Waited::kInterrupted;
     }
     ::sched_yield();
   } while (Clock::now() < yields_end);

@@ -39,7 +39,7 @@ class Collectives {
   void all_to_all(Descriptor descriptor, const BufferView& output, const BufferView& input, const Patience& patience);
   void barrier(Descriptor descriptor, const Patience& patience);
 
-  [[nodiscard]] const Steps& steps() const noexcept { return steps_; }
+  [[nodiscard]] Steps& steps() noexcept { return steps_; }
 
  private:
   // What a rank shows in the first step of an operation.

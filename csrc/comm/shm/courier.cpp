@@ -31,6 +31,10 @@ struct Request {
   throw Error(ErrorKind::kTransport, str("passing shared memory: ", what, ": ", std::strerror(error)));
 }
 
+control::Fd open_socket(int flags) {
+  return control::Fd::open([flags] { return ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | flags, 0); });
+}
+
 socklen_t fill(sockaddr_un& address, const std::string& name) {
   address = {};
   address.sun_family = AF_UNIX;
@@ -82,8 +86,8 @@ Courier::Courier() : generation_(fork_generation()), key_word_(random_key_word()
     address_ += {kDigits[byte >> 4], kDigits[byte & 15]};
   }
   address_ = "hpcomm-" + address_;
-  listener_ = control::Fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  stop_ = control::Fd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  listener_ = open_socket(SOCK_NONBLOCK);
+  stop_ = control::Fd::open([] { return ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); });
   sockaddr_un address;
   const socklen_t length = fill(address, address_);
   if (!listener_.valid() || !stop_.valid() ||
@@ -106,7 +110,7 @@ Courier::~Courier() {
 }
 
 void Courier::publish(std::uint64_t name, int descriptor) {
-  control::Fd copy(::fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
+  auto copy = control::Fd::open([descriptor] { return ::fcntl(descriptor, F_DUPFD_CLOEXEC, 0); });
   if (!copy.valid()) {
     give_up("a descriptor", errno);
   }
@@ -126,7 +130,8 @@ void Courier::serve() {
     if (fds[1].revents != 0) {
       return;
     }
-    const control::Fd connection(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    const auto connection =
+        control::Fd::open([this] { return ::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC); });
     if (connection.valid() && same_user(connection.get())) {
       limit(connection.get(), std::chrono::milliseconds(500));
       answer(connection);
@@ -161,7 +166,7 @@ void Courier::answer(const control::Fd& connection) {
 }
 
 control::Fd Courier::fetch(const std::string& address, const KeyWord& key_word, std::uint64_t name, Deadline deadline) {
-  const control::Fd connection(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  const control::Fd connection = open_socket(0);
   if (!connection.valid()) {
     give_up("a Unix socket", errno);
   }
@@ -199,7 +204,7 @@ control::Fd Courier::fetch(const std::string& address, const KeyWord& key_word, 
   }
   int descriptor = -1;
   std::memcpy(&descriptor, CMSG_DATA(header), sizeof descriptor);
-  return control::Fd(descriptor);
+  return control::Fd::open([descriptor] { return descriptor; });
 }
 
 }  // namespace hpcomm::shm

@@ -11,7 +11,7 @@
 #include <string>
 #include <thread>
 
-#include "control/socket.h"
+#include "control/descriptor.h"
 #include "stream/event.h"
 
 namespace hpcomm::shm {

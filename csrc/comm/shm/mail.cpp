@@ -102,7 +102,7 @@ bool ShmMailbox::drive(const Mail& mail, Deadline deadline, void (*poll)()) {
   };
   try {
     const Deadline limit = std::min(deadline, mail.deadline_);
-    Waited how = wait_on(bell_, policy_, {limit, nullptr, poll}, look);
+    Waited how = wait_on(bell_, policy_, {limit, nullptr, nullptr, poll}, look);
     if (how != Waited::kReady && Clock::now() >= mail.deadline_) {
       {
         const Turn turn(*this);
@@ -163,6 +163,61 @@ void ShmMailbox::expire() {
       if (expired(early->taker)) {
         broken_ = late(*early->taker);
       }
+    }
+  }
+}
+
+void ShmMailbox::depart(std::size_t rank) {
+  {
+    const Turn turn(*this);
+    peers_[rank].departed = true;
+    progress();  // what it sent before it left counts
+    bury();
+  }
+  ring_always(bell_);
+}
+
+void ShmMailbox::bury() {
+  const auto gone = [this](const Mail& mail) {
+    return std::make_exception_ptr(
+        Error(ErrorKind::kRankFailed,
+              str(mail.what_.operation, " #", mail.what_.sequence, " on lane ", setup_.lane, ": ",
+                  mail.what_.peer < 0 ? str("all other ranks have left") : str("rank ", mail.what_.peer, " has left"),
+                  " the job"),
+              mail.what_));
+  };
+  const bool alone = std::all_of(peers_.begin(), peers_.end(),
+                                 [](const Peer& peer) { return peer.departed || !peer.writer.has_value(); });
+  for (auto it = posted_.begin(); it != posted_.end();) {
+    const int from = (*it)->peer_;
+    if (from == kAnySource ? alone : peer_at(from).departed) {
+      end(**it, gone(**it));
+      it = posted_.erase(it);
+    } else {
+      ++it;
+    }
+  }
+  for (Peer& peer : peers_) {
+    if (!peer.departed) {
+      continue;
+    }
+    for (Outgoing& outgoing : peer.outgoing) {
+      if (outgoing.mail) {
+        end(*outgoing.mail, gone(*outgoing.mail));
+      }
+    }
+    peer.outgoing.clear();
+    for (const auto& [number, mail] : peer.references) {
+      end(*mail, gone(*mail));
+    }
+    peer.references.clear();
+    if (peer.incoming) {
+      if (peer.incoming->mail) {
+        end(*peer.incoming->mail, gone(*peer.incoming->mail));
+      } else if (peer.incoming->early && peer.incoming->early->taker) {
+        end(*peer.incoming->early->taker, gone(*peer.incoming->early->taker));
+      }
+      peer.incoming.reset();
     }
   }
 }
@@ -228,7 +283,7 @@ void ShmMailbox::arm() {
     return;
   }
   if (!timer_.valid()) {
-    timer_ = control::Fd(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC));
+    timer_ = control::Fd::open([] { return ::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC); });
     if (!timer_.valid()) {
       throw Error(ErrorKind::kTransport, str("timerfd: ", std::strerror(errno)));
     }
@@ -257,7 +312,7 @@ void ShmMailbox::pump() {
     };
     while (!idle() && !stopping_.load(std::memory_order_seq_cst)) {
       const WaitPolicy asleep{0, std::chrono::microseconds(0)};
-      (void)wait_on(bell_, asleep, {Clock::now() + std::chrono::milliseconds(50), &stopping_, nullptr}, idle);
+      (void)wait_on(bell_, asleep, {Clock::now() + std::chrono::milliseconds(50), &stopping_, nullptr, nullptr}, idle);
       {
         const Turn turn(*this);
         expire();

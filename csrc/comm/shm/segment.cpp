@@ -82,7 +82,7 @@ Segment::~Segment() { (void)::munmap(data_, size_); }
 
 std::shared_ptr<Segment> Segment::create(const std::string& what, std::size_t bytes) {
   HPCOMM_ASSERT(bytes > 0, "an empty segment");
-  control::Fd fd(::memfd_create("hpcomm", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  auto fd = control::Fd::open([] { return ::memfd_create("hpcomm", MFD_CLOEXEC | MFD_ALLOW_SEALING); });
   // fallocate and not posix_fallocate, which writes page by page where a kernel lacks the call.
   int error = fd.valid() ? 0 : errno;
   const std::size_t available = available_memory();

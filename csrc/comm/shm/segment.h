@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "control/socket.h"
+#include "control/descriptor.h"
 
 namespace hpcomm::shm {
 

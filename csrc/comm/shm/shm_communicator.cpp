@@ -37,6 +37,7 @@ class ShmCommunicator final : public HostCommunicator {
     setup.broken = [this](const Error& why) { abort(why); };
     mailbox_ = std::make_shared<shm::ShmMailbox>(std::move(setup));
     watch_peers();
+    departures_ = control().on_departure([this](int peer) { depart(peer); });
     try {
       meet(deadline);
     } catch (...) {
@@ -58,7 +59,7 @@ class ShmCommunicator final : public HostCommunicator {
   }
 
   void execute(const Operation& operation, Deadline deadline) override {
-    const shm::Patience patience{deadline, &interrupted_, operation.options.poll};
+    const shm::Patience patience{deadline, &interrupted_, nullptr, operation.options.poll};
     try {
       switch (operation.kind) {
         case Operation::Kind::kAllReduce:
@@ -112,8 +113,19 @@ class ShmCommunicator final : public HostCommunicator {
 
  private:
   void end() noexcept {
+    control().remove_listener(departures_);
     shut_down();
     mailbox_->stop();
+  }
+
+  // A rank that left in order may have done everything that others still wait for: only what it did not do fails.
+  void depart(int peer) {
+    const auto member = std::find(ranks().begin(), ranks().end(), peer);
+    if (member != ranks().end()) {
+      const auto place = static_cast<std::size_t>(member - ranks().begin());
+      collectives_->steps().depart(place);
+      mailbox_->depart(place);
+    }
   }
 
   static bool is_message(Operation::Kind kind) noexcept {
@@ -176,7 +188,7 @@ class ShmCommunicator final : public HostCommunicator {
 
   // All ranks have the segment: the descriptor that others got it by can go.
   void meet(Deadline deadline) {
-    const shm::Patience patience{deadline, &interrupted_, nullptr};
+    const shm::Patience patience{deadline, &interrupted_, nullptr, nullptr};
     try {
       collectives_->barrier({}, patience);
     } catch (const shm::WaitEnded& ended) {
@@ -196,6 +208,13 @@ class ShmCommunicator final : public HostCommunicator {
     int missing_rank = -1;
     for (std::size_t r = 0; r < ranks().size(); ++r) {
       if (!collectives_->steps().has_come(r, ended.step)) {
+        if (ended.how == shm::Waited::kInterrupted && collectives_->steps().has_departed(r)) {
+          what.peer = ranks()[r];
+          const Error gone(ErrorKind::kRankFailed,
+                           str(describe_operation(operation), ": rank ", what.peer, " has left the job"), what);
+          abort(gone);
+          throw gone;
+        }
         missing_rank = missing_rank < 0 ? ranks()[r] : missing_rank;
         missing += str(missing.empty() ? "rank " : ", rank ", ranks()[r]);
       }
@@ -243,6 +262,7 @@ class ShmCommunicator final : public HostCommunicator {
   std::optional<shm::Collectives> collectives_;
   std::shared_ptr<shm::ShmMailbox> mailbox_;
   std::atomic<bool> interrupted_ = false;
+  std::uint64_t departures_ = 0;
 };
 
 }  // namespace

@@ -89,7 +89,11 @@ MailPtr ShmMailbox::send(const BufferView& buffer, int peer, std::uint64_t tag, 
       }
     }
     to.outgoing.push_back({frame, mail});
-    push(peer);
+    if (to.departed) {
+      bury();
+    } else {
+      push(peer);
+    }
     waits = pending();
   }
   if (waits) {
@@ -108,6 +112,9 @@ MailPtr ShmMailbox::recv(const BufferView& buffer, int peer, std::uint64_t tag, 
     if (!take_early(mail)) {
       posted_.push_back(mail);
       progress();
+      if (std::any_of(peers_.begin(), peers_.end(), [](const Peer& other) { return other.departed; })) {
+        bury();
+      }
     }
     waits = pending();
   }

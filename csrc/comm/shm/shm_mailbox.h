@@ -77,6 +77,8 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   static void check(const Mail& mail);
   // Ends everything that is under way, and refuses more. From any thread.
   void fail(const Error& why) noexcept;
+  // `rank` sends and takes nothing more: what only it could end fails with kRankFailed. From any thread.
+  void depart(std::size_t rank);
   // fail(), and the thread ends. No call may be in progress.
   void stop() noexcept;
 
@@ -122,6 +124,7 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
     std::optional<Incoming> incoming;
     std::list<std::shared_ptr<Early>> early;
     std::uint64_t numbers = 0;
+    bool departed = false;
     std::optional<Error> refusal;  // of a send that had ended; the next one raises it
   };
 
@@ -145,6 +148,8 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   void deliver(Early& early, const Held& mail, int from);
   void end(Mail& mail, std::exception_ptr error = nullptr);
   void expire();
+  // Ends what a rank that has left cannot end any more.
+  void bury();
   [[nodiscard]] bool is_wanted(int from) const;
   [[nodiscard]] bool pending() const;
 

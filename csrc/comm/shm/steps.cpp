@@ -36,13 +36,20 @@ bool Steps::has_come(std::size_t rank, std::uint64_t step) const noexcept {
   return region_->line(rank, step).step.load(std::memory_order_seq_cst) >= step;
 }
 
+void Steps::depart(std::size_t rank) noexcept {
+  departed_[rank].store(true, std::memory_order_seq_cst);
+  wake();
+}
+
 void Steps::wait_until(std::size_t rank, std::uint64_t step, const Patience& patience) {
   const std::atomic<std::uint64_t>& published = region_->line(rank, step).step;
   if (published.load(std::memory_order_acquire) >= step) {
     return;
   }
-  const Waited how = wait_on(region_->bell(rank_), policy_, patience,
-                             [&] { return published.load(std::memory_order_seq_cst) >= step; });
+  Patience limits = patience;
+  limits.departed = &departed_[rank];
+  const Waited how =
+      wait_on(region_->bell(rank_), policy_, limits, [&] { return published.load(std::memory_order_seq_cst) >= step; });
   if (how != Waited::kReady) {
     throw WaitEnded{how, step};
   }

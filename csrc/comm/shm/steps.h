@@ -11,12 +11,13 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <vector>
 
 #include "comm/shm/region.h"
 
 namespace hpcomm::shm {
 
-// A wait that did not end well. `rank` is one that has not come.
+// A wait that did not end well.
 struct WaitEnded {
   Waited how = Waited::kTimedOut;
   std::uint64_t step = 0;
@@ -43,6 +44,9 @@ class Steps {
 
   // Did `rank` publish the step in which a wait ended?
   [[nodiscard]] bool has_come(std::size_t rank, std::uint64_t step) const noexcept;
+  // `rank` will publish nothing more: waits for it end with kInterrupted unless it has come. From any thread.
+  void depart(std::size_t rank) noexcept;
+  [[nodiscard]] bool has_departed(std::size_t rank) const noexcept { return departed_[rank]; }
   // Ends a wait of this rank: it looks at `interrupted` again. From any thread.
   void wake() const noexcept { ring_always(region_->bell(rank_)); }
 
@@ -52,6 +56,7 @@ class Steps {
   std::shared_ptr<Region> region_;
   const std::size_t rank_;
   const WaitPolicy policy_;
+  std::vector<std::atomic<bool>> departed_;
   std::uint64_t step_ = 0;
 };
 
