@@ -1,0 +1,296 @@
+// Waits for the slot and for the peer, then lets the inner transport do the work.
+#include "comm/emulated/emulated_communicator.h"
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/hash.h"
+#include "comm/emulated/issue_order_stream.h"
+#include "comm/host_communicator.h"
+
+namespace hpcomm {
+
+namespace {
+
+// How often a wait looks whether the communicator was aborted, where nothing wakes it; and calls its poll.
+constexpr auto kSlice = std::chrono::milliseconds(20);
+
+CommunicatorConfig config_over(const Communicator& inner) {
+  CommunicatorConfig config;
+  config.name = inner.name();
+  config.ranks = inner.ranks();
+  config.rank = inner.rank();
+  config.lane = inner.lane();
+  // A lane of its own: the inner one stays idle, so that what is issued there runs in the thread that issues it.
+  config.stream = make_worker_stream("hpcomm:" + inner.lane());
+  config.control = inner.shared_control();
+  config.timeout = inner.timeout();
+  return config;
+}
+
+CommunicatorConfig in_issue_order(CommunicatorConfig config, const EmulationConfig& emulation) {
+  HPCOMM_REQUIRE(emulation.device != nullptr, "emulation without a device");
+  if (emulation.start == EmulationConfig::Start::kIssueOrder) {
+    config.stream = std::make_shared<IssueOrderStream>(std::move(config.stream), config.lane, emulation.device);
+  }
+  return config;
+}
+
+// A ticket for an operation that no task of the lane brings along: the caller runs it inline.
+class OwnTicket {
+ public:
+  OwnTicket(EmulatedDevice& device, const std::string& lane) : device_(device) {
+    device_.issue(lane, [this](std::uint64_t ticket) { ticket_ = ticket; });
+  }
+  OwnTicket(const OwnTicket&) = delete;
+  OwnTicket& operator=(const OwnTicket&) = delete;
+  ~OwnTicket() { device_.end(ticket_); }
+  [[nodiscard]] std::uint64_t number() const noexcept { return ticket_; }
+
+ private:
+  EmulatedDevice& device_;
+  std::uint64_t ticket_ = 0;
+};
+
+class EmulatedCommunicator final : public HostCommunicator {
+ public:
+  EmulatedCommunicator(CommunicatorConfig config, std::shared_ptr<Communicator> inner, EmulationConfig emulation)
+      : HostCommunicator(in_issue_order(std::move(config), emulation)),
+        inner_(std::move(inner)),
+        emulation_(std::move(emulation)) {
+    Fingerprint seed;
+    seed.add(name()).add_int(emulation_.seed).add_int(static_cast<std::uint64_t>(rank()));
+    random_.seed(seed.value());
+    if (emulation_.start == EmulationConfig::Start::kIssueOrder) {
+      issue_order_ = static_cast<const IssueOrderStream*>(&stream());
+    }
+    watch_peers();
+  }
+  ~EmulatedCommunicator() override { shut_down(); }
+
+  [[nodiscard]] const char* transport() const noexcept override { return "emulated"; }
+  [[nodiscard]] Buffer allocate(std::size_t bytes) override { return inner_->allocate(bytes); }
+  void close() override {
+    HostCommunicator::close();
+    inner_->close();
+  }
+
+ protected:
+  [[nodiscard]] std::shared_ptr<Communicator> make_child(CommunicatorConfig child) override {
+    std::vector<int> members;
+    for (const int member : child.ranks) {
+      members.push_back(static_cast<int>(std::find(ranks().begin(), ranks().end(), member) - ranks().begin()));
+    }
+    auto inner = inner_->subgroup(members, child.lane);
+    return std::make_shared<EmulatedCommunicator>(std::move(child), std::move(inner), emulation_);
+  }
+
+  void interrupt() noexcept override {
+    interrupted_ = true;
+    emulation_.device->wake();
+    inner_->abort(*aborted());
+  }
+
+  void execute(const Operation& operation, Deadline deadline) override {
+    const ErrorContext what = context(operation_name(operation.kind), operation.peer, operation.sequence);
+    std::optional<OwnTicket> own;
+    std::optional<std::uint64_t> ticket;
+    if (issue_order_ != nullptr) {
+      ticket = issue_order_->is_current() ? issue_order_->current_ticket() : std::nullopt;
+      if (!ticket) {
+        ticket = own.emplace(*emulation_.device, lane()).number();
+      }
+    }
+    std::string waited;
+    try {
+      if (ticket) {
+        wait_turn(operation, what, *ticket, deadline, waited);
+      }
+      // An operation that runs inline and one that a task of the lane issues may come at once. Not before the turn has
+      // come: whoever waited for that with this lock would stop the older ticket.
+      const std::lock_guard alone(one_at_a_time_);
+      delay(ticket.has_value());
+      throw_if_aborted(what);
+      run(operation, what, deadline);
+    } catch (const Error& error) {
+      throw_if_aborted(what);
+      Error told = error;
+      if (told.kind() == ErrorKind::kTimedOut) {
+        const std::string behind = ticket ? emulation_.device->waiting_behind(*ticket) : "";
+        told = Error(
+            error.kind(),
+            str(error.what(), waited, behind.empty() ? "" : "; it holds the device slot, for which wait: ", behind),
+            error.context());
+      }
+      abort(told);
+      throw told;
+    } catch (const std::exception& error) {
+      abort(Error(ErrorKind::kClosed, str(label(what), " ended by: ", error.what()), what));
+      throw;
+    }
+  }
+
+ private:
+  // "send #3 to rank 1 on lane forward"
+  [[nodiscard]] std::string label(const ErrorContext& what) const {
+    const bool from = what.operation == "recv" || what.operation == "broadcast";
+    const std::string peer = what.peer < 0 ? "" : str(from ? " from rank " : " to rank ", what.peer);
+    return str(what.operation, " #", what.sequence, peer, " on lane ", lane());
+  }
+
+  // Returns when `ticket` holds the device slot. `waited` tells what it waited for, if it did.
+  void wait_turn(const Operation& operation, const ErrorContext& what, std::uint64_t ticket, Deadline deadline,
+                 std::string& waited) {
+    EmulatedDevice& device = *emulation_.device;
+    const Deadline began = Clock::now();
+    for (;;) {
+      const Deadline slice = std::min(deadline, Clock::now() + kSlice);
+      const auto outcome = device.wait_turn(ticket, label(what), slice, interrupted_);
+      throw_if_aborted(what);
+      if (outcome == EmulatedDevice::Outcome::kGo) {
+        return;
+      }
+      if (Clock::now() >= deadline) {
+        waited.clear();  // this says it already
+        throw Error(ErrorKind::kTimedOut,
+                    str(label(what), " waits for the device slot held by ", device.holder(),
+                        "; on a device that runs one operation at a time, all ranks have to issue the operations of ",
+                        "all communicators in one order"),
+                    what);
+      }
+      const auto time = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began);
+      waited = str("; it waited ", time.count(), " ms of that for the device slot, held by ", device.holder());
+      poll(operation);
+    }
+  }
+
+  // Shakes the start: of this rank against the others', and of this lane against others that have slots of their own.
+  void delay(bool has_the_slot) {
+    const std::chrono::microseconds time(random_() % static_cast<std::uint64_t>(emulation_.delay.count() + 1));
+    if (has_the_slot) {
+      emulation_.device->pause(time, interrupted_);
+    } else {
+      emulation_.device->start_by_priority(random_(), time, emulation_.delay, interrupted_);
+    }
+  }
+
+  static void poll(const Operation& operation) {
+    if (operation.options.poll != nullptr) {
+      operation.options.poll();
+    }
+  }
+
+  void run(const Operation& operation, const ErrorContext& what, Deadline deadline) {
+    OpOptions options;
+    options.keepalive = operation.options.keepalive;
+    options.poll = operation.options.poll;
+    options.inline_when_idle = true;
+    const auto limited = [&] {
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
+      options.timeout = std::max(left, std::chrono::milliseconds(1));
+      return options;
+    };
+    switch (operation.kind) {
+      case Operation::Kind::kAllReduce:
+        return inner_->all_reduce(operation.output, operation.op, limited())->wait();
+      case Operation::Kind::kReduceScatter:
+        return inner_->reduce_scatter(operation.output, operation.input, operation.op, limited())->wait();
+      case Operation::Kind::kAllGather:
+        return inner_->all_gather(operation.output, operation.input, limited())->wait();
+      case Operation::Kind::kBroadcast:
+        inner_->barrier(limited())->wait();  // the root could leave before the others come
+        return inner_->broadcast(operation.output, operation.peer, limited())->wait();
+      case Operation::Kind::kAllToAll:
+        return inner_->all_to_all(operation.output, operation.input, limited())->wait();
+      case Operation::Kind::kSend:
+        if (operation.input.bytes > 0) {
+          meet(operation, what, deadline);
+          inner_->send(operation.input, operation.peer, limited())->wait();
+        }
+        return;
+      case Operation::Kind::kRecv:
+        if (operation.output.bytes > 0) {
+          meet(operation, what, deadline);
+          inner_->recv(operation.output, operation.peer, limited())->wait();
+        }
+        return;
+      case Operation::Kind::kBarrier:
+        return inner_->barrier(limited())->wait();
+    }
+  }
+
+  // Control channels: what the sender of a pair says when it starts a send, and the receiver when it starts a recv.
+  [[nodiscard]] std::uint64_t channel(const char* says, int from, int to) const {
+    Fingerprint hash;
+    hash.add(name()).add("emulated").add(says);
+    return hash.add_int(static_cast<std::uint64_t>(from)).add_int(static_cast<std::uint64_t>(to)).value();
+  }
+
+  // The handshake. Through Control and not through the inner transport, which would need a second connection per pair
+  // to tell a handshake from data; and because Control's sends never block, both sides can say that they are there
+  // and then wait.
+  void meet(const Operation& operation, const ErrorContext& what, Deadline deadline) {
+    const bool sends = operation.kind == Operation::Kind::kSend;
+    const BufferView& view = sends ? operation.input : operation.output;
+    const int from = sends ? rank() : operation.peer;
+    const int to = sends ? operation.peer : rank();
+    const std::string mine = str("#", operation.sequence, ", ", view.count, " ", to_string(view.dtype));
+    control().send(what.peer, channel(sends ? "send" : "recv", from, to), mine);
+    const std::uint64_t answers = channel(sends ? "recv" : "send", from, to);
+    const char* theirs = sends ? "recv" : "send";
+    for (;;) {
+      if (const auto answer = control().try_receive(what.peer, answers, std::min(deadline, Clock::now() + kSlice))) {
+        if (*answer != mine) {
+          throw Error(ErrorKind::kSchemaMismatch,
+                      str(label(what), " (", mine, ") meets ", theirs, " (", *answer, ") of rank ", what.peer), what);
+        }
+        return;
+      }
+      throw_if_aborted(what);
+      if (Clock::now() >= deadline) {
+        throw Error(ErrorKind::kTimedOut,
+                    str(label(what), " waits for rank ", what.peer, " to start the matching ", theirs,
+                        crossed(operation, what)),
+                    what);
+      }
+      poll(operation);
+    }
+  }
+
+  // Why the peer does not come, if it is at the same operation in the other direction. What is read here is lost, but
+  // this communicator has come to its end.
+  [[nodiscard]] std::string crossed(const Operation& operation, const ErrorContext& what) {
+    const bool sends = operation.kind == Operation::Kind::kSend;
+    const int from = sends ? operation.peer : rank();
+    const int to = sends ? rank() : operation.peer;
+    const char* both = sends ? "send" : "recv";
+    const auto found = control().try_receive(what.peer, channel(both, from, to), Clock::now());
+    return !found ? ""
+                  : str("; rank ", what.peer, " has itself started a ", both, " (", *found, ") with rank ", what.rank,
+                        ": on one communicator one of the two has to ", sends ? "receive" : "send",
+                        " first, or each direction needs a communicator of its own");
+  }
+
+  std::shared_ptr<Communicator> inner_;
+  EmulationConfig emulation_;
+  const IssueOrderStream* issue_order_ = nullptr;  // with one slot
+  std::atomic<bool> interrupted_ = false;
+  std::mutex one_at_a_time_;
+  std::mt19937_64 random_;  // under one_at_a_time_
+};
+
+}  // namespace
+
+std::shared_ptr<Communicator> make_emulated_communicator(std::shared_ptr<Communicator> inner,
+                                                         EmulationConfig emulation) {
+  CommunicatorConfig config = config_over(*inner);
+  return std::make_shared<EmulatedCommunicator>(std::move(config), std::move(inner), std::move(emulation));
+}
+
+}  // namespace hpcomm
