@@ -97,6 +97,8 @@ def first_communicator(
 ) -> Communicator:
     """A communicator of all ranks of ``control`` (collective): over shared memory, or gloo when they span hosts.
 
+    With ``HPCOMM_EMULATE`` it follows NCCL's rules, and so do all that are made from it.
+
     Raises:
         InvalidArgument: ``HPCOMM_CPU_TRANSPORT=shm`` and the ranks do not share memory.
     """
@@ -110,17 +112,18 @@ def first_communicator(
         timeout=timeout,
     )
     if control.size == 1:
-        return _C.solo_communicator(config)
+        return _emulated(_C.solo_communicator(config))
     chosen = cpu_transport()
     factory = _gloo_factory(store, timeout)
     if chosen == "gloo":
-        return _C.c10d_communicator(config, factory(name, control.rank, control.size), factory)
+        return _emulated(_C.c10d_communicator(config, factory(name, control.rank, control.size), factory))
     neighbourhood = find_neighbours(control, timeout=timeout)
     if neighbourhood.contains(list(ranks)):
-        return _C.shm_communicator(config, neighbourhood)
+        return _emulated(_C.shm_communicator(config, neighbourhood))
     if chosen == "shm":
         raise InvalidArgument(far_apart(neighbourhood, control.rank, ranks))
-    return _C.c10d_communicator(config, factory(name, control.rank, control.size), factory, neighbourhood)
+    gloo = factory(name, control.rank, control.size)
+    return _emulated(_C.c10d_communicator(config, gloo, factory, neighbourhood))
 
 
 def find_neighbours(control: Control, *, timeout: float) -> Neighbourhood:
@@ -196,6 +199,17 @@ def cpu_transport() -> str:
     if chosen not in ("auto", "shm", "gloo"):
         raise InvalidArgument(f"HPCOMM_CPU_TRANSPORT={chosen!r}: expected auto, shm or gloo")
     return chosen
+
+
+def emulation() -> list[str]:
+    """What ranks have to agree on: a rank with NCCL's rules waits for answers that one without them never gives."""
+    rules = os.environ.get("HPCOMM_EMULATE")
+    return [] if rules is None else [f"HPCOMM_EMULATE={rules}"]
+
+
+def _emulated(communicator: Communicator) -> Communicator:
+    rules = os.environ.get("HPCOMM_EMULATE")
+    return communicator if rules is None else _C.emulated_communicator(communicator, rules)
 
 
 def _gloo_device() -> object:

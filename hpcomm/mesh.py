@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from hpcomm.communicator import agree, default_timeout, first_communicator, start_control
+from hpcomm.communicator import agree, default_timeout, emulation, first_communicator, start_control
 from hpcomm.errors import InvalidArgument, PeerError, RankFailed, TimedOut
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Mesh:
         generation = store.add(f"hpcomm/generation/{rank}", 1)
         private = PrefixStore(f"hpcomm/{generation}", store)
         self.control: Control = start_control(private, rank, world, timeout=timeout)
-        agree(self.control, "mesh", [f"{axis}={size}" for axis, size in sizes.items()], timeout=timeout)
+        agree(self.control, "mesh", [f"{axis}={size}" for axis, size in sizes.items()] + emulation(), timeout=timeout)
         self.world: Communicator = first_communicator(
             private, self.control, range(world), name=f"mesh{generation}", lane="world", timeout=timeout
         )

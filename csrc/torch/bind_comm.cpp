@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "comm/communicator.h"
+#include "comm/emulated/emulated_communicator.h"
 #include "comm/shm/shm_communicator.h"
 #include "comm/solo/solo_communicator.h"
 #include "torch/bindings.h"
@@ -214,6 +215,14 @@ void bind_comm(py::module_& module) {
       "solo_communicator",
       [](const CommunicatorConfig& config) { return released_without_gil(make_solo_communicator(config)); },
       py::arg("config"));
+  module.def(
+      "emulated_communicator",
+      [](const std::shared_ptr<Communicator>& inner, const std::string& rules) {
+        EmulationConfig emulation = parse_emulation(rules);
+        emulation.device = EmulatedDevice::of_this_process();
+        return released_without_gil(make_emulated_communicator(inner, std::move(emulation)));
+      },
+      py::arg("inner"), py::arg("rules"));
   module.def(
       "c10d_communicator",
       [](const CommunicatorConfig& config, C10dBackend backend, std::optional<py::function> factory,

@@ -1,0 +1,127 @@
+"""HPCOMM_EMULATE: what is built on top keeps its numbers under NCCL's rules, and what NCCL would hang on, hangs."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+import ranks
+import test_channel
+import test_ddp
+import test_pipeline
+import torch
+
+import hpcomm
+
+if TYPE_CHECKING:
+    from hpcomm._C import Work
+
+SLOT = [f"nccl:seed={seed}" for seed in (1, 2, 3)]
+LANES = [f"nccl:lanes:seed={seed}:delay=300" for seed in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("rules", SLOT + LANES)
+def test_pipelines_keep_their_numbers(rules: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPCOMM_EMULATE", rules)
+    test_pipeline.check("tree", 2, 2, "1f1b", 3)
+
+
+@pytest.mark.parametrize("rules", [SLOT[1], LANES[1]])
+def test_schedules_keep_their_numbers(rules: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPCOMM_EMULATE", rules)
+    test_pipeline.check("plain", 1, 3, "gpipe", 2)
+
+
+@pytest.mark.parametrize("rules", [SLOT[2], LANES[2]])
+def test_replicas_keep_their_gradients(rules: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPCOMM_EMULATE", rules)
+    test_ddp.test_gradients_equal_one_process(2, 0.001)
+
+
+def test_channels_in_one_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPCOMM_EMULATE", SLOT[0])
+    test_channel.test_a_frozen_schema()
+
+
+def test_channels_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPCOMM_EMULATE", LANES[0])
+    test_channel.test_any_tree_both_ways()
+
+
+def transports() -> list[str]:
+    with hpcomm.init(dp=2) as mesh:
+        mesh.barrier()
+        alone = mesh.lane([mesh.rank], "alone")
+        return [comm.transport for comm in (mesh.world, mesh.dp, mesh.tp, alone, mesh.dp.split(0))]
+
+
+def test_all_communicators_are_emulated() -> None:
+    assert ranks.run(2, transports, env={"HPCOMM_EMULATE": "nccl"}) == [["emulated"] * 5] * 2
+    assert ranks.run(1, alone, env={"HPCOMM_EMULATE": "nccl"}) == [("emulated", 3.0)]
+
+
+def alone() -> tuple[str, float]:
+    with hpcomm.init() as mesh:
+        values = torch.full((2,), 3.0)
+        mesh.world.all_reduce(values)
+        return mesh.world.transport, values[0].item()
+
+
+def error_of(work: Work) -> str:
+    try:
+        work.wait()
+    except hpcomm.TimedOut as error:
+        return str(error)
+    return ""
+
+
+def send_first(lanes: bool) -> str:
+    mesh = hpcomm.init(dp=2)
+    me, peer = mesh.rank, 1 - mesh.rank
+    lane_from = [mesh.lane([0, 1], f"from {rank}") if lanes else mesh.world for rank in (0, 1)]
+    mine = torch.full((1 << 18,), 10.0**me)
+    theirs = torch.empty(1 << 18)
+    works = [
+        lane_from[me].send(mine, peer, async_op=True, timeout=1.0),
+        lane_from[peer].recv(theirs, peer, async_op=True, timeout=1.0),
+    ]
+    errors = [text for text in map(error_of, works) if text]
+    if not errors:
+        assert bool((theirs == 10.0**peer).all())
+    return "; ".join(errors)
+
+
+def test_send_first_on_both_sides_times_out() -> None:
+    for rank, text in enumerate(ranks.run(2, send_first, False, env={"HPCOMM_EMULATE": "nccl:lanes"})):
+        peer = 1 - rank
+        assert f"send #0 to rank {peer} on lane world waits for rank {peer} to start the matching recv" in text
+        assert f"rank {peer} has itself started a send (#0, 262144 float32) with rank {rank}" in text
+
+
+def test_send_first_with_a_lane_each_way() -> None:
+    assert ranks.run(2, send_first, True, env={"HPCOMM_EMULATE": "nccl:lanes"}) == ["", ""]
+    for text in ranks.run(2, send_first, True, env={"HPCOMM_EMULATE": "nccl"}):
+        assert "device slot" in text
+
+
+def only_one_rank() -> None:
+    if os.environ["RANK"] == "1":
+        os.environ["HPCOMM_EMULATE"] = "nccl"
+    hpcomm.init(dp=2)
+
+
+def test_rules_on_one_rank_only() -> None:
+    for outcome in ranks.run(2, only_one_rank, expect_failure=True):
+        assert outcome.exception == "SchemaMismatch"
+        assert "HPCOMM_EMULATE=nccl" in outcome.message
+
+
+def start() -> None:
+    hpcomm.init()
+
+
+def test_rules_that_do_not_exist() -> None:
+    (outcome,) = ranks.run(1, start, env={"HPCOMM_EMULATE": "nccl:lane"}, expect_failure=True)
+    assert outcome.exception == "InvalidArgument"
+    assert "HPCOMM_EMULATE='nccl:lane': expected nccl[:lanes][:seed=N][:delay=MICROSECONDS]" in outcome.message
