@@ -83,8 +83,8 @@ def send_first(lanes: bool) -> str:
     mine = torch.full((1 << 18,), 10.0**me)
     theirs = torch.empty(1 << 18)
     works = [
-        lane_from[me].send(mine, peer, async_op=True, timeout=1.0),
-        lane_from[peer].recv(theirs, peer, async_op=True, timeout=1.0),
+        lane_from[me].send(mine, peer, async_op=True, timeout=2.0),
+        lane_from[peer].recv(theirs, peer, async_op=True, timeout=2.0),
     ]
     errors = [text for text in map(error_of, works) if text]
     if not errors:

@@ -277,7 +277,7 @@ TEST(emulated_operations_are_those_of_the_transport) {
 
 TEST(emulated_send_first_on_both_sides_names_both) {
   for (const Start start : kStarts) {
-    const ThreadJob job(2, 1, 400ms);
+    const ThreadJob job(2, 1, 800ms);
     run_to_the_end(job, 2, {start, 3}, [](const std::shared_ptr<Communicator>& comm) {
       const int peer = 1 - comm->rank();
       std::vector<float> mine(1 << 18);
@@ -309,10 +309,14 @@ TEST(emulated_lanes_of_their_own_exchange_in_both_directions) {
       std::vector<float> theirs(1 << 18);
       const WorkPtr sent = lanes[me]->send(view_of(mine), peer);
       const WorkPtr got = lanes[peer]->recv(view_of(theirs), peer);
-      // One slot makes it one queue again: this order needs two operations at the same time.
-      CHECK_EQ(error_of(*sent).has_value(), one_slot);
-      CHECK_EQ(error_of(*got).has_value(), one_slot);
-      CHECK_EQ(theirs.back(), one_slot ? 0.0F : static_cast<float>(peer + 1));
+      const bool send_failed = error_of(*sent).has_value();
+      const bool recv_failed = error_of(*got).has_value();
+      // One slot makes it one queue again: this order needs two operations at the same time. (When the send of the one
+      // has failed, its recv may still meet the send of the other.)
+      CHECK_EQ(send_failed || recv_failed, one_slot);
+      if (!one_slot) {
+        CHECK_EQ(theirs.back(), static_cast<float>(peer + 1));
+      }
     });
   }
 }
