@@ -34,7 +34,9 @@ def collectives(world: int) -> None:
     with hpcomm.init(dp=-1) as mesh:
         comm, rank = mesh.dp, mesh.rank
         assert (comm.rank, comm.size, comm.ranks) == (rank, world, list(range(world)))
-        assert comm.transport == ("solo" if world == 1 else {"shm": "shm", "gloo": "c10d"}[os.environ["HPCOMM_CPU_TRANSPORT"]])
+        assert comm.transport == (
+            "solo" if world == 1 else {"shm": "shm", "gloo": "c10d"}[os.environ["HPCOMM_CPU_TRANSPORT"]]
+        )
 
         for dtype in (torch.float32, torch.float64, torch.int64):
             reduced = encode(rank, 5, dtype)

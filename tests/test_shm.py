@@ -1,0 +1,272 @@
+"""Shared memory between ranks of a host, as programs see it: who shares it, what it promises, what faults do to it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+
+import hpcomm
+from hpcomm._C import Communicator
+
+SHM = {"HPCOMM_CPU_TRANSPORT": "shm"}
+
+Operation = Callable[[Communicator, int], object]
+
+
+def tensor(count: int = 50_000) -> torch.Tensor:
+    return torch.zeros(count)
+
+
+# Each waits for rank 1 of three, on ranks 0 and 2. `n` elements.
+OPERATIONS: dict[str, Operation] = {
+    "all_reduce": lambda comm, n: comm.all_reduce(tensor(n)),
+    "reduce_scatter": lambda comm, n: comm.reduce_scatter(tensor(n), tensor(3 * n)),
+    "all_gather": lambda comm, n: comm.all_gather(tensor(3 * n), tensor(n)),
+    "all_to_all": lambda comm, n: comm.all_to_all(tensor(3 * n), tensor(3 * n)),
+    "broadcast": lambda comm, n: comm.broadcast(tensor(n), 1),
+    "barrier": lambda comm, _: comm.barrier(),
+    "send": lambda comm, n: comm.send(tensor(100 * n), 1),
+    "recv": lambda comm, n: comm.recv(tensor(n), 1),
+}
+
+
+def on_two_hosts() -> tuple[str, str, str]:
+    rank = int(os.environ["RANK"])
+    os.environ["HPCOMM_HOST"] = "left" if rank < 2 else "right"
+    with hpcomm.init(dp=2, tp=2) as mesh:
+        for axis, want in (("tp", 2 * rank + (1 if rank % 2 == 0 else -1)), ("dp", 2 * rank + (2 if rank < 2 else -2))):
+            value = torch.tensor([float(rank)])
+            getattr(mesh, axis).all_reduce(value)
+            assert value.item() == want
+        return mesh.world.transport, mesh.tp.transport, mesh.dp.transport
+
+
+def test_groups_within_a_host_use_memory_and_groups_that_span_hosts_do_not() -> None:
+    assert ranks.run(4, on_two_hosts) == [("c10d", "shm", "c10d")] * 4
+
+
+def memory_across_hosts() -> None:
+    os.environ["HPCOMM_HOST"] = os.environ["RANK"]
+    hpcomm.init(dp=2)
+
+
+def test_memory_that_cannot_be_shared_is_an_error_when_it_is_asked_for() -> None:
+    for rank, outcome in enumerate(ranks.run(2, memory_across_hosts, env=SHM, expect_failure=True)):
+        assert outcome.exception == "InvalidArgument"
+        assert f"rank {rank} shares no memory with rank {1 - rank}: HPCOMM_HOST is" in outcome.message
+
+
+def mismatches() -> None:
+    with hpcomm.init(dp=3) as mesh:
+        for other, words in [
+            (lambda: mesh.dp.all_reduce(torch.full((5,), 7.0)), r"rank 1 issued all_reduce\(5 float32, sum\)"),
+            (lambda: mesh.dp.all_reduce(torch.full((4,), 7.0), "max"), r"all_reduce\(4 float32, max\)"),
+            (lambda: mesh.dp.all_reduce(torch.full((4,), 7, dtype=torch.int32)), r"all_reduce\(4 int32, sum\)"),
+            (mesh.dp.barrier, "rank 1 issued barrier"),
+            (lambda: mesh.dp.broadcast(torch.full((4,), 7.0), 2), r"broadcast\(4 float32, root 2\)"),
+        ]:
+            mine = torch.full((4,), 7.0)
+            issue = other if mesh.rank == 1 else partial(mesh.dp.all_reduce, mine)
+            with pytest.raises(hpcomm.SchemaMismatch, match=words) as caught:
+                issue()
+            assert caught.value.peer == (0 if mesh.rank == 1 else 1)
+            assert bool((mine == 7).all())
+            mesh.dp.all_reduce(mine)
+            assert bool((mine == 21).all())
+
+
+def test_a_mismatch_is_an_error_on_every_rank_and_the_group_goes_on() -> None:
+    ranks.run(3, mismatches)
+
+
+def wait_for_rank_1(name: str, directory: str) -> float:
+    """Ranks 0 and 2 wait for rank 1 until it is killed; returns when they learned of it."""
+    mesh = hpcomm.init(dp=3)
+    OPERATIONS["barrier"](mesh.dp, 0)
+    if mesh.rank == 1:
+        time.sleep(60)
+    Path(directory, f"waits{mesh.rank}").touch()
+    with pytest.raises(hpcomm.RankFailed, match=f"{name} #.*rank 1") as caught:
+        OPERATIONS[name](mesh.dp, 50_000)
+    assert caught.value.peer == 1
+    assert caught.value.operation == name
+    return time.time()
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_killed_rank_is_named_in_every_operation(name: str, tmp_path: Path) -> None:
+    shared = set(Path("/dev/shm").iterdir())
+    with ranks.spawn(3, wait_for_rank_1, name, str(tmp_path), env=SHM) as job:
+        while len(list(tmp_path.glob("waits*"))) < 2:
+            time.sleep(0.01)
+        time.sleep(0.05)  # they sleep by now
+        moment = time.time()
+        job.kill(1, signal.SIGKILL)
+        outcomes = job.wait()
+    for rank in (0, 2):
+        assert outcomes[rank].ok, outcomes[rank]
+        assert outcomes[rank].value - moment < 3  # 0.1 s on a quiet machine; it must not be a time-out
+    assert set(Path("/dev/shm").iterdir()) == shared
+
+
+def sleep_after_start(directory: str) -> None:
+    mesh = hpcomm.init(dp=4)
+    memory = mesh.dp.allocate((1 << 20,), torch.float32)
+    mesh.dp.all_reduce(memory.fill_(1))
+    Path(directory, f"ready{mesh.rank}").touch()
+    time.sleep(60)
+
+
+def test_nothing_is_left_when_all_ranks_are_killed(tmp_path: Path) -> None:
+    shared = set(Path("/dev/shm").iterdir())
+    with ranks.spawn(4, sleep_after_start, str(tmp_path), env=SHM) as job:
+        while len(list(tmp_path.glob("ready*"))) < 4:
+            time.sleep(0.01)
+        for rank in range(4):
+            job.kill(rank, signal.SIGKILL)
+        job.wait()
+    assert set(Path("/dev/shm").iterdir()) == shared
+
+
+def wait_for_a_stopped_rank(directory: str) -> None:
+    mesh = hpcomm.init(dp=3)
+    mesh.dp.barrier()
+    Path(directory, f"ready{mesh.rank}").touch()
+    if mesh.rank == 1:
+        time.sleep(60)
+    while not Path(directory, "stopped").exists():
+        time.sleep(0.01)
+    with pytest.raises(hpcomm.TimedOut, match="rank 1 did not come") as caught:
+        mesh.dp.all_reduce(torch.zeros(3), timeout=0.5)
+    assert caught.value.peer == 1
+
+
+def test_a_stopped_rank_is_named_by_the_time_out(tmp_path: Path) -> None:
+    with ranks.spawn(3, wait_for_a_stopped_rank, str(tmp_path), env=SHM) as job:
+        while len(list(tmp_path.glob("ready*"))) < 3:
+            time.sleep(0.01)
+        job.kill(1, signal.SIGSTOP)
+        (tmp_path / "stopped").touch()
+        time.sleep(1.5)
+        job.kill(1, signal.SIGKILL)
+        outcomes = job.wait()
+    for rank in (0, 2):
+        assert outcomes[rank].ok, outcomes[rank]
+
+
+def interrupted(name: str) -> None:
+    mesh = hpcomm.init(dp=3)
+    if mesh.rank == 0:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            OPERATIONS[name](mesh.dp, 50_000)
+        mesh.control.abort("interrupted")
+        return
+    with pytest.raises(hpcomm.PeerError, match="interrupted"):
+        mesh.world.barrier()
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_ctrl_c_works_in_every_wait(name: str) -> None:
+    ranks.run(3, interrupted, name, env=SHM)
+
+
+def forks() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        mesh.dp.barrier()
+        memory = mesh.dp.allocate((4,), torch.float32)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                mesh.dp.barrier()
+            except hpcomm.Closed as error:
+                code = 0 if "forked child" in str(error) else 2
+            os._exit(code)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        memory.fill_(1)
+        mesh.dp.all_reduce(memory)
+        assert bool((memory == 2).all())
+
+
+def test_a_forked_child_is_told_and_its_parent_goes_on() -> None:
+    ranks.run(2, forks, env=SHM)
+
+
+def kept() -> torch.Tensor:
+    with hpcomm.init(dp=2) as mesh:
+        memory = mesh.dp.allocate((300_000,), torch.float32).fill_(mesh.rank + 1)
+        mesh.dp.all_reduce(memory)
+    del mesh
+    assert bool((memory == 3).all())
+    return memory[:2].clone()
+
+
+def test_allocated_tensors_outlive_their_communicator() -> None:
+    for value in ranks.run(2, kept, env=SHM):
+        assert value.tolist() == [3, 3]
+
+
+def too_large() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        with pytest.raises(hpcomm.TransportError, match="bytes of shared memory") as caught:
+            mesh.dp.allocate((1 << 50,), torch.uint8)
+        assert "available" in str(caught.value)
+        mesh.dp.barrier()
+
+
+def test_memory_that_is_not_there_is_an_error_with_the_sizes() -> None:
+    ranks.run(2, too_large, env=SHM)
+
+
+def idle_while_waiting() -> float:
+    with hpcomm.init(dp=-1) as mesh:
+        mesh.dp.barrier()
+        if mesh.rank == 0:
+            time.sleep(1.0)
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        mesh.dp.barrier()
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_a_waiting_rank_uses_no_cpu() -> None:
+    # A rank that spun would use a share of a second of the cores; one that sleeps uses about a millisecond.
+    for seconds in ranks.run(8, idle_while_waiting, env=SHM, timeout=60)[1:]:
+        assert seconds < 0.1
+
+
+def from_threads() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        lanes = [mesh.lane([0, 1], f"lane{i}") for i in range(4)]
+        wrong: list[str] = []
+
+        def work(i: int) -> None:
+            for j in range(100):
+                value = torch.full((1 + 200 * i,), float(mesh.rank + i + j))
+                lanes[i].all_reduce(value)
+                if not bool((value == 2 * (i + j) + 1).all()):
+                    wrong.append(f"{i}, {j}: {value}")
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+
+
+def test_lanes_from_several_threads() -> None:
+    ranks.run(2, from_threads, env=SHM, timeout=60)
