@@ -36,7 +36,7 @@ SHELL := bash
 .NOTPARALLEL:
 MAKEFLAGS += --no-builtin-rules
 .DEFAULT_GOAL := help
-.PHONY: help build test demo lint format sanitize clean check-machine FORCE
+.PHONY: help build test demo lint format sanitize tsan asan clean check-machine FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -74,6 +74,12 @@ sanitize: $(MADE_TOOLS) ## run the C++ tests under SANITIZE=thread|address|undef
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/$(SANITIZE) -G Ninja -DHPCOMM_BUILD_TESTS=ON -DHPCOMM_SANITIZE=$(SANITIZE)
 	$(BIN)/cmake --build build/$(SANITIZE) --target hpcomm_native_tests $(if $(MAX_JOBS),--parallel $(MAX_JOBS))
 	build/$(SANITIZE)/hpcomm_native_tests
+
+tsan: ## the C++ tests under ThreadSanitizer
+	$(MAKE) sanitize SANITIZE=thread
+
+asan: ## the C++ tests under AddressSanitizer and LeakSanitizer
+	$(MAKE) sanitize SANITIZE=address
 
 clean: ## remove what was built (not .venv: rm -rf .venv for that)
 	rm -rf build dist hpcomm.egg-info hpcomm/_build.py hpcomm/_C.*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

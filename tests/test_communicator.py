@@ -1,4 +1,4 @@
-"""The Communicator contract on shared memory, gloo and one rank; values encode the rank, so that a misrouted element shows."""
+"""The Communicator contract on shared memory, gloo and one rank; values encode the rank: misrouted elements show."""
 
 from __future__ import annotations
 

@@ -77,6 +77,8 @@ class Communicator {
 
   // True when operations that run inline look at OpOptions::poll while they wait.
   [[nodiscard]] virtual bool can_poll() const noexcept { return false; }
+  // True when kAverage costs no pass of its own and 16-bit floats are summed in float32: no need to scale before.
+  [[nodiscard]] virtual bool averages_well() const noexcept { return false; }
   // Tagged messages beside the operations above (comm/mailbox.h); null when the transport has none.
   [[nodiscard]] virtual std::shared_ptr<Mailbox> mailbox() { return nullptr; }
   // Memory that this transport can send without a copy.

@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "comm/communicator_allocator.h"
 #include "engine/edge.h"
 #include "engine/reducer.h"
 #include "engine/step_loss.h"
@@ -90,8 +91,8 @@ void bind_engine(py::module_& module) {
 
   py::class_<SendEdge>(module, "SendEdge")
       .def(py::init([](std::shared_ptr<Communicator> communicator, int peer, bool frozen) {
-             return std::make_unique<SendEdge>(make_edge(std::move(communicator), peer, frozen),
-                                               make_torch_allocator());
+             auto allocator = std::make_shared<CommunicatorAllocator>(communicator);
+             return std::make_unique<SendEdge>(make_edge(std::move(communicator), peer, frozen), std::move(allocator));
            }),
            py::arg("communicator"), py::arg("peer"), py::arg("frozen"))
       .def("send", &send_message, py::arg("structure"), py::arg("tensors"), py::arg("microbatch") = -1);
@@ -142,8 +143,9 @@ void bind_engine(py::module_& module) {
   py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer")
       .def(py::init([](std::shared_ptr<Communicator> communicator, const std::vector<at::Tensor>& params,
                        const BucketPlan& plan) {
+             auto allocator = std::make_shared<CommunicatorAllocator>(communicator);
              return released_without_gil(
-                 std::make_shared<Reducer>(std::move(communicator), plan, sizes_of(params), make_torch_allocator()));
+                 std::make_shared<Reducer>(std::move(communicator), plan, sizes_of(params), std::move(allocator)));
            }),
            py::arg("communicator"), py::arg("params"), py::arg("plan"))
       .def(

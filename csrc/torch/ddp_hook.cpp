@@ -27,7 +27,7 @@ class DdpHook final : public c10d::CommHookInterface {
     OpOptions options;
     options.keepalive = keep(flat);
     WorkPtr reduced;
-    if (is_floating(view.dtype) && can_scale(view.dtype)) {
+    if (!communicator_->averages_well() && is_floating(view.dtype) && can_scale(view.dtype)) {
       // Before the sum, so that 16-bit gradients do not overflow in it.
       scale(stream, {view}, average_);
       reduced = communicator_->all_reduce(view, ReduceOp::kSum, options);

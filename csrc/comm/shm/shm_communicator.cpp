@@ -50,6 +50,7 @@ class ShmCommunicator final : public HostCommunicator {
 
   [[nodiscard]] const char* transport() const noexcept override { return "shm"; }
   [[nodiscard]] bool can_poll() const noexcept override { return true; }
+  [[nodiscard]] bool averages_well() const noexcept override { return true; }
   [[nodiscard]] std::shared_ptr<Mailbox> mailbox() override { return mailbox_; }
   [[nodiscard]] Buffer allocate(std::size_t bytes) override { return neighbourhood_->arena().allocate(bytes); }
 

@@ -6,7 +6,9 @@
 namespace hpcomm::shm {
 
 Steps::Steps(std::shared_ptr<Region> region, std::size_t rank)
-    : region_(std::move(region)), rank_(rank), policy_(policy_for(static_cast<int>(region_->geometry().ranks))),
+    : region_(std::move(region)),
+      rank_(rank),
+      policy_(policy_for(static_cast<int>(region_->geometry().ranks))),
       departed_(region_->geometry().ranks) {}
 
 void Steps::begin(const Patience& patience) {
