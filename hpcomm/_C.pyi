@@ -195,6 +195,18 @@ class ReadyHooks:
 
 def register_ddp_hook(reducer: c10d.Reducer, communicator: Communicator) -> None: ...
 
+# --- csrc/torch/bind_backend.cpp ---
+
+class BackendJob:
+    """The groups of one job; the last one to go closes its Control."""
+
+    def __init__(self, control: Control) -> None: ...
+    @property
+    def ended(self) -> bool: ...
+    def end(self) -> None: ...
+
+def backend(communicator: Communicator, job: BackendJob) -> c10d.Backend: ...
+
 # --- csrc/torch/bind_plan.cpp ---
 # Enums are pybind11 enums: compare with ==, not with `is`.
 

@@ -1,6 +1,7 @@
 """hpcomm: a hybrid-parallel training step as one verified communication plan, run natively, fused and overlapped.
 
-Public names only. They are looked up at first use, so ``import hpcomm`` does no work.
+Public names only. They are looked up at first use, so ``import hpcomm`` does no work, but for making the backend
+"hpcomm" known to ``torch.distributed`` once the program imports that.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from hpcomm._version import __version__
+from hpcomm.backend import register_with_torch
 
 if TYPE_CHECKING:
     from hpcomm import _C as _C
@@ -105,3 +107,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+register_with_torch()

@@ -222,12 +222,18 @@ def _gloo_device() -> object:
     return ProcessGroupGloo.create_device(hostname=_listen_host())
 
 
+def gloo_options(timeout: float, *, threads: int) -> ProcessGroupGloo._Options:  # type: ignore[name-defined]
+    """Options of a gloo backend of ours."""
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [_gloo_device()]
+    options._threads = threads
+    options._timeout = timedelta(seconds=timeout)
+    return options
+
+
 def _gloo_factory(store: Store, timeout: float) -> Callable[[str, int, int], Backend]:
     def make(name: str, rank: int, size: int) -> Backend:
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [_gloo_device()]
-        options._threads = 1  # a lane runs one collective at a time
-        options._timeout = timedelta(seconds=timeout)
+        options = gloo_options(timeout, threads=1)  # a lane runs one collective at a time
         backend: Backend = ProcessGroupGloo(PrefixStore(f"gloo/{name}", store), rank, size, options)
         return backend
 

@@ -27,6 +27,8 @@ MODULES = (
     "_C",
     "tree",
     "communicator",
+    "job",
+    "backend",
     "mesh",
     "ddp",
     "channel",

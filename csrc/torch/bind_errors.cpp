@@ -2,6 +2,7 @@
 #include "base/error.h"
 
 #include "torch/bindings.h"
+#include "torch/torch_error.h"
 
 namespace py = pybind11;
 
@@ -27,6 +28,8 @@ void bind_errors(py::module_&) {
       }
     } catch (const Error& error) {
       raise(error);
+    } catch (const TorchError& error) {
+      raise(error.error);
     }
   });
 }

@@ -16,6 +16,7 @@ void bind_plan(pybind11::module_& module);
 void bind_control(pybind11::module_& module);
 void bind_comm(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
+void bind_backend(pybind11::module_& module);
 
 // Waits for `work` without the GIL, looks at signals (Ctrl-C) twenty times a second, and throws kTimedOut when
 // `seconds` (no limit when negative) have passed.

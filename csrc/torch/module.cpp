@@ -9,4 +9,5 @@ PYBIND11_MODULE(_C, module) {
   hpcomm::bind_control(module);
   hpcomm::bind_comm(module);
   hpcomm::bind_engine(module);
+  hpcomm::bind_backend(module);
 }

@@ -1,27 +1,13 @@
-// hpcomm::Error as a torch::PyTorchError, which names its Python class.
+// hpcomm::Error as a torch::PyTorchError.
 #include "torch/torch_error.h"
 
 #include <pybind11/pybind11.h>
-#include <torch/csrc/Exceptions.h>
-
-#include "base/error.h"
 
 namespace py = pybind11;
 
 namespace hpcomm {
 
-namespace {
-
-struct TorchError final : torch::PyTorchError {
-  explicit TorchError(const Error& error) : torch::PyTorchError(error.what()), kind(error.kind()) {}
-
-  // torch calls it with the GIL held, when the exception reaches Python. The module keeps the class alive.
-  PyObject* python_type() override { return py::module_::import("hpcomm.errors").attr(to_string(kind)).ptr(); }
-
-  ErrorKind kind;
-};
-
-}  // namespace
+PyObject* TorchError::python_type() { return py::module_::import("hpcomm.errors").attr(to_string(error.kind())).ptr(); }
 
 std::exception_ptr visible_to_torch(std::exception_ptr error) {
   try {

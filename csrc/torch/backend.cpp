@@ -1,0 +1,341 @@
+// Collectives that the Communicator has, and the life of a group.
+#include "torch/backend.h"
+
+#include <algorithm>
+
+#include "torch/backend_issue.h"
+#include "torch/tensor.h"
+
+namespace hpcomm {
+
+namespace {
+
+// How long shutdown() waits for operations that nobody has waited for.
+constexpr auto kShutdownWait = std::chrono::seconds(5);
+
+// The one tensor of calls that take a list for historical reasons.
+const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* what) {
+  HPCOMM_REQUIRE(tensors.size() == 1, what, ": expected one tensor, got ", tensors.size());
+  return tensors.front();
+}
+
+const std::vector<at::Tensor>& only(const std::vector<std::vector<at::Tensor>>& lists, const char* what) {
+  HPCOMM_REQUIRE(lists.size() == 1, what, ": expected one list of tensors, got ", lists.size());
+  return lists.front();
+}
+
+// The tensors as one, when they lie behind each other in one storage: no copy is needed then. Undefined otherwise.
+at::Tensor as_one(const std::vector<at::Tensor>& parts) {
+  const at::Tensor& first = parts.front();
+  std::int64_t count = 0;
+  for (const auto& part : parts) {
+    if (!is_direct(part) || part.scalar_type() != first.scalar_type() || !part.is_alias_of(first) ||
+        part.storage_offset() != first.storage_offset() + count) {
+      return {};
+    }
+    count += part.numel();
+  }
+  return lane_alias(first).as_strided({count}, {1}, first.storage_offset());
+}
+
+void require_parts(const std::vector<at::Tensor>& parts, const at::Tensor& like, int size, const char* what) {
+  HPCOMM_REQUIRE(static_cast<int>(parts.size()) == size, what, ": expected a tensor for each of ", size, " ranks, got ",
+                 parts.size());
+  for (const auto& part : parts) {
+    HPCOMM_REQUIRE(part.scalar_type() == like.scalar_type() && part.numel() == like.numel(), what,
+                   ": all tensors must have the dtype and size of the one of this rank: got ", part.dtype().name(), " ",
+                   part.sizes(), " and ", like.dtype().name(), " ", like.sizes());
+  }
+}
+
+Keepalive keep_both(const at::Tensor& a, const at::Tensor& b) {
+  return std::make_shared<const std::pair<c10::Storage, c10::Storage>>(a.storage(), b.storage());
+}
+
+}  // namespace
+
+HpcommBackend::HpcommBackend(std::shared_ptr<HostCommunicator> communicator, std::shared_ptr<BackendJob> job)
+    : c10d::Backend(communicator->rank(), communicator->size()),
+      communicator_(std::move(communicator)),
+      mailbox_(communicator_->mailbox()),
+      job_(std::move(job)),
+      timeout_(communicator_->timeout().count()) {
+  init();
+  job_->enter();
+}
+
+HpcommBackend::~HpcommBackend() {
+  const WithoutGil scope;  // lanes that still run may need it
+  coalesced_.clear();
+  mailbox_.reset();
+  communicator_.reset();
+  leave();
+}
+
+void HpcommBackend::leave() noexcept {
+  if (!left_.exchange(true)) {
+    job_->leave();
+  }
+}
+
+const std::shared_ptr<HostCommunicator>& HpcommBackend::communicator() const { return communicator_; }
+
+OpOptions HpcommBackend::op_options(std::chrono::milliseconds timeout) const {
+  OpOptions options;
+  options.timeout = timeout.count() > 0 ? timeout : std::chrono::milliseconds(timeout_);
+  return options;
+}
+
+c10::intrusive_ptr<c10d::Backend::Options> HpcommBackend::getBackendOptions() {
+  auto options = c10::make_intrusive<Options>(getBackendName(), std::chrono::milliseconds(timeout_));
+  options->group_name = communicator_->name();
+  options->global_ranks_in_group.assign(communicator_->ranks().begin(), communicator_->ranks().end());
+  return options;
+}
+
+c10d::ErrorType HpcommBackend::getError() {
+  const auto why = communicator_->aborted();
+  if (!why) {
+    return c10d::ErrorType::SUCCESS;
+  }
+  return why->kind() == ErrorKind::kTimedOut ? c10d::ErrorType::TIMEOUT : c10d::ErrorType::REMOTE_ERROR;
+}
+
+HpcommBackend::C10dWork HpcommBackend::compose(const Call& call, const Tensors& inputs, Tensors results,
+                                               std::function<void(Step&)> body) {
+  return issue(call, inputs, std::move(results), [&](std::uint64_t sequence, const OpOptions& options) {
+    HostCommunicator& lane = *communicator_;
+    ErrorContext what = lane.context(call.name, call.root, sequence);
+    auto run = [&lane, mailbox = mailbox_.get(), what, body = std::move(body)](Deadline deadline) {
+      const at::NoGradGuard no_grad;
+      Step step(lane, mailbox, what, deadline);
+      body(step);
+    };
+    return lane.run_in_order(std::move(what), std::move(run), options);
+  });
+}
+
+HpcommBackend::C10dWork HpcommBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  return for_torch([&] {
+    const at::Tensor& tensor = only(tensors, "all_reduce");
+    if (tensor.layout() != at::kStrided) {
+      return allreduce_sparse(tensors, options);
+    }
+    const Call call{c10d::OpType::ALLREDUCE, "all_reduce", "hpcomm:all_reduce", options.asyncOp, options.timeout};
+    const Reduction how = reduction(options.reduceOp, call.name);
+    if (is_direct(tensor) && how.is_plain()) {
+      const BufferView view = reducible_view(tensor, how.op, call.name);
+      return issue(call, tensors, {tensor}, [&](std::uint64_t, OpOptions& op) {
+        op.keepalive = keep(tensor);
+        return communicator_->all_reduce(view, how.op, op);
+      });
+    }
+    return compose(call, tensors, {tensor}, [how, target = lane_alias(tensor)](Step& step) {
+      at::Tensor staged = how.prepared(target, false, "all_reduce");
+      step.all_reduce(staged, how.op);
+      target.copy_(staged);
+    });
+  });
+}
+
+HpcommBackend::C10dWork HpcommBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  return for_torch([&] {
+    const at::Tensor& tensor = only(tensors, "broadcast");
+    const int root = static_cast<int>(options.rootRank);
+    const Call call{c10d::OpType::BROADCAST, "broadcast", "hpcomm:broadcast", options.asyncOp, options.timeout, root};
+    HPCOMM_REQUIRE(root >= 0 && root < size_, "broadcast: root ", root, " of ", size_, " ranks");
+    if (is_direct(tensor)) {
+      const BufferView view = movable_view(tensor, call.name);
+      return issue(call, tensors, {tensor}, [&](std::uint64_t, OpOptions& op) {
+        op.keepalive = keep(tensor);
+        return communicator_->broadcast(view, root, op);
+      });
+    }
+    return compose(call, tensors, {tensor}, [root, target = lane_alias(tensor)](Step& step) {
+      at::Tensor staged = direct(target, "broadcast");
+      step.broadcast(staged, root);
+      target.copy_(staged);
+    });
+  });
+}
+
+HpcommBackend::C10dWork HpcommBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                       const c10d::AllgatherOptions& options) {
+  return for_torch([&] {
+    const Call call{c10d::OpType::_ALLGATHER_BASE, "all_gather", "hpcomm:_all_gather_base", options.asyncOp,
+                    options.timeout};
+    HPCOMM_REQUIRE(output.numel() == input.numel() * size_ && output.scalar_type() == input.scalar_type(),
+                   "all_gather over ", size_, " ranks: the output must have the input's dtype and ", size_,
+                   " times its elements, got ", input.dtype().name(), " ", input.sizes(), " and ",
+                   output.dtype().name(), " ", output.sizes());
+    if (is_direct(output) && is_direct(input)) {
+      const BufferView to = movable_view(output, call.name);
+      const BufferView from = movable_view(input, call.name);
+      return issue(call, {input}, {output}, [&](std::uint64_t, OpOptions& op) {
+        op.keepalive = keep_both(output, input);
+        return communicator_->all_gather(to, from, op);
+      });
+    }
+    return compose(call, {input}, {output}, [to = lane_alias(output), from = lane_alias(input)](Step& step) {
+      at::Tensor staged = is_direct(to) ? to : at::empty(to.sizes(), to.options());
+      step.all_gather(staged, direct(from, "all_gather"));
+      if (!staged.is_same(to)) {
+        to.copy_(staged);
+      }
+    });
+  });
+}
+
+HpcommBackend::C10dWork HpcommBackend::allgather(TensorLists& outputs, Tensors& inputs,
+                                                 const c10d::AllgatherOptions& options) {
+  return for_torch([&] {
+    const Call call{c10d::OpType::ALLGATHER, "all_gather", "hpcomm:all_gather", options.asyncOp, options.timeout};
+    const at::Tensor& input = only(inputs, call.name);
+    const Tensors& parts = only(outputs, call.name);
+    require_parts(parts, input, size_, call.name);
+    const at::Tensor whole = as_one(parts);
+    if (whole.defined() && is_direct(input)) {
+      const BufferView to = movable_view(whole, call.name);
+      const BufferView from = movable_view(input, call.name);
+      return issue(call, inputs, parts, [&](std::uint64_t, OpOptions& op) {
+        op.keepalive = keep_both(whole, input);
+        return communicator_->all_gather(to, from, op);
+      });
+    }
+    return compose(call, inputs, parts, [to = lane_aliases(parts), from = lane_alias(input)](Step& step) {
+      at::Tensor staged = at::empty({step.size(), from.numel()}, from.options());
+      step.all_gather(staged, direct(from, "all_gather"));
+      for (std::size_t i = 0; i < to.size(); ++i) {
+        to[i].copy_(staged[static_cast<std::int64_t>(i)].view(to[i].sizes()));
+      }
+    });
+  });
+}
+
+HpcommBackend::C10dWork HpcommBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                            const c10d::ReduceScatterOptions& options) {
+  return for_torch([&] {
+    const Call call{c10d::OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", "hpcomm:_reduce_scatter_base",
+                    options.asyncOp, options.timeout};
+    HPCOMM_REQUIRE(input.numel() == output.numel() * size_ && output.scalar_type() == input.scalar_type(),
+                   "reduce_scatter over ", size_, " ranks: the input must have the output's dtype and ", size_,
+                   " times its elements, got ", input.dtype().name(), " ", input.sizes(), " and ",
+                   output.dtype().name(), " ", output.sizes());
+    const Reduction how = reduction(options.reduceOp, call.name);
+    if (is_direct(output) && is_direct(input) && how.is_plain()) {
+      const BufferView to = reducible_view(output, how.op, call.name);
+      const BufferView from = reducible_view(input, how.op, call.name);
+      return issue(call, {input}, {output}, [&](std::uint64_t, OpOptions& op) {
+        op.keepalive = keep_both(output, input);
+        return communicator_->reduce_scatter(to, from, how.op, op);
+      });
+    }
+    return compose(call, {input}, {output}, [how, to = lane_alias(output), from = lane_alias(input)](Step& step) {
+      at::Tensor staged = is_direct(to) ? to : at::empty(to.sizes(), to.options());
+      step.reduce_scatter(staged, how.prepared(from, false, "reduce_scatter"), how.op);
+      if (!staged.is_same(to)) {
+        to.copy_(staged);
+      }
+    });
+  });
+}
+
+HpcommBackend::C10dWork HpcommBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                                                      const c10d::ReduceScatterOptions& options) {
+  return for_torch([&] {
+    const Call call{c10d::OpType::REDUCE_SCATTER, "reduce_scatter", "hpcomm:reduce_scatter", options.asyncOp,
+                    options.timeout};
+    const at::Tensor& output = only(outputs, call.name);
+    const Tensors& parts = only(inputs, call.name);
+    require_parts(parts, output, size_, call.name);
+    const Reduction how = reduction(options.reduceOp, call.name);
+    const at::Tensor whole = as_one(parts);
+    if (whole.defined() && is_direct(output) && how.is_plain()) {
+      const BufferView to = reducible_view(output, how.op, call.name);
+      const BufferView from = reducible_view(whole, how.op, call.name);
+      return issue(call, parts, {output}, [&](std::uint64_t, OpOptions& op) {
+        op.keepalive = keep_both(output, whole);
+        return communicator_->reduce_scatter(to, from, how.op, op);
+      });
+    }
+    return compose(call, parts, {output}, [how, to = lane_alias(output), from = lane_aliases(parts)](Step& step) {
+      at::Tensor whole_input = at::empty({step.size(), to.numel()}, to.options());
+      for (std::size_t i = 0; i < from.size(); ++i) {
+        whole_input[static_cast<std::int64_t>(i)].view(from[i].sizes()).copy_(from[i]);
+      }
+      at::Tensor staged = is_direct(to) ? to : at::empty(to.sizes(), to.options());
+      step.reduce_scatter(staged, how.prepared(whole_input, false, "reduce_scatter"), how.op);
+      if (!staged.is_same(to)) {
+        to.copy_(staged);
+      }
+    });
+  });
+}
+
+HpcommBackend::C10dWork HpcommBackend::barrier(const c10d::BarrierOptions& options) {
+  return for_torch([&] {
+    const Call call{c10d::OpType::BARRIER, "barrier", "hpcomm:barrier", options.asyncOp, options.timeout};
+    return issue(call, {}, {}, [&](std::uint64_t, OpOptions& op) { return communicator_->barrier(op); });
+  });
+}
+
+void HpcommBackend::startCoalescing() {
+  const std::lock_guard lock(coalescing_mutex_);
+  coalesced_.clear();
+  coalescing_ = true;
+}
+
+HpcommBackend::C10dWork HpcommBackend::endCoalescing() {
+  const std::lock_guard lock(coalescing_mutex_);
+  coalescing_ = false;
+  return c10::make_intrusive<WorkList>(std::exchange(coalesced_, {}));
+}
+
+c10::intrusive_ptr<c10d::Backend> HpcommBackend::split(const c10::intrusive_ptr<c10d::Store>&,
+                                                       const std::vector<int>& ranks,
+                                                       const c10::intrusive_ptr<Options>& options) {
+  return for_torch([&]() -> c10::intrusive_ptr<c10d::Backend> {
+    if (std::find(ranks.begin(), ranks.end(), rank_) == ranks.end()) {
+      return nullptr;
+    }
+    const WithoutGil scope;
+    auto part = std::dynamic_pointer_cast<HostCommunicator>(communicator_->subgroup(ranks, communicator_->lane()));
+    HPCOMM_ASSERT(part != nullptr, "a part of a host communicator is none");
+    auto backend = c10::make_intrusive<HpcommBackend>(std::move(part), job_);
+    if (options != nullptr) {
+      backend->setTimeout(options->timeout);
+    }
+    return backend;
+  });
+}
+
+at::Tensor HpcommBackend::allocateTensor(long size, at::TensorOptions options) {
+  return for_torch([&] {
+    HPCOMM_REQUIRE(options.device().is_cpu(), "allocate_tensor: this group serves CPU tensors");
+    Buffer buffer = communicator_->allocate(static_cast<std::size_t>(size) * options.dtype().itemsize());
+    return at::from_blob(buffer.view.data, {size}, [owner = buffer.owner](void*) {}, options);
+  });
+}
+
+void HpcommBackend::shutdown() {
+  const WithoutGil scope;
+  if (left_) {
+    return;
+  }
+  const Event issued = communicator_->stream().record();
+  if (!issued.wait_until(Clock::now() + kShutdownWait)) {
+    abort();
+  }
+  communicator_->close();
+  // Messages that nobody has sent or received by now never will be.
+  communicator_->abort(Error(ErrorKind::kClosed, "the group was destroyed", communicator_->context("shutdown", -1, 0)));
+  leave();
+}
+
+void HpcommBackend::abort() {
+  const WithoutGil scope;
+  communicator_->abort(
+      Error(ErrorKind::kClosed, "the program aborted the group", communicator_->context("abort", -1, 0)));
+}
+
+}  // namespace hpcomm

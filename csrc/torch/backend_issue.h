@@ -1,0 +1,49 @@
+// The tail of every collective of HpcommBackend: issue, and wait or hand out a Work. Private to backend*.cpp.
+#pragma once
+
+#include <ATen/record_function.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <utility>
+
+#include "torch/backend.h"
+#include "torch/backend_work.h"
+#include "torch/gil.h"
+#include "torch/torch_error.h"
+
+namespace hpcomm {
+
+template <typename Start>
+HpcommBackend::C10dWork HpcommBackend::issue(const Call& call, const Tensors& inputs, Tensors results,
+                                             const Start& start) {
+  const WithoutGil scope;
+  const std::uint64_t sequence = sequence_++;
+  const bool coalescing = coalescing_.load(std::memory_order_relaxed);
+  const bool profiled = at::hasCallbacks();
+  OpOptions options = op_options(call.timeout);
+  if (!call.async && !coalescing) {
+    options.inline_when_idle = true;
+    options.poll = &poll_signals;
+    // torch.distributed does without a Work when it has asked for none, except here.
+    if (!profiled && !c10d::allow_inflight_collective_as_graph_input()) {
+      wait_to_end(*start(sequence, options), kNoTimeout);
+      return nullptr;
+    }
+  }
+  auto work = c10::make_intrusive<BackendWork>(rank_, call.type, profiled ? call.title : nullptr,
+                                               profiled ? std::make_optional(inputs) : std::nullopt, std::move(results),
+                                               sequence);
+  work->attach(start(sequence, options), communicator());
+  if (profiled) {
+    communicator()->stream().enqueue([work] { work->end_event(); });
+  }
+  if (coalescing) {
+    const std::lock_guard lock(coalescing_mutex_);
+    coalesced_.push_back(work);
+  } else if (!call.async) {
+    work->wait(kNoTimeout);
+  }
+  return work;
+}
+
+}  // namespace hpcomm

@@ -1,0 +1,94 @@
+// Inside a composed collective: what it agrees on with its peers, and the operations and messages it is made of.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/host_communicator.h"
+#include "comm/mailbox.h"
+
+namespace hpcomm {
+
+// Tags of torch's send and recv are 32 bits wide; the bits above say whose message it is.
+enum class TagSpace : std::uint64_t { kUser = 0, kComposed = 1, kMonitoredBarrier = 2 };
+[[nodiscard]] constexpr std::uint64_t tag_in(TagSpace space, std::uint64_t tag) noexcept {
+  return (static_cast<std::uint64_t>(space) << 32) | (tag & 0xffffffffU);
+}
+
+// --- Tensors as operations take them
+// ----------------------------------------------------------------------------------
+
+// True when an operation can work on the tensor's own memory.
+[[nodiscard]] bool is_direct(const at::Tensor& tensor);
+// `tensor` itself or a contiguous copy. Checks device and layout.
+[[nodiscard]] at::Tensor direct(const at::Tensor& tensor, const char* what);
+// The same storage, sizes and strides in a tensor that has no Python object: the lane lets go of it without the GIL.
+[[nodiscard]] at::Tensor lane_alias(const at::Tensor& tensor);
+[[nodiscard]] std::vector<at::Tensor> lane_aliases(const std::vector<at::Tensor>& tensors);
+// For data that is only moved: dtypes that hpcomm has no name for travel as bytes.
+[[nodiscard]] BufferView movable_view(const at::Tensor& tensor, const char* what);
+// For a reduction: complex numbers are added as pairs of real ones.
+[[nodiscard]] BufferView reducible_view(const at::Tensor& tensor, ReduceOp op, const char* what);
+
+// c10d's reduction: an operation of ours, and for PREMUL_SUM the factor that comes before.
+struct Reduction {
+  ReduceOp op = ReduceOp::kSum;
+  at::Tensor factor;  // undefined for one
+
+  [[nodiscard]] bool is_plain() const { return !factor.defined(); }
+  // A contiguous tensor, ready to be reduced: `tensor` itself, or a copy where one is needed or `fresh` asks for it.
+  [[nodiscard]] at::Tensor prepared(const at::Tensor& tensor, bool fresh, const char* what) const;
+};
+
+// What c10d asks for. `what` is for messages.
+[[nodiscard]] Reduction reduction(const c10d::ReduceOp& op, const char* what);
+
+// --- One step after the other
+// -----------------------------------------------------------------------------------------
+
+class Step {
+ public:
+  Step(HostCommunicator& communicator, Mailbox* mailbox, const ErrorContext& what, Deadline deadline);
+
+  [[nodiscard]] int rank() const noexcept { return communicator_.rank(); }
+  [[nodiscard]] int size() const noexcept { return communicator_.size(); }
+
+  // Every rank shows `mine`, of equal length on all of them; returns all, one after the other in rank order. Before
+  // messages: it tells everybody their tag.
+  [[nodiscard]] std::vector<std::int64_t> show(std::vector<std::int64_t> mine);
+  // Throws kSchemaMismatch on every rank unless all describe the same call.
+  void agree(const at::Tensor& tensor, int root, std::int64_t count);
+  // `one` and `other` are what two of this group's ranks called.
+  [[noreturn]] void mismatch(std::size_t rank, const std::string& one, std::size_t peer,
+                             const std::string& other) const;
+
+  void all_reduce(const at::Tensor& tensor, ReduceOp op) const;
+  void all_gather(const at::Tensor& output, const at::Tensor& input) const;
+  void reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) const;
+  void all_to_all(const at::Tensor& output, const at::Tensor& input) const;
+  void broadcast(const at::Tensor& tensor, int root) const;
+
+  // Messages of this operation; they move together in exchange(). Empty ones are skipped, on both ends.
+  void send(const at::Tensor& contiguous, int peer);
+  void recv(const at::Tensor& contiguous, int peer);
+  void exchange();
+
+ private:
+  [[nodiscard]] OpOptions options() const;
+  [[nodiscard]] OpOptions mail_options(const at::Tensor& tensor) const;
+
+  HostCommunicator& communicator_;
+  Mailbox* mailbox_;
+  const ErrorContext& what_;
+  const Deadline deadline_;
+  void (*const poll_)();
+  std::uint64_t tag_ = 0;
+  std::vector<MailPtr> messages_;
+};
+
+}  // namespace hpcomm

@@ -1,0 +1,194 @@
+// Waiting, futures and errors of operations as c10d wants them.
+#include "torch/backend_work.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <pybind11/pybind11.h>
+
+#include <utility>
+
+#include "torch/gil.h"
+#include "torch/torch_error.h"
+
+namespace py = pybind11;
+
+namespace hpcomm {
+
+namespace {
+
+constexpr auto kSignalPoll = std::chrono::milliseconds(50);
+
+// The error of an operation that has ended; null when it went well.
+std::exception_ptr error_of(const Work& work) {
+  try {
+    (void)work.wait_until(Clock::now());
+    return nullptr;
+  } catch (...) {
+    return visible_to_torch(std::current_exception());
+  }
+}
+
+}  // namespace
+
+void poll_signals() {
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) {
+    throw py::error_already_set();
+  }
+}
+
+void wait_to_end(const Work& work, std::chrono::milliseconds limit) {
+  const WithoutGil scope;
+  const bool limited = limit.count() > 0;
+  const Deadline deadline = limited ? deadline_after(limit) : Deadline::max();
+  while (!work.wait_until(std::min(deadline, Clock::now() + kSignalPoll))) {
+    poll_signals();
+    if (limited && Clock::now() >= deadline) {
+      const ErrorContext& what = work.what();
+      throw Error(ErrorKind::kTimedOut,
+                  str("wait: ", what.operation, " #", what.sequence, " has not ended after ", limit.count(),
+                      " ms; it goes on and may be waited for again"),
+                  what);
+    }
+  }
+}
+
+BackendWork::BackendWork(int rank, c10d::OpType type, const char* title,
+                         const std::optional<std::vector<at::Tensor>>& inputs, std::vector<at::Tensor> results,
+                         std::uint64_t sequence)
+    : c10d::Work(rank, type, title, inputs), results_(std::move(results)), sequence_(sequence) {}
+
+void BackendWork::attach(WorkPtr work, const std::shared_ptr<HostCommunicator>& communicator) {
+  work_ = std::move(work);
+  communicator_ = communicator;
+}
+
+void BackendWork::end_event() { finish(exception()); }
+
+bool BackendWork::isCompleted() { return work_->done(); }
+
+bool BackendWork::isSuccess() const { return work_->done() && error_of(*work_) == nullptr; }
+
+std::exception_ptr BackendWork::exception() const { return work_->done() ? error_of(*work_) : nullptr; }
+
+bool BackendWork::wait(std::chrono::milliseconds timeout) {
+  return for_torch([&] {
+    wait_to_end(*work_, timeout);
+    return true;
+  });
+}
+
+void BackendWork::abort() {
+  const WithoutGil scope;
+  if (const auto communicator = communicator_.lock(); communicator != nullptr && !work_->done()) {
+    communicator->abort(Error(ErrorKind::kClosed, "the program aborted an operation", work_->what()));
+  }
+}
+
+void BackendWork::settle(c10::ivalue::Future& future) const {
+  if (auto error = error_of(*work_)) {
+    future.setError(std::move(error));
+  } else {
+    future.markCompleted(c10::IValue(results_));
+  }
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> BackendWork::getFuture() {
+  const WithoutGil scope;
+  const std::lock_guard lock(future_mutex_);
+  if (future_ == nullptr) {
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
+    const auto communicator = communicator_.lock();
+    if (work_->done() || communicator == nullptr) {
+      settle(*future_);  // new: it has no callbacks that could call back
+    } else {
+      auto self = c10::intrusive_ptr<BackendWork>::unsafe_reclaim_from_nonowning(this);
+      communicator->stream().enqueue([self = std::move(self), future = future_] {
+        try {
+          self->settle(*future);
+        } catch (const std::exception&) {
+          // What a callback throws is its own business; the future is complete.
+        }
+      });
+    }
+  }
+  return future_;
+}
+
+MessageWork::MessageWork(int rank, c10d::OpType type, const char* title,
+                         const std::optional<std::vector<at::Tensor>>& inputs, at::Tensor target, at::Tensor staging)
+    : c10d::Work(rank, type, title, inputs), target_(std::move(target)), staging_(std::move(staging)) {}
+
+void MessageWork::arrived() {
+  std::call_once(arrived_, [this] {
+    if (staging_.defined()) {
+      const at::NoGradGuard no_grad;
+      target_.copy_(staging_);
+      staging_.reset();
+    }
+    if (recordFunctionEndCallback_) {
+      recordFunctionEndCallback_();
+      recordFunctionEndCallback_ = nullptr;
+    }
+  });
+}
+
+bool MessageWork::isCompleted() {
+  const bool done = mail_->done();
+  if (done && error_of(*mail_) == nullptr) {
+    arrived();
+  }
+  return done;
+}
+
+bool MessageWork::isSuccess() const { return mail_->done() && error_of(*mail_) == nullptr; }
+
+std::exception_ptr MessageWork::exception() const { return mail_->done() ? error_of(*mail_) : nullptr; }
+
+bool MessageWork::wait(std::chrono::milliseconds timeout) {
+  return for_torch([&] {
+    wait_to_end(*mail_, timeout);
+    arrived();
+    return true;
+  });
+}
+
+WorkList::WorkList(std::vector<c10::intrusive_ptr<c10d::Work>> works)
+    : c10d::Work(-1, c10d::OpType::COALESCED), works_(std::move(works)) {}
+
+bool WorkList::isCompleted() {
+  return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isCompleted(); });
+}
+
+bool WorkList::isSuccess() const {
+  return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isSuccess(); });
+}
+
+std::exception_ptr WorkList::exception() const {
+  for (const auto& work : works_) {
+    if (auto error = work->exception()) {
+      return error;
+    }
+  }
+  return nullptr;
+}
+
+bool WorkList::wait(std::chrono::milliseconds timeout) {
+  // Each has its own limit, as when they are waited for one by one.
+  for (const auto& work : works_) {
+    work->wait(timeout);
+  }
+  return true;
+}
+
+std::vector<at::Tensor> WorkList::result() {
+  std::vector<at::Tensor> all;
+  for (const auto& work : works_) {
+    for (auto& tensor : work->result()) {
+      all.push_back(std::move(tensor));
+    }
+  }
+  return all;
+}
+
+}  // namespace hpcomm

@@ -1,0 +1,99 @@
+// What c10d is given for an operation of ours: c10d::Work over hpcomm::Work.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "comm/host_communicator.h"
+#include "comm/mailbox.h"
+
+namespace hpcomm {
+
+// Looks at signals (Ctrl-C); throws what they raised in Python. From any thread, with or without the GIL.
+void poll_signals();
+
+// Blocks without the GIL until `work` has ended, and looks at signals meanwhile. Throws the operation's error; with a
+// positive `limit`, kTimedOut when it has passed.
+void wait_to_end(const Work& work, std::chrono::milliseconds limit);
+
+// A collective: runs on the communicator's lane, or has run already.
+class BackendWork final : public c10d::Work {
+ public:
+  // `title` and `inputs` are for the profiler; null when nobody looks.
+  BackendWork(int rank, c10d::OpType type, const char* title, const std::optional<std::vector<at::Tensor>>& inputs,
+              std::vector<at::Tensor> results, std::uint64_t sequence);
+
+  // Once, when the operation has been issued.
+  void attach(WorkPtr work, const std::shared_ptr<HostCommunicator>& communicator);
+  // Ends the profiler's event.
+  void end_event();
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  bool wait(std::chrono::milliseconds timeout) override;
+  void synchronize() override { wait(kNoTimeout); }
+  void abort() override;
+  std::vector<at::Tensor> result() override { return results_; }
+  // Completed by the lane; at once when the operation has ended.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  std::uint64_t getSequencenumber() const override { return sequence_; }
+
+ private:
+  void settle(c10::ivalue::Future& future) const;
+
+  WorkPtr work_;
+  // The group may have been destroyed meanwhile; everything that it had issued has ended then.
+  std::weak_ptr<HostCommunicator> communicator_;
+  std::vector<at::Tensor> results_;
+  const std::uint64_t sequence_;
+  std::mutex future_mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+// A message. It has no future: wait() for it, as with gloo.
+class MessageWork final : public c10d::Work {
+ public:
+  // `staging`, if defined, is what the message is received in and `target` where it belongs.
+  MessageWork(int rank, c10d::OpType type, const char* title, const std::optional<std::vector<at::Tensor>>& inputs,
+              at::Tensor target, at::Tensor staging);
+
+  void attach(MailPtr mail) { mail_ = std::move(mail); }
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  bool wait(std::chrono::milliseconds timeout) override;
+  void synchronize() override { wait(kNoTimeout); }
+  int sourceRank() const override { return mail_->source(); }
+  std::vector<at::Tensor> result() override { return {target_}; }
+
+ private:
+  void arrived();
+
+  MailPtr mail_;
+  at::Tensor target_;
+  at::Tensor staging_;
+  std::once_flag arrived_;
+};
+
+// Several operations as one.
+class WorkList final : public c10d::Work {
+ public:
+  explicit WorkList(std::vector<c10::intrusive_ptr<c10d::Work>> works);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  bool wait(std::chrono::milliseconds timeout) override;
+  void synchronize() override { wait(kNoTimeout); }
+  std::vector<at::Tensor> result() override;
+
+ private:
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+};
+
+}  // namespace hpcomm

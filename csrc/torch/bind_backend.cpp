@@ -1,0 +1,29 @@
+// HpcommBackend as Python makes it: a plain torch.distributed Backend.
+#include <torch/csrc/utils/pybind.h>
+
+#include "torch/backend.h"
+#include "torch/bindings.h"
+#include "torch/gil.h"
+
+namespace py = pybind11;
+
+namespace hpcomm {
+
+void bind_backend(py::module_& module) {
+  py::class_<BackendJob, std::shared_ptr<BackendJob>>(module, "BackendJob")
+      .def(py::init<std::shared_ptr<Control>>(), py::arg("control"))
+      .def_property_readonly("ended", &BackendJob::ended)
+      .def("end", &BackendJob::end, py::call_guard<py::gil_scoped_release>());
+
+  module.def(
+      "backend",
+      [](std::shared_ptr<Communicator> communicator,
+         std::shared_ptr<BackendJob> job) -> c10::intrusive_ptr<c10d::Backend> {
+        auto host = std::dynamic_pointer_cast<HostCommunicator>(std::move(communicator));
+        HPCOMM_REQUIRE(host != nullptr, "the backend needs a communicator of the CPU");
+        return c10::make_intrusive<HpcommBackend>(std::move(host), std::move(job));
+      },
+      py::arg("communicator"), py::arg("job"));
+}
+
+}  // namespace hpcomm

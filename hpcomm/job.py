@@ -1,0 +1,109 @@
+"""Jobs behind the backend ``hpcomm``: the ranks that share a store, their Control, and who shares memory with whom."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+
+from hpcomm import _C
+from hpcomm.communicator import agree, cpu_transport, far_apart, find_neighbours, gloo_options, start_control
+from hpcomm.errors import HpcommError, InvalidArgument
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Backend
+
+    from hpcomm._C import Communicator
+
+__all__: list[str] = []
+
+
+def create_group(options: Any) -> Backend:
+    """A Backend for the group that torch describes; collective over its ranks."""
+    transport = cpu_transport()
+    timeout: float = options.timeout.total_seconds()
+    if transport == "gloo":
+        return _gloo_backend(options, timeout)
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    job = _job_of(options, ranks, transport, timeout)
+    communicator = job.communicator(ranks, options.group_rank, options.group_id, timeout)
+    if communicator is None:
+        return _gloo_backend(options, timeout)
+    return _C.backend(communicator, job.native)
+
+
+class Job:
+    """Ranks that made their first group together; groups of some of them use the same connections."""
+
+    def __init__(self, root: Store, store: Store, ranks: list[int], rank: int, transport: str, timeout: float) -> None:
+        self.root = root
+        self.ranks = ranks
+        self._transport = transport
+        # One key per job: a store may outlive a process group, and its keys with it.
+        generation = store.add(f"hpcomm/generation/{rank}", 1)
+        private = PrefixStore(f"hpcomm/{generation}", store)
+        self._control = start_control(private, rank, len(ranks), timeout=timeout)
+        self.native = _C.BackendJob(self._control)
+        if len(ranks) > 1:
+            agree(self._control, "transport (HPCOMM_CPU_TRANSPORT)", [transport], timeout=timeout)
+            self._neighbourhood = find_neighbours(self._control, timeout=timeout)
+
+    def communicator(self, ranks: list[int], rank: int, name: str, timeout: float) -> Communicator | None:
+        """A communicator of ``ranks`` (global), or None where they do not share memory and need not."""
+        members = [self.ranks.index(member) for member in ranks]
+        config = _C.CommunicatorConfig(
+            name=name,
+            ranks=members,
+            rank=rank,
+            lane=name,
+            stream=_C.Stream.worker(f"hpcomm:{name}"),
+            control=self._control,
+            timeout=timeout,
+        )
+        if len(ranks) == 1:
+            return _C.solo_communicator(config)
+        if self._neighbourhood.contains(members):
+            return _C.shm_communicator(config, self._neighbourhood)
+        if self._transport == "shm":
+            raise InvalidArgument(far_apart(self._neighbourhood, self._control.rank, members))
+        return None
+
+
+_jobs: list[Job] = []
+
+
+def _job_of(options: Any, ranks: list[int], transport: str, timeout: float) -> Job:
+    """The job that has all of ``ranks``, or a new one. All of them find the same: they made theirs together."""
+    whole = not options.global_ranks_in_group  # torch gives the default group an empty list
+    # prefixes of the device and of the group; below a sub-group's is the default group's store.
+    store = options.store.underlying_store
+    root = store if whole else dist.distributed_c10d._get_default_store()
+    _jobs[:] = [job for job in _jobs if job.root is root and not job.native.ended]
+    for job in _jobs:
+        if set(ranks) <= set(job.ranks):
+            return job
+    job = Job(root, store, ranks, options.group_rank, transport, timeout)
+    if not _jobs:
+        atexit.unregister(_leave)
+        atexit.register(_leave)
+    _jobs.append(job)
+    return job
+
+
+def _leave() -> None:
+    """At exit without ``destroy_process_group``: peers that do not wait for us go on."""
+    for job in _jobs:
+        with contextlib.suppress(HpcommError):
+            job.native.end()
+
+
+def _gloo_backend(options: Any, timeout: float) -> Backend:
+    """The whole group on gloo: some of its ranks share no memory."""
+    backend = ProcessGroupGloo(
+        PrefixStore("gloo", options.store), options.group_rank, options.group_size, gloo_options(timeout, threads=2)
+    )
+    backend._set_sequence_number_for_group()
+    return backend

@@ -1,0 +1,108 @@
+"""Runs the suite with both backends, prints a table of what differs, and the numbers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Results = dict[str, dict[str, Any]]  # test -> the worker's line
+BACKENDS = ("gloo", "hpcomm")
+
+
+def run(backend: str, world_size: int, tests: Sequence[str] = (), *, deadline: float, verbose: bool = False) -> Results:
+    """One worker's results. A worker that dies takes only the test with it that it was at."""
+    command = [sys.executable, "-m", "peer.worker", backend, str(world_size), str(deadline), *tests]
+    results: Results = {}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment()
+    ) as worker:
+        assert worker.stdout is not None
+        for text in worker.stdout:
+            line = json.loads(text)
+            results[line["test"]] = line
+            if verbose:
+                print(
+                    f"{backend:7}{world_size:2}  {line['outcome']:8}{line['seconds']:7.2f} s  {line['test']}",
+                    flush=True,
+                )
+    if worker.returncode != 0:
+        raise RuntimeError(f"{' '.join(command[1:6])} ended with {worker.returncode}")
+    return results
+
+
+def existing(tests: Sequence[str], world_size: int) -> list[str]:
+    """Those of ``tests`` that this version of torch has."""
+    command = [sys.executable, "-m", "peer.worker", "--list", str(world_size), "0"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=True)
+    return [test for test in tests if test in done.stdout.split()]
+
+
+def environment() -> dict[str, str]:
+    """Where a worker finds us."""
+    root = Path(__file__).resolve().parents[2]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests"), os.environ.get("PYTHONPATH", "")]),
+    }
+
+
+def table(all_results: dict[int, dict[str, Results]]) -> str:
+    """The numbers, then every test whose outcome is not gloo's, as Markdown."""
+    lines = ["| world size | backend | passed | failed | hung | skipped |", "|---|---|---|---|---|---|"]
+    for world_size, by_backend in all_results.items():
+        for backend, results in by_backend.items():
+            count = Counter(line["outcome"] for line in results.values())
+            numbers = " | ".join(str(count[outcome]) for outcome in ("passed", "failed", "hung", "skipped"))
+            lines.append(f"| {world_size} | {backend} | {numbers} |")
+    differences = [
+        f"| {world_size} | {test} | {by_backend['gloo'][test]['outcome']} | {by_backend['hpcomm'][test]['outcome']} |"
+        for world_size, by_backend in all_results.items()
+        if set(by_backend) == set(BACKENDS)
+        for test in by_backend["hpcomm"]
+        if by_backend["gloo"][test]["outcome"] != by_backend["hpcomm"][test]["outcome"]
+    ]
+    if differences:
+        lines += ["", "| world size | test | gloo | hpcomm |", "|---|---|---|---|", *differences]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m peer", description=__doc__)
+    parser.add_argument("tests", nargs="*", help="names of tests; all without")
+    parser.add_argument("--world-sizes", default="2,3,4", help="comma-separated (default: %(default)s)")
+    parser.add_argument("--backends", default=",".join(BACKENDS), help="comma-separated (default: %(default)s)")
+    parser.add_argument("--deadline", type=float, default=120.0, help="seconds for one test (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="where to write all results")
+    parser.add_argument("--markdown", type=Path, help="where to write the table")
+    arguments = parser.parse_args()
+    results = {
+        int(world_size): {
+            backend: run(backend, int(world_size), arguments.tests, deadline=arguments.deadline, verbose=True)
+            for backend in arguments.backends.split(",")
+        }
+        for world_size in arguments.world_sizes.split(",")
+    }
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1))
+    if arguments.markdown:
+        arguments.markdown.write_text(table(results) + "\n")
+    print(table(results))
+    bad = [
+        test
+        for by_backend in results.values()
+        for test, line in by_backend.get("hpcomm", {}).items()
+        if line["outcome"] in ("failed", "hung") and by_backend.get("gloo", {}).get(test, line)["outcome"] != "failed"
+    ]
+    sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,702 @@
+"""The backend "hpcomm" under unmodified torch.distributed programs: every collective, messages, errors, torch's wrappers.
+
+Values encode the rank: 3 ** rank, or 10 ** rank.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import peer.__main__ as peer
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hpcomm
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SUMMED = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+)
+MOVED = (*SUMMED, torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn, torch.uint16)
+
+
+@contextmanager
+def world(timeout: float = 20.0) -> Iterator[tuple[int, int]]:
+    """The default group on hpcomm: (rank, size)."""
+    torch.set_num_threads(1)
+    dist.init_process_group("hpcomm", timeout=timedelta(seconds=timeout))
+    yield dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+
+
+def filled(rank: int, count: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """1, 3, 9: every set of ranks has another sum, and small dtypes hold it."""
+    return torch.full((count,), 3**rank).to(dtype)
+
+
+def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    bits = actual.view(torch.uint8) if actual.dim() else actual
+    assert torch.equal(bits, expected.view(torch.uint8) if expected.dim() else expected), (actual, expected)
+
+
+# --- Collectives ------------------------------------------------------------------------------------------------------
+
+
+def moving(shape: tuple[int, ...]) -> None:
+    with world() as (rank, size):
+        for dtype in MOVED:
+            mine = filled(rank).to(dtype).reshape(shape)
+            parts = [torch.empty_like(mine) for _ in range(size)]
+            dist.all_gather(parts, mine)
+            for peer_rank, part in enumerate(parts):
+                same(part, filled(peer_rank).to(dtype).reshape(shape))
+
+            whole = torch.empty(3 * size, dtype=dtype)
+            dist.all_gather_into_tensor(whole, mine.reshape(3))
+            same(whole, torch.cat([filled(r).to(dtype) for r in range(size)]))
+
+            for root in range(size):
+                copy = mine.clone()
+                dist.broadcast(copy, root)
+                same(copy, filled(root).to(dtype).reshape(shape))
+
+                gathered = [torch.empty_like(mine) for _ in range(size)] if rank == root else None
+                dist.gather(mine, gathered, dst=root)
+                for peer_rank, part in enumerate(gathered or []):
+                    same(part, filled(peer_rank).to(dtype).reshape(shape))
+
+                piece = torch.empty_like(mine)
+                dist.scatter(piece, parts if rank == root else None, src=root)
+                same(piece, mine)
+
+            swapped = torch.empty(size, dtype=dtype)
+            dist.all_to_all_single(swapped, (torch.arange(size) + 4 * rank).to(dtype))
+            same(swapped, (4 * torch.arange(size) + rank).to(dtype))
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 3)])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_is_moved_arrives(size: int, shape: tuple[int, ...]) -> None:
+    ranks.run(size, moving, shape)
+
+
+def reducing() -> None:
+    with world() as (rank, size):
+        for dtype in SUMMED:
+            total = sum(filled(r, dtype=dtype) for r in range(size))
+            tensor = filled(rank, dtype=dtype)
+            dist.all_reduce(tensor)
+            same(tensor, total)
+
+            for root in range(size):
+                tensor = filled(rank, dtype=dtype)
+                dist.reduce(tensor, root)
+                same(tensor, total if rank == root else filled(rank, dtype=dtype))
+
+            piece = torch.empty(1, dtype=dtype)
+            parts = [filled(rank, 1, dtype) + r for r in range(size)]
+            dist.reduce_scatter(piece, parts)
+            same(piece, total[:1] + size * rank)
+            dist.reduce_scatter_tensor(piece, torch.cat(parts))
+            same(piece, total[:1] + size * rank)
+
+        each = torch.stack([filled(r, dtype=torch.int64) for r in range(size)])
+        for op, expected in (
+            (dist.ReduceOp.PRODUCT, each.prod(0)),
+            (dist.ReduceOp.MIN, each.amin(0)),
+            (dist.ReduceOp.MAX, each.amax(0)),
+        ):
+            tensor = filled(rank, dtype=torch.int64)
+            dist.all_reduce(tensor, op)
+            same(tensor, expected)
+        for op, bits in ((dist.ReduceOp.BAND, 0b100), (dist.ReduceOp.BOR, 0b111), (dist.ReduceOp.BXOR, 0b011)):
+            tensor = torch.tensor([0b101 if rank == 0 else 0b110])
+            dist.all_reduce(tensor, op)
+            same(tensor, torch.tensor([bits]))
+        tensor = filled(rank, dtype=torch.float32)
+        dist.all_reduce(tensor, dist.ReduceOp.AVG)
+        torch.testing.assert_close(tensor, each.float().mean(0))
+        tensor = filled(rank, dtype=torch.float32)
+        dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5))
+        torch.testing.assert_close(tensor, each.float().sum(0) / 2)
+        imaginary = filled(rank, dtype=torch.complex64) * 1j
+        dist.all_reduce(imaginary)
+        same(imaginary, each.sum(0).to(torch.complex64) * 1j)
+
+
+def test_what_is_reduced_is_right() -> None:
+    ranks.run(2, reducing)
+
+
+def odd_shapes() -> None:
+    with world() as (rank, size):
+        total = sum(3.0**r for r in range(size))
+        strided = torch.full((4, 6), 3.0**rank).t()[:, ::2]
+        dist.all_reduce(strided)
+        assert torch.equal(strided, torch.full((6, 2), total))
+        column = torch.zeros(3, 2)
+        dist.broadcast(column[:, 1], 0)
+        scalar = torch.tensor(3.0**rank)
+        dist.all_reduce(scalar)
+        assert scalar.item() == total
+        dist.all_reduce(torch.empty(0))
+        empties = [torch.empty(0, 2) for _ in range(size)]
+        dist.all_gather(empties, torch.empty(0, 2))
+        dist.gather(torch.empty(0), [torch.empty(0)] * size if rank == 0 else None, dst=0)
+        conjugate = torch.full((2,), complex(1, 3.0**rank)).conj()
+        gathered = [torch.empty(2, dtype=torch.complex64) for _ in range(size)]
+        dist.all_gather(gathered, conjugate)
+        assert gathered[1][0] == complex(1, -3)
+        outputs = torch.zeros(size, 2)
+        dist.all_gather(list(outputs.unbind()), torch.full((2,), 3.0**rank))  # into place, without a copy
+        assert outputs[:, 0].tolist() == [3.0**r for r in range(size)]
+        sparse = torch.sparse_coo_tensor([[0, rank + 1]], [1.0, 3.0**rank], (4,))
+        dist.all_reduce(sparse)
+        assert sparse.to_dense().tolist() == [float(size), *(3.0**r for r in range(size)), 0.0][:4]
+
+        # Row i has i + 1 elements for everybody.
+        inputs = [torch.full((rank + 1,), 10.0 * rank + r) for r in range(size)]
+        received = [torch.empty(r + 1) for r in range(size)]
+        dist.all_to_all(received, inputs)
+        assert [t.tolist() for t in received] == [[10.0 * r + rank] * (r + 1) for r in range(size)]
+        flat = torch.empty(sum(r + 1 for r in range(size)))
+        dist.all_to_all_single(flat, torch.cat(inputs), [r + 1 for r in range(size)], [rank + 1] * size)
+        assert torch.equal(flat, torch.cat(received))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_strides_scalars_empty_tensors_and_uneven_splits(size: int) -> None:
+    ranks.run(size, odd_shapes)
+
+
+def many_at_once() -> None:
+    with world() as (rank, size):
+        total = sum(3.0**r for r in range(size))
+        works = []
+        tensors = [torch.full((n,), 3.0**rank) for n in range(1, 30)]
+        for tensor in tensors:
+            works.append(dist.all_reduce(tensor, async_op=True))
+        seen = []
+        chained = works[3].get_future().then(lambda future: seen.append(future.value()[0][0].item()))
+        for work in works:
+            assert work is not None
+            work.wait()
+            assert work.is_completed()
+            assert work.is_success()
+        assert all(tensor[0].item() == total for tensor in tensors)
+        chained.wait()
+        assert seen == [total]
+        assert works[0].result()[0] is not None
+        done = works[0].get_future()
+        assert done.done()
+        assert done.value()[0].item() == total
+
+        group = dist.group.WORLD
+        with dist.distributed_c10d._coalescing_manager(group=group, async_ops=True) as manager:
+            pair = [torch.full((2,), 3.0**rank), torch.full((3,), 3.0**rank)]
+            for tensor in pair:
+                dist.all_reduce(tensor)
+        manager.wait()
+        assert [t[0].item() for t in pair] == [total, total]
+        wholes = [torch.empty(size), torch.empty(2 * size)]
+        with dist.distributed_c10d._coalescing_manager(group=group):
+            for whole in wholes:
+                dist.all_gather_into_tensor(whole, torch.full((whole.numel() // size,), 3.0**rank))
+        assert wholes[1][-1].item() == 3.0 ** (size - 1)
+        with dist.distributed_c10d._coalescing_manager(
+            group=group, device=torch.device("cpu"), async_ops=True
+        ) as manager:
+            first = torch.full((2,), 3.0**rank)
+            dist.broadcast(first, 1, async_op=True)
+        manager.wait()
+        assert first[0].item() == 3.0
+
+        objects: list[Any] = [None] * size
+        dist.all_gather_object(objects, {"rank": rank})
+        assert objects == [{"rank": r} for r in range(size)]
+        box = [{"from": 1}] if rank == 1 else [None]
+        dist.broadcast_object_list(box, src=1)
+        assert box == [{"from": 1}]
+
+
+def test_operations_that_nobody_waits_for_at_once() -> None:
+    ranks.run(2, many_at_once)
+
+
+# --- Messages ---------------------------------------------------------------------------------------------------------
+
+
+def messages() -> None:
+    with world() as (rank, size):
+        if rank == 0:
+            # Tags arrive in another order than they are received in; one pair and tag keeps its order.
+            sent = [dist.isend(torch.full((2,), 10.0 + tag), 1, tag=tag) for tag in range(5)]
+            dist.send(torch.tensor([1.0]), 1, tag=9)
+            dist.send(torch.tensor([2.0]), 1, tag=9)
+            for work in sent:
+                work.wait()
+        elif rank == 1:
+            got = torch.zeros(1)
+            dist.recv(got, 0, tag=9)
+            assert got.item() == 1.0
+            dist.recv(got, 0, tag=9)
+            assert got.item() == 2.0
+            for tag in reversed(range(5)):
+                pair = torch.zeros(2)
+                assert dist.recv(pair, 0, tag=tag) == 0
+                assert pair[0].item() == 10.0 + tag
+        dist.barrier()
+        # From anybody: everybody else sends to rank 0.
+        if rank == 0:
+            senders = set()
+            for _ in range(size - 1):
+                got = torch.zeros(1)
+                sender = dist.recv(got)
+                assert got.item() == 3.0**sender
+                senders.add(sender)
+            assert senders == set(range(1, size))
+        else:
+            dist.send(torch.tensor([3.0**rank]), 0)
+        # A ring, everybody both ways at once, larger than any buffer, into a strided tensor.
+        left, right = (rank - 1) % size, (rank + 1) % size
+        out = torch.full((500_000,), 3.0**rank)
+        box = torch.zeros(500_000, 2)
+        operations = [dist.P2POp(dist.isend, out, right), dist.P2POp(dist.irecv, box[:, 0], left)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        assert box[:, 0].unique().tolist() == [3.0**left]
+        assert box[:, 1].unique().tolist() == [0.0]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_messages_find_their_receiver_by_tag(size: int) -> None:
+    ranks.run(size, messages)
+
+
+# --- Groups, threads, life --------------------------------------------------------------------------------------------
+
+
+def groups_of_some() -> None:
+    with world() as (rank, size):
+        first, rest = dist.new_group([0]), dist.new_group([2, 1])
+        for group, members in ((first, [0]), (rest, [1, 2])):
+            if rank in members:
+                tensor = torch.full((2,), 10.0**rank)
+                dist.all_reduce(tensor, group=group)
+                assert tensor[0].item() == sum(10.0**r for r in members)
+                dist.barrier(group)
+        if rank > 0:
+            box = torch.full((1,), 10.0**rank)
+            dist.broadcast(box, src=2, group=rest)
+            assert box.item() == 100.0
+            if rank == 1:
+                dist.send(torch.ones(1), 2, group=rest)
+            else:
+                assert dist.recv(box, group=rest) == 1
+        same_ranks = [dist.new_group(backend="hpcomm") for _ in range(2)]
+        sums: dict[int, float] = {}
+
+        def work(index: int) -> None:
+            for _ in range(50):
+                tensor = torch.full((1,), 10.0**rank + index)
+                dist.all_reduce(tensor, group=same_ranks[index])
+                sums[index] = tensor.item()
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sums == {0: 111.0, 1: 114.0}
+        assert dist.get_backend(same_ranks[0]) == "hpcomm"
+
+
+def test_groups_of_some_ranks_and_two_threads() -> None:
+    ranks.run(3, groups_of_some)
+
+
+def beside_gloo() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    for _ in range(2):
+        group = dist.new_group([1, 2], backend="hpcomm")
+        if rank > 0:
+            tensor = torch.full((1,), 10.0**rank)
+            dist.all_reduce(tensor, group=group)
+            assert tensor.item() == 110.0
+            dist.destroy_process_group(group)
+    everybody = dist.new_group(backend="hpcomm")
+    tensor = torch.full((1,), 10.0**rank)
+    dist.all_reduce(tensor, group=everybody)
+    assert tensor.item() == 111.0
+    dist.destroy_process_group()
+
+
+def test_beside_gloo_as_the_default_group() -> None:
+    ranks.run(3, beside_gloo)
+
+
+def again_and_again() -> None:
+    before = threading.active_count()
+    for _ in range(3):
+        with world():
+            tensor = torch.full((1,), 10.0 ** dist.get_rank())
+            dist.all_reduce(tensor)
+            assert tensor.item() == 11.0
+    assert threading.active_count() == before
+    names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]  # noqa: PTH123, PTH208
+    assert not [name for name in names if name.startswith("hpcomm")]
+
+
+def test_a_group_after_the_other_leaves_no_threads() -> None:
+    ranks.run(2, again_and_again)
+
+
+def left_undestroyed() -> None:
+    dist.init_process_group("hpcomm")
+    work = dist.all_reduce(torch.ones(1000), async_op=True)
+    if dist.get_rank() == 0:
+        assert work is not None
+        work.wait()
+
+
+def test_an_exit_without_destroy_is_quiet() -> None:
+    outcomes = ranks.run(2, left_undestroyed, expect_failure=True, full_exit=True)
+    assert [outcome.ok for outcome in outcomes] == [True, True]
+    assert "".join(outcome.output for outcome in outcomes).count("Error") == 0
+
+
+@pytest.mark.parametrize("order", ["hpcomm, torch.distributed", "torch.distributed, hpcomm"])
+def test_import_registers(order: str) -> None:
+    code = f"import {order}; print(torch.distributed.is_backend_available('hpcomm'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["True"]
+
+
+def on_gloo() -> str:
+    with world() as (rank, _):
+        tensor = torch.full((1,), 10.0**rank)
+        dist.all_reduce(tensor)
+        assert tensor.item() == 11.0
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        return str(backend.name())
+
+
+def test_the_transport_can_be_chosen() -> None:
+    assert ranks.run(2, on_gloo, env={"HPCOMM_CPU_TRANSPORT": "gloo"}) == ["gloo", "gloo"]
+    assert ranks.run(2, on_gloo, env={"HPCOMM_CPU_TRANSPORT": "shm"}) == ["hpcomm", "hpcomm"]
+    outcomes = ranks.run(2, on_gloo, env={"HPCOMM_CPU_TRANSPORT": "carrier pigeon"}, expect_failure=True)
+    assert {outcome.exception for outcome in outcomes} == {"InvalidArgument"}
+
+
+# --- Errors -----------------------------------------------------------------------------------------------------------
+
+
+def disagreeing() -> list[str]:
+    told = []
+    calls: list[Callable[[int], object]] = [
+        lambda rank: dist.all_reduce(torch.zeros(3 + rank)),
+        lambda rank: dist.reduce(torch.zeros(2), rank),
+        lambda rank: dist.gather(torch.zeros(2 + rank), [torch.zeros(2)] * 2 if rank == 0 else None, dst=0),
+        lambda rank: dist.all_to_all_single(torch.zeros(4), torch.zeros(4), [1, 3], [1 + rank, 3 - rank]),
+    ]
+    with world() as (rank, size):
+        for call in calls:
+            with pytest.raises(hpcomm.SchemaMismatch) as caught:
+                call(rank)
+            told.append(str(caught.value))
+            tensor = torch.full((2,), 10.0**rank)
+            dist.all_reduce(tensor)  # the group goes on
+            assert tensor[0].item() == 11.0
+        with pytest.raises(hpcomm.InvalidArgument, match="bitwise|band"):
+            dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)
+        with pytest.raises(hpcomm.InvalidArgument, match="meta"):
+            dist.group.WORLD._get_backend(torch.device("cpu")).allreduce([torch.ones(2, device="meta")])  # type: ignore[union-attr]
+        assert size == 2
+    return told
+
+
+def test_ranks_that_disagree_are_told_what_on_both_sides() -> None:
+    first, second = ranks.run(2, disagreeing)
+    for texts in (first, second):
+        assert all("rank 0" in text and "rank 1" in text for text in texts)
+
+
+def timing_out() -> str:
+    dist.init_process_group("hpcomm", timeout=timedelta(seconds=20))
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    if dist.get_rank() == 0:
+        with pytest.raises(hpcomm.TimedOut) as caught:
+            dist.all_reduce(torch.zeros(3), group=group)
+        message = str(caught.value)
+    else:
+        message = ""
+    dist.barrier()
+    dist.destroy_process_group()
+    return message
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    message, _ = ranks.run(2, timing_out)
+    assert "all_reduce" in message
+    assert "rank 1" in message
+
+
+def dying() -> None:
+    dist.init_process_group("hpcomm", timeout=timedelta(seconds=20))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in range(1000):
+            dist.all_reduce(torch.zeros(3))
+    except hpcomm.RankFailed as error:
+        assert error.peer == 1
+        raise
+
+
+def test_a_rank_that_dies_is_named() -> None:
+    outcomes = ranks.run(3, dying, expect_failure=True)
+    assert outcomes[1].signal == signal.SIGKILL
+    assert [outcomes[r].exception for r in (0, 2)] == ["RankFailed", "RankFailed"]
+
+
+def interrupted() -> None:
+    dist.init_process_group("hpcomm", timeout=timedelta(seconds=20))
+    if dist.get_rank() == 0:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            dist.all_reduce(torch.zeros(3))
+        with pytest.raises(KeyboardInterrupt):
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            dist.recv(torch.zeros(1), 1)
+
+
+def test_ctrl_c_ends_a_wait() -> None:
+    outcomes = ranks.run(2, interrupted, expect_failure=True)
+    assert outcomes[0].ok, outcomes[0]
+
+
+def monitored() -> list[str]:
+    told = []
+    with world() as (rank, size):
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        backend.monitored_barrier(timedelta(seconds=5))
+        backend.monitored_barrier(timedelta(seconds=5), wait_all_ranks=True)
+        if rank != 1:
+            with pytest.raises(hpcomm.TimedOut) as caught:
+                backend.monitored_barrier(timedelta(seconds=0.3), wait_all_ranks=True)
+            told.append(str(caught.value))
+        dist.barrier()
+        assert size == 3
+    return told
+
+
+def test_the_monitored_barrier_names_who_is_missing() -> None:
+    first, _, third = ranks.run(3, monitored)
+    assert "Ranks 1 failed to pass monitoredBarrier in 300 ms" in first[0]
+    assert "Rank 2 successfully reached monitoredBarrier" in third[0]
+
+
+# --- What torch builds on it ------------------------------------------------------------------------------------------
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def ddp() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.nn.parallel import DistributedDataParallel
+
+    with world() as (rank, size):
+        inputs = torch.randn(size, 6, 8, generator=torch.Generator().manual_seed(1))
+        reference = model()
+        reference(inputs.flatten(0, 1)).square().mean().backward()
+        for hook in (None, default_hooks.allreduce_hook, default_hooks.fp16_compress_hook):
+            wrapped = DistributedDataParallel(model(), bucket_cap_mb=0.0003)
+            if hook is not None:
+                wrapped.register_comm_hook(dist.group.WORLD, hook)
+            wrapped(inputs[rank]).square().mean().backward()
+            tolerance = 2e-2 if hook is default_hooks.fp16_compress_hook else 1e-5
+            for mine, theirs in zip(wrapped.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, theirs.grad, rtol=tolerance, atol=tolerance)
+        with wrapped.join():
+            for _ in range(2 + rank):
+                wrapped(inputs[rank]).sum().backward()
+
+
+def test_ddp_with_hooks_and_uneven_inputs() -> None:
+    ranks.run(2, ddp)
+
+
+def fsdp2() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with world() as (rank, size):
+        mesh = init_device_mesh("cpu", (size,))
+        inputs = torch.randn(size, 6, 8, generator=torch.Generator().manual_seed(1))
+        reference, sharded = model(), model()
+        for layer in sharded:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        ours = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+        for _ in range(3):
+            ours.zero_grad()
+            theirs.zero_grad()
+            sharded(inputs[rank]).square().mean().backward()
+            reference(inputs.flatten(0, 1)).square().mean().backward()
+            ours.step()
+            theirs.step()
+        for mine, expected in zip(sharded.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine.full_tensor(), expected)  # type: ignore[operator]
+
+
+def test_fsdp2_trains_what_one_process_trains() -> None:
+    ranks.run(2, fsdp2)
+
+
+def dtensor() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    with world() as (rank, size):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        whole = torch.arange(32.0).reshape(8, 4)
+        split = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
+        assert split.to_local().shape == (4, 2)
+        assert torch.equal(split.redistribute(mesh, [Replicate(), Replicate()]).to_local(), whole)
+        turned = split.redistribute(mesh, [Shard(1), Shard(0)])
+        assert torch.equal(turned.full_tensor(), whole)
+        product = split @ distribute_tensor(whole.t().contiguous(), mesh, [Replicate(), Shard(0)])
+        assert isinstance(product, DTensor)
+        assert torch.equal(product.full_tensor(), whole @ whole.t())
+        assert mesh["tp"].get_group().size() == 2
+        assert size == 4
+
+
+def test_device_mesh_and_dtensor() -> None:
+    ranks.run(4, dtensor)
+
+
+def compiled() -> None:
+    from torch.distributed import _functional_collectives as functional
+
+    def step(tensor: torch.Tensor) -> torch.Tensor:
+        summed = functional.all_reduce(tensor * 2, "sum", dist.group.WORLD)
+        gathered = functional.all_gather_tensor(summed, 0, dist.group.WORLD)
+        return functional.reduce_scatter_tensor(gathered, "sum", 0, dist.group.WORLD) + 1
+
+    with world() as (rank, size):
+        tensor = torch.full((2,), 10.0**rank)
+        expected = 2.0 * 11 * size + 1
+        assert step(tensor)[0].item() == expected
+        for backend in ("eager", "aot_eager"):
+            assert torch.compile(step, backend=backend, fullgraph=True)(tensor)[0].item() == expected
+
+
+def test_functional_collectives_eager_and_compiled() -> None:
+    ranks.run(2, compiled, timeout=60)
+
+
+def checkpointing(folder: str) -> None:
+    import torch.distributed.checkpoint as checkpoint
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    with world() as (_, size):
+        mesh = init_device_mesh("cpu", (size,))
+        whole = torch.arange(8.0)
+        checkpoint.save({"w": distribute_tensor(whole, mesh, [Shard(0)])}, checkpoint_id=folder)
+        loaded = {"w": distribute_tensor(torch.zeros(8), mesh, [Shard(0)])}
+        checkpoint.load(loaded, checkpoint_id=folder)
+        assert torch.equal(loaded["w"].full_tensor(), whole)
+
+
+def test_distributed_checkpoint() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        ranks.run(2, checkpointing, folder)
+
+
+def pipelining() -> None:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    with world() as (rank, size):
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 4) for _ in range(size)]
+        stage = PipelineStage(layers[rank], rank, size, torch.device("cpu"))
+        schedule = Schedule1F1B(stage, 4, loss_fn=lambda out, target: (out - target).square().mean())
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+        losses: list[torch.Tensor] = []
+        if rank == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=torch.zeros(8, 4), losses=losses)
+            with torch.no_grad():
+                expected = layers[1](layers[0](x)).square().mean()
+            torch.testing.assert_close(torch.stack(losses).mean(), expected)
+
+
+def test_torchs_own_pipeline() -> None:
+    ranks.run(2, pipelining)
+
+
+# --- PyTorch's own suite ----------------------------------------------------------------------------------------------
+
+# One or two of every kind; `python -m peer` runs them all.
+CHOSEN = (
+    "test_all_gather",
+    "test_all_gather_coalesced_full_group",
+    "test_all_reduce_coalesced_sum",
+    "test_all_reduce_complex_unsupported_ops",
+    "test_all_reduce_sum_async",
+    "test_all_to_all_single_unequal_split_full_group",
+    "test_barrier_timeout_global",
+    "test_batch_isend_irecv_gloo",
+    "test_broadcast_object_list",
+    "test_DistributedDataParallelCPU",
+    "test_gather_group",
+    "test_irecv",
+    "test_monitored_barrier_gloo",
+    "test_new_subgroups_by_enumeration",
+    "test_reduce_max",
+    "test_scatter_full_group",
+    "test_send_recv_any_source_autograd_profiler",
+    "test_send_recv_with_tag",
+    "test_sparse_all_reduce_sum",
+)
+
+
+def test_a_selection_of_torchs_own_suite() -> None:
+    pytest.importorskip("expecttest", reason="torch's suite needs it")
+    names = peer.existing(CHOSEN, 2)
+    assert len(names) > len(CHOSEN) // 2  # torch renames some of them now and then
+    results = peer.run("hpcomm", 2, names, deadline=60)
+    bad = {name: line for name, line in results.items() if line["outcome"] in ("failed", "hung")}
+    assert not bad, "\n".join(f"{name}: {line['outcome']}\n{line['detail']}" for name, line in bad.items())
