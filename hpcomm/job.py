@@ -45,11 +45,10 @@ class Job:
         # One key per job: a store may outlive a process group, and its keys with it.
         generation = store.add(f"hpcomm/generation/{rank}", 1)
         private = PrefixStore(f"hpcomm/{generation}", store)
-        self._control = start_control(private, rank, len(ranks), timeout=timeout)
-        self.native = _C.BackendJob(self._control)
-        if len(ranks) > 1:
-            agree(self._control, "transport (HPCOMM_CPU_TRANSPORT)", [transport], timeout=timeout)
-            self._neighbourhood = find_neighbours(self._control, timeout=timeout)
+        control = start_control(private, rank, len(ranks), timeout=timeout)
+        agree(control, "transport (HPCOMM_CPU_TRANSPORT)", [transport], timeout=timeout)
+        neighbourhood = find_neighbours(control, timeout=timeout) if len(ranks) > 1 else None
+        self.native = _C.BackendJob(control, neighbourhood)
 
     def communicator(self, ranks: list[int], rank: int, name: str, timeout: float) -> Communicator | None:
         """A communicator of ``ranks`` (global), or None where they do not share memory and need not."""
@@ -60,15 +59,16 @@ class Job:
             rank=rank,
             lane=name,
             stream=_C.Stream.worker(f"hpcomm:{name}"),
-            control=self._control,
+            control=self.native.control,
             timeout=timeout,
         )
         if len(ranks) == 1:
             return _C.solo_communicator(config)
-        if self._neighbourhood.contains(members):
-            return _C.shm_communicator(config, self._neighbourhood)
+        neighbourhood = self.native.neighbourhood
+        if neighbourhood.contains(members):
+            return _C.shm_communicator(config, neighbourhood)
         if self._transport == "shm":
-            raise InvalidArgument(far_apart(self._neighbourhood, self._control.rank, members))
+            raise InvalidArgument(far_apart(neighbourhood, members[rank], members))
         return None
 
 

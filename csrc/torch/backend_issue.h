@@ -9,7 +9,6 @@
 #include "torch/backend.h"
 #include "torch/backend_work.h"
 #include "torch/gil.h"
-#include "torch/torch_error.h"
 
 namespace hpcomm {
 

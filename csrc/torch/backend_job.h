@@ -1,39 +1,61 @@
-// The groups of one job share its Control; the last one to go closes it.
+// What the groups of one job share: its Control, and who shares memory with whom. The last group to go ends it.
 #pragma once
 
-#include <atomic>
 #include <memory>
+#include <mutex>
 #include <utility>
 
+#include "comm/shm/neighbourhood.h"
 #include "control/control.h"
 
 namespace hpcomm {
 
 class BackendJob {
  public:
-  explicit BackendJob(std::shared_ptr<Control> control) : control_(std::move(control)) {}
+  // `neighbourhood` may be null: a job of one rank.
+  BackendJob(std::shared_ptr<Control> control, std::shared_ptr<shm::Neighbourhood> neighbourhood)
+      : control_(std::move(control)), neighbourhood_(std::move(neighbourhood)) {}
+
+  // Null once the job has ended.
+  [[nodiscard]] std::shared_ptr<Control> control() const {
+    const std::lock_guard lock(mutex_);
+    return control_;
+  }
+  [[nodiscard]] std::shared_ptr<shm::Neighbourhood> neighbourhood() const {
+    const std::lock_guard lock(mutex_);
+    return neighbourhood_;
+  }
+  [[nodiscard]] bool ended() const { return control() == nullptr; }
 
   // A group was made.
-  void enter() noexcept { ++groups_; }
+  void enter() noexcept {
+    const std::lock_guard lock(mutex_);
+    ++groups_;
+  }
   // A group has gone.
   void leave() noexcept {
+    std::unique_lock lock(mutex_);
     if (--groups_ == 0) {
+      lock.unlock();
       end();
     }
   }
-  // Leaves the job in order. After a failure the connections stay until the process has gone: that is what the peers
-  // wait for. Idempotent.
+  // Leaves the job in order: peers that wait for this rank raise, others go on. Idempotent.
   void end() noexcept {
-    if (!ended_.exchange(true) && !control_->failure()) {
-      control_->close();
+    std::unique_lock lock(mutex_);
+    const auto neighbourhood = std::exchange(neighbourhood_, nullptr);
+    const auto control = std::exchange(control_, nullptr);
+    lock.unlock();  // threads end below
+    if (control != nullptr) {
+      control->close();
     }
   }
-  [[nodiscard]] bool ended() const noexcept { return ended_; }
 
  private:
+  mutable std::mutex mutex_;
   std::shared_ptr<Control> control_;
-  std::atomic<int> groups_ = 0;
-  std::atomic<bool> ended_ = false;
+  std::shared_ptr<shm::Neighbourhood> neighbourhood_;
+  int groups_ = 0;
 };
 
 }  // namespace hpcomm

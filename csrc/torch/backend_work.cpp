@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "torch/gil.h"
-#include "torch/torch_error.h"
 
 namespace py = pybind11;
 
@@ -23,12 +22,22 @@ std::exception_ptr error_of(const Work& work) {
   try {
     (void)work.wait_until(Clock::now());
     return nullptr;
+  } catch (const Error& error) {
+    return std::make_exception_ptr(as_c10d_error(error));
   } catch (...) {
-    return visible_to_torch(std::current_exception());
+    return std::current_exception();
   }
 }
 
 }  // namespace
+
+TorchError as_c10d_error(const Error& error) {
+  if (error.kind() != ErrorKind::kTimedOut) {
+    return TorchError(error);
+  }
+  return TorchError(
+      Error(error.kind(), str("hpcomm: Timed out waiting for other ranks: ", error.what()), error.context()));
+}
 
 void poll_signals() {
   const py::gil_scoped_acquire gil;

@@ -9,6 +9,7 @@
 
 #include "comm/host_communicator.h"
 #include "comm/mailbox.h"
+#include "torch/torch_error.h"
 
 namespace hpcomm {
 
@@ -18,6 +19,19 @@ void poll_signals();
 // Blocks without the GIL until `work` has ended, and looks at signals meanwhile. Throws the operation's error; with a
 // positive `limit`, kTimedOut when it has passed.
 void wait_to_end(const Work& work, std::chrono::milliseconds limit);
+
+// The error as the callers of a Backend see it: time-outs say "Timed out", which programs written for gloo look for.
+[[nodiscard]] TorchError as_c10d_error(const Error& error);
+
+// What `body` returns; what it throws is visible to torch.
+template <typename Body>
+auto for_torch(const Body& body) {
+  try {
+    return body();
+  } catch (const Error& error) {
+    throw as_c10d_error(error);
+  }
+}
 
 // A collective: runs on the communicator's lane, or has run already.
 class BackendWork final : public c10d::Work {

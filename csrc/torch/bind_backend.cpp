@@ -11,7 +11,11 @@ namespace hpcomm {
 
 void bind_backend(py::module_& module) {
   py::class_<BackendJob, std::shared_ptr<BackendJob>>(module, "BackendJob")
-      .def(py::init<std::shared_ptr<Control>>(), py::arg("control"))
+      .def(py::init<std::shared_ptr<Control>, std::shared_ptr<shm::Neighbourhood>>(), py::arg("control"),
+           py::arg("neighbourhood"))
+      .def_property_readonly("control", [](const BackendJob& job) { return released_without_gil(job.control()); })
+      .def_property_readonly("neighbourhood",
+                             [](const BackendJob& job) { return released_without_gil(job.neighbourhood()); })
       .def_property_readonly("ended", &BackendJob::ended)
       .def("end", &BackendJob::end, py::call_guard<py::gil_scoped_release>());
 

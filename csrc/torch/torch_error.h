@@ -22,14 +22,4 @@ struct TorchError final : torch::PyTorchError {
 // The same error in a form that leaves loss.backward() as its class of hpcomm/errors.py. Others pass unchanged.
 [[nodiscard]] std::exception_ptr visible_to_torch(std::exception_ptr error);
 
-// What `body` returns; what it throws is visible to torch.
-template <typename Body>
-auto for_torch(const Body& body) {
-  try {
-    return body();
-  } catch (const Error& error) {
-    throw TorchError(error);
-  }
-}
-
 }  // namespace hpcomm
