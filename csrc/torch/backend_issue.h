@@ -33,8 +33,8 @@ HpcommBackend::C10dWork HpcommBackend::issue(const Call& call, const Tensors& in
                                                profiled ? std::make_optional(inputs) : std::nullopt, std::move(results),
                                                sequence);
   work->attach(start(sequence, options), communicator());
-  if (profiled) {
-    communicator()->stream().enqueue([work] { work->end_event(); });
+  if (profiled && call.async) {
+    communicator()->stream().enqueue([work] { work->end_event(); });  // also when nobody waits
   }
   if (coalescing) {
     const std::lock_guard lock(coalescing_mutex_);

@@ -65,16 +65,29 @@ void wait_to_end(const Work& work, std::chrono::milliseconds limit) {
 BackendWork::BackendWork(int rank, c10d::OpType type, const char* title,
                          const std::optional<std::vector<at::Tensor>>& inputs, std::vector<at::Tensor> results,
                          std::uint64_t sequence)
-    : c10d::Work(rank, type, title, inputs), results_(std::move(results)), sequence_(sequence) {}
+    : c10d::Work(rank, type, title, inputs),
+      recorded_(title != nullptr),
+      results_(std::move(results)),
+      sequence_(sequence) {}
 
 void BackendWork::attach(WorkPtr work, const std::shared_ptr<HostCommunicator>& communicator) {
   work_ = std::move(work);
   communicator_ = communicator;
 }
 
-void BackendWork::end_event() { finish(exception()); }
+void BackendWork::end_event() {
+  if (recorded_) {
+    std::call_once(event_ended_, [this] { finish(exception()); });
+  }
+}
 
-bool BackendWork::isCompleted() { return work_->done(); }
+bool BackendWork::isCompleted() {
+  const bool done = work_->done();
+  if (done) {
+    end_event();
+  }
+  return done;
+}
 
 bool BackendWork::isSuccess() const { return work_->done() && error_of(*work_) == nullptr; }
 
@@ -82,7 +95,15 @@ std::exception_ptr BackendWork::exception() const { return work_->done() ? error
 
 bool BackendWork::wait(std::chrono::milliseconds timeout) {
   return for_torch([&] {
-    wait_to_end(*work_, timeout);
+    try {
+      wait_to_end(*work_, timeout);
+    } catch (...) {
+      if (work_->done()) {
+        end_event();
+      }
+      throw;
+    }
+    end_event();
     return true;
   });
 }

@@ -42,7 +42,8 @@ class BackendWork final : public c10d::Work {
 
   // Once, when the operation has been issued.
   void attach(WorkPtr work, const std::shared_ptr<HostCommunicator>& communicator);
-  // Ends the profiler's event.
+  // Ends the profiler's event, once. Whoever sees that the operation has ended does so before telling: the profiler
+  // may be gone a moment later.
   void end_event();
 
   bool isCompleted() override;
@@ -59,11 +60,13 @@ class BackendWork final : public c10d::Work {
  private:
   void settle(c10::ivalue::Future& future) const;
 
+  const bool recorded_;
   WorkPtr work_;
   // The group may have been destroyed meanwhile; everything that it had issued has ended then.
   std::weak_ptr<HostCommunicator> communicator_;
   std::vector<at::Tensor> results_;
   const std::uint64_t sequence_;
+  std::once_flag event_ended_;
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
