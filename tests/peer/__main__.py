@@ -14,6 +14,8 @@ from typing import Any
 
 Results = dict[str, dict[str, Any]]  # test -> the worker's line
 BACKENDS = ("gloo", "hpcomm")
+# What no plugin can pass, and why.
+KNOWN = {"test_ddp_logging_data_cpu": "torch logs the name of every plugin as 'custom'"}
 
 
 def run(backend: str, world_size: int, tests: Sequence[str] = (), *, deadline: float, verbose: bool = False) -> Results:
@@ -70,6 +72,7 @@ def table(all_results: dict[int, dict[str, Results]]) -> str:
     ]
     if differences:
         lines += ["", "| world size | test | gloo | hpcomm |", "|---|---|---|---|", *differences]
+        lines += ["", *(f"{test}: {why}." for test, why in KNOWN.items())]
     return "\n".join(lines)
 
 
@@ -99,7 +102,9 @@ def main() -> None:
         test
         for by_backend in results.values()
         for test, line in by_backend.get("hpcomm", {}).items()
-        if line["outcome"] in ("failed", "hung") and by_backend.get("gloo", {}).get(test, line)["outcome"] != "failed"
+        if line["outcome"] in ("failed", "hung")
+        and by_backend.get("gloo", {}).get(test, {"outcome": "passed"})["outcome"] == "passed"
+        and test not in KNOWN
     ]
     sys.exit(1 if bad else 0)
 
