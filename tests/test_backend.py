@@ -482,7 +482,10 @@ def test_a_rank_that_dies_is_named() -> None:
 
 def interrupted() -> None:
     dist.init_process_group("hpcomm", timeout=timedelta(seconds=20))
-    if dist.get_rank() == 0:
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["interrupted"])  # alive, and not there
+    else:
         waits: list[Callable[[], object]] = [
             lambda: dist.recv(torch.zeros(1), 1),
             lambda: dist.gather(torch.zeros(1), [torch.zeros(1)] * 2, dst=0),
@@ -491,6 +494,7 @@ def interrupted() -> None:
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
             with pytest.raises(KeyboardInterrupt):
                 wait()
+        store.set("interrupted", "")
 
 
 def test_ctrl_c_ends_a_wait() -> None:
