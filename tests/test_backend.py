@@ -486,6 +486,7 @@ def interrupted() -> None:
     if dist.get_rank() == 1:
         store.wait(["interrupted"])  # alive, and not there
     else:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
         waits: list[Callable[[], object]] = [
             lambda: dist.recv(torch.zeros(1), 1),
             lambda: dist.gather(torch.zeros(1), [torch.zeros(1)] * 2, dst=0),
