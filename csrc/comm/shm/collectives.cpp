@@ -16,8 +16,8 @@ namespace {
 constexpr std::size_t kSmall = std::size_t{32} << 10;
 // An all-reduce of more than two ranks reads all contributions directly up to here, and in slices above.
 constexpr std::size_t kDirect = std::size_t{16} << 10;
-// From here on results are not expected to stay in cache.
-constexpr std::size_t kStream = std::size_t{4} << 20;
+// From here on results are not expected to stay in a third-level cache that ranks share.
+constexpr std::size_t kStream = std::size_t{16} << 20;
 // Results are spread over several buffers in blocks that stay in the first-level cache.
 constexpr std::size_t kBlock = std::size_t{16} << 10;
 
@@ -242,16 +242,11 @@ void Collectives::all_reduce_in_place(const BufferView& buffer, ReduceOp op, con
   const Range own = slice(buffer.count, steps_.ranks(), steps_.rank(), element);
   std::vector<void*> targets(steps_.ranks());
   const std::size_t block = kBlock / element;
-  const bool stream = buffer.bytes >= kStream;
   for (std::size_t done = 0; done < own.count; done += block) {
     const std::size_t count = std::min(block, own.count - done);
     for (std::size_t r = 0; r < steps_.ranks(); ++r) {
       targets[r] = buffers[r] + (own.begin + done) * element;
       sources_[r] = targets[r];
-    }
-    if (stream) {
-      reduce_stream(targets, sources_, count, buffer.dtype, op);
-      continue;
     }
     void* own_target = targets[steps_.rank()];
     reduce_cpu(own_target, sources_, count, buffer.dtype, op);
@@ -327,7 +322,9 @@ void Collectives::broadcast(Descriptor descriptor, const BufferView& buffer, std
     finish(patience);
     return;
   }
-  const std::size_t piece = steps_.slot_bytes();
+  // Pieces small enough that the readers of one overlap the writer of the next.
+  const std::size_t eighth = (buffer.bytes / 8 + 4095) / 4096 * 4096;
+  const std::size_t piece = std::clamp(eighth, std::min(kSmall, steps_.slot_bytes()), steps_.slot_bytes());
   for (std::size_t begin = 0; begin < buffer.bytes; begin += piece) {
     const std::size_t bytes = std::min(piece, buffer.bytes - begin);
     steps_.begin(patience);
