@@ -21,12 +21,8 @@ namespace hpcomm {
 // elements, not more. Throws kInvalidArgument for what can_reduce() denies.
 void reduce_cpu(void* target, std::span<const void* const> sources, std::size_t count, DType dtype, ReduceOp op);
 
-// The same bits into each of `targets`, past the caches: for targets that this core will not read soon. Targets are
-// not sources, and do not overlap. Visible to whoever sees a store that this thread makes afterwards.
-void reduce_stream(std::span<void* const> targets, std::span<const void* const> sources, std::size_t count, DType dtype,
-                   ReduceOp op);
-
-// memcpy past the caches, with the same promise. Any alignment.
+// memcpy past the caches, for targets that this core will not read soon. Any alignment. Visible to whoever sees a store
+// that this thread makes afterwards.
 void stream_copy(void* target, const void* source, std::size_t bytes);
 
 }  // namespace hpcomm

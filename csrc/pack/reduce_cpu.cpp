@@ -210,39 +210,12 @@ void reduce(Isa isa, void* target, std::span<const void* const> sources, std::si
   reduce_units(kernels, target, sources, 0, count * kernels.units);
 }
 
-void reduce_stream(Isa isa, std::span<void* const> targets, std::span<const void* const> sources, std::size_t count,
-                   DType dtype, ReduceOp op) {
-  const Kernels& kernels = find(isa, dtype, op);
-  HPCOMM_REQUIRE(!sources.empty(), to_string(op), " of no sources");
-  // The result is written where it stays in the L1 cache and goes from there to each target. Cuts at whole lines of the
-  // first target: the others are, in practice, aligned alike.
-  alignas(64) std::array<unsigned char, kBlockBytes> block;
-  const std::size_t units = count * kernels.units;
-  const std::size_t past = targets.empty() ? 0 : reinterpret_cast<std::uintptr_t>(targets[0]) % 64;
-  std::size_t limit = (kBlockBytes - past) / kernels.bytes;
-  for (std::size_t done = 0; done < units && !targets.empty();) {
-    const std::size_t now = std::min(limit, units - done);
-    reduce_units(kernels, block.data(), sources, done, now);
-    for (void* target : targets) {
-      stream_copy(isa, offset(target, done * kernels.bytes), block.data(), now * kernels.bytes);
-    }
-    done += now;
-    limit = kBlockBytes / kernels.bytes;
-  }
-  stream_fence();
-}
-
 }  // namespace kernels
 
 bool can_reduce(DType dtype, ReduceOp op) noexcept { return kernels::kTables[0].at(dtype, op).units > 0; }
 
 void reduce_cpu(void* target, std::span<const void* const> sources, std::size_t count, DType dtype, ReduceOp op) {
   kernels::reduce(kernels::isa_of_this_cpu(), target, sources, count, dtype, op);
-}
-
-void reduce_stream(std::span<void* const> targets, std::span<const void* const> sources, std::size_t count, DType dtype,
-                   ReduceOp op) {
-  kernels::reduce_stream(kernels::isa_of_this_cpu(), targets, sources, count, dtype, op);
 }
 
 }  // namespace hpcomm

@@ -12,8 +12,6 @@ namespace hpcomm::kernels {
 
 // `isa` is at most detect_isa().
 void reduce(Isa isa, void* target, std::span<const void* const> sources, std::size_t count, DType dtype, ReduceOp op);
-void reduce_stream(Isa isa, std::span<void* const> targets, std::span<const void* const> sources, std::size_t count,
-                   DType dtype, ReduceOp op);
 
 // Without the fence: several in a row need one, at the end.
 void stream_copy(Isa isa, void* target, const void* source, std::size_t bytes) noexcept;

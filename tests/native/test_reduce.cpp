@@ -398,9 +398,7 @@ TEST(reduce_knows_what_it_can) {
       if (!expected) {
         std::array<double, 2> value{};
         const std::array<const void*, 1> sources{value.data()};
-        const std::array<void*, 1> targets{value.data()};
         CHECK_THROWS(ErrorKind::kInvalidArgument, reduce_cpu(value.data(), sources, 1, dtype, op), to_string(dtype));
-        CHECK_THROWS(ErrorKind::kInvalidArgument, reduce_stream(targets, sources, 1, dtype, op), to_string(dtype));
       }
     }
   }
@@ -494,7 +492,6 @@ TEST(reduce_of_nothing_touches_nothing) {
     const std::vector<const void*> sources(5, nullptr);
     for (std::size_t source_count = 1; source_count <= 5; ++source_count) {
       reduce_cpu(nullptr, {sources.data(), source_count}, 0, dtype, op);
-      reduce_stream({}, {sources.data(), source_count}, 0, dtype, op);
     }
   });
   stream_copy(nullptr, nullptr, 0);
@@ -508,41 +505,10 @@ TEST(reduce_takes_the_best_of_this_machine) {
     Bytes target(one.expected.size());
     reduce_cpu(target.data(), one.sources, one.count, dtype, op);
     one.expect(target.data(), one.name(detect_isa()));
-    Bytes streamed(one.expected.size());
-    const std::array<void*, 1> targets{streamed.data()};
-    reduce_stream(targets, one.sources, one.count, dtype, op);
-    CHECK(streamed == target);
   });
 }
 
-TEST(reduce_stream_writes_every_target) {
-  std::mt19937 random(6);
-  for_all([&](DType dtype, ReduceOp op) {
-    for (const std::size_t source_count : {1, 2, 4, 6}) {
-      const std::size_t count = (random() % 2 == 0 ? 9001 : 150) / size_of(dtype);
-      const Case one(dtype, op, source_count, count, random);
-      for (const Isa isa : isas()) {
-        for (std::size_t target_count = 0; target_count <= 3; ++target_count) {
-          // The first a little off a cache line, the others elsewhere.
-          std::vector<Bytes> arrays(target_count, Bytes((count + 2 * kMargin) * one.bytes, 0xa5));
-          std::vector<void*> targets;
-          for (std::size_t t = 0; t < target_count; ++t) {
-            targets.push_back(arrays[t].data() + (t + 1) * one.bytes);
-          }
-          kernels::reduce_stream(isa, targets, one.sources, count, dtype, op);
-          for (std::size_t t = 0; t < target_count; ++t) {
-            one.expect(targets[t], str(one.name(isa), " to target ", t));
-            const auto* end = static_cast<unsigned char*>(targets[t]) + count * one.bytes;
-            CHECK_EQ(arrays[t][(t + 1) * one.bytes - 1], 0xa5);
-            CHECK_EQ(*end, 0xa5);
-          }
-        }
-      }
-    }
-  });
-}
-
-TEST(reduce_stream_copy_is_a_copy) {
+TEST(stream_copy_is_a_copy) {
   Bytes source(2000);
   for (std::size_t i = 0; i < source.size(); ++i) {
     source[i] = static_cast<unsigned char>(i * 7 + i / 251);
