@@ -32,6 +32,8 @@ def create_group(options: Any) -> Backend:
     communicator = job.communicator(ranks, options.group_rank, options.group_id, timeout)
     if communicator is None:
         return _gloo_backend(options, timeout)
+    if not options.global_ranks_in_group:
+        job.native.anchor()
     return _C.backend(communicator, job.native)
 
 

@@ -315,7 +315,8 @@ def test_an_uncaught_exception_reaches_ranks_that_wait(tmp_path: Path) -> None:
         2,
     )
     assert done.returncode != 0
-    assert "PEER SAYS: rank 1 failed: | ValueError: the data loader of rank 1 broke" in done.stdout
+    said = "PEER SAYS: all_reduce #0 on lane dp: rank 1 failed: | ValueError: the data loader of rank 1 broke"
+    assert said in done.stdout, done.stdout
 
 
 def test_the_failing_rank_speaks_first(tmp_path: Path) -> None:

@@ -26,10 +26,8 @@ bool HostCommunicator::enter(const ErrorContext& what, const OpOptions& options,
                     "threads here. Communicate from the process that called init(), or start workers by spawn"),
                 what);
   }
+  throw_if_aborted(what);
   std::lock_guard lock(mutex_);
-  if (aborted_) {
-    throw Error(*aborted_);
-  }
   if (closed_) {
     throw Error(ErrorKind::kClosed, str(what.operation, " on a closed communicator"), what);
   }
@@ -48,6 +46,9 @@ WorkPtr HostCommunicator::submit_body(ErrorContext what, const OpOptions& option
   // Nested issue (a task of this lane that sends what it has just packed) runs in place: it is next in order.
   const bool nested = in_operation();
   const bool on_lane = !nested && stream().is_current();
+  if (nested) {
+    require_composite(work->what());
+  }
   if (nested || on_lane) {
     throw_if_aborted(work->what());
   }
@@ -75,7 +76,26 @@ WorkPtr HostCommunicator::submit(Operation operation) {
 
 WorkPtr HostCommunicator::run_in_order(ErrorContext what, std::function<void(Deadline)> body,
                                        const OpOptions& options) {
-  return submit_body(std::move(what), options, body, [&body] { return body; });
+  const auto composite = [this, body = std::move(body)](Deadline deadline) {
+    const bool before = std::exchange(composite_, true);
+    try {
+      body(deadline);
+    } catch (...) {
+      composite_ = before;
+      throw;
+    }
+    composite_ = before;
+  };
+  return submit_body(std::move(what), options, composite, [&composite] { return composite; });
+}
+
+void HostCommunicator::require_composite(const ErrorContext& what) const {
+  if (!composite_) {
+    throw Error(ErrorKind::kInvalidArgument,
+                str(what.operation, " on lane ", lane(), " was issued by a signal handler while another operation of ",
+                    "this communicator waits; set a flag in the handler and communicate afterwards"),
+                what);
+  }
 }
 
 template <typename Body>
@@ -123,6 +143,20 @@ void HostCommunicator::throw_if_aborted(const ErrorContext& what) const {
   context.peer = why.context().peer;
   throw Error(why.kind(), str(what.operation, " #", what.sequence, " on lane ", lane(), ": ", why.what()),
               std::move(context));
+}
+
+bool HostCommunicator::idle_until(Deadline deadline) const {
+  const auto idle = [this] {
+    std::lock_guard lock(mutex_);
+    return pending_ == 0;
+  };
+  while (!idle()) {
+    if (Clock::now() >= deadline) {
+      return false;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
 }
 
 void HostCommunicator::close() {

@@ -17,6 +17,8 @@ class HostCommunicator : public Communicator {
   void close() override;
   void abort(const Error& why) noexcept override;
   [[nodiscard]] std::optional<Error> aborted() const override;
+  // Waits until nothing is issued and not ended, also by other threads; false when the deadline came first.
+  [[nodiscard]] bool idle_until(Deadline deadline) const;
 
   // Runs `body` at its place in this communicator's order, as one operation named `what`: what it issues here runs in
   // place. `body` is given the operation's deadline and may throw; options are read as for any operation.
@@ -52,6 +54,8 @@ class HostCommunicator : public Communicator {
   // `body` runs here and now if it can; if not, what `make_queued()` returns runs on the lane.
   template <typename Body, typename MakeQueued>
   WorkPtr submit_body(ErrorContext what, const OpOptions& options, const Body& body, const MakeQueued& make_queued);
+  // A signal handler that communicates would find the operation that it interrupts half done.
+  void require_composite(const ErrorContext& what) const;
 
   const std::uint32_t generation_;
   mutable std::mutex mutex_;
@@ -62,6 +66,7 @@ class HostCommunicator : public Communicator {
   // Held by whoever executes: the lane's thread, or a caller for whom an operation runs inline.
   std::mutex running_;
   std::atomic<std::thread::id> runner_{};
+  bool composite_ = false;  // what the runner runs may issue operations; read and written by the runner alone
   std::uint64_t listener_ = 0;
 };
 

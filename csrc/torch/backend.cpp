@@ -1,6 +1,7 @@
 // Collectives that the Communicator has, and the life of a group.
 #include "torch/backend.h"
 
+#include <c10/core/InferenceMode.h>
 #include <algorithm>
 
 #include "torch/backend_issue.h"
@@ -106,7 +107,10 @@ HpcommBackend::C10dWork HpcommBackend::compose(const Call& call, const Tensors& 
   return issue(call, inputs, std::move(results), [&](std::uint64_t sequence, const OpOptions& options) {
     HostCommunicator& lane = *communicator_;
     ErrorContext what = lane.context(call.name, call.root, sequence);
-    auto run = [&lane, mailbox = mailbox_.get(), what, body = std::move(body)](Deadline deadline) {
+    auto run = [&lane, mailbox = mailbox_.get(), what, body = std::move(body),
+                inference = c10::InferenceMode::is_enabled()](Deadline deadline) {
+      // The caller's mode, on the lane's thread as well: inference tensors may be written in no other.
+      const c10::InferenceMode mode(inference);
       const at::NoGradGuard no_grad;
       Step step(lane, mailbox, what, deadline);
       body(step);
@@ -323,7 +327,9 @@ void HpcommBackend::shutdown() {
     return;
   }
   const Event issued = communicator_->stream().record();
-  if (!issued.wait_until(Clock::now() + kShutdownWait)) {
+  const Deadline patience = Clock::now() + kShutdownWait;
+  // Operations of other threads run in those threads and not on the stream.
+  if (!issued.wait_until(patience) || !communicator_->idle_until(patience)) {
     abort();
   }
   communicator_->close();

@@ -39,7 +39,8 @@ void all_to_all(Step& step, const Parts& parts) {
   std::vector<std::int64_t> sizes;
   for (const auto* list : {&parts.send, &parts.recv}) {
     for (const auto& part : *list) {
-      sizes.push_back(static_cast<std::int64_t>(part.nbytes()));
+      // Elements, and what kind: equal bytes of another dtype are another message.
+      sizes.push_back((static_cast<std::int64_t>(part.numel()) << 8) | static_cast<std::int64_t>(part.scalar_type()));
     }
   }
   const auto all = step.show(sizes);
@@ -49,8 +50,11 @@ void all_to_all(Step& step, const Parts& parts) {
   for (std::size_t from = 0; from < ranks; ++from) {
     for (std::size_t to = 0; to < ranks; ++to) {
       if (sent(from, to) != expected(to, from)) {
-        step.mismatch(from, str("all_to_all with ", sent(from, to), " bytes for rank ", to), to,
-                      str("all_to_all with ", expected(to, from), " bytes from rank ", from));
+        const auto text = [](std::int64_t part) {
+          return str(part >> 8, " ", c10::toString(static_cast<at::ScalarType>(part & 0xff)), " elements");
+        };
+        step.mismatch(from, str("all_to_all with ", text(sent(from, to)), " for rank ", to), to,
+                      str("all_to_all with ", text(expected(to, from)), " from rank ", from));
       }
     }
   }

@@ -27,6 +27,12 @@ class BackendJob {
   }
   [[nodiscard]] bool ended() const { return control() == nullptr; }
 
+  // The default group is one of this job's: the job ends with its last group. Other jobs go on until the default group
+  // is another one, or the process ends: ranks hold different groups of them, and must not end them at different times.
+  void anchor() noexcept {
+    const std::lock_guard lock(mutex_);
+    anchored_ = true;
+  }
   // A group was made.
   void enter() noexcept {
     const std::lock_guard lock(mutex_);
@@ -35,7 +41,7 @@ class BackendJob {
   // A group has gone.
   void leave() noexcept {
     std::unique_lock lock(mutex_);
-    if (--groups_ == 0) {
+    if (--groups_ == 0 && anchored_) {
       lock.unlock();
       end();
     }
@@ -56,6 +62,7 @@ class BackendJob {
   std::shared_ptr<Control> control_;
   std::shared_ptr<shm::Neighbourhood> neighbourhood_;
   int groups_ = 0;
+  bool anchored_ = false;
 };
 
 }  // namespace hpcomm

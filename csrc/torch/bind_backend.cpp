@@ -17,6 +17,7 @@ void bind_backend(py::module_& module) {
       .def_property_readonly("neighbourhood",
                              [](const BackendJob& job) { return released_without_gil(job.neighbourhood()); })
       .def_property_readonly("ended", &BackendJob::ended)
+      .def("anchor", &BackendJob::anchor)
       .def("end", &BackendJob::end, py::call_guard<py::gil_scoped_release>());
 
   module.def(

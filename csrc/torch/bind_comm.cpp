@@ -228,6 +228,7 @@ void bind_comm(py::module_& module) {
       [](const CommunicatorConfig& config, C10dBackend backend, std::optional<py::function> factory,
          std::shared_ptr<shm::Neighbourhood> neighbourhood) {
         C10dBackendFactory make = factory ? to_factory(std::move(*factory)) : nullptr;
+        const WithoutGil scope;
         return released_without_gil(
             make_c10d_communicator(config, std::move(backend), std::move(make), std::move(neighbourhood)));
       },

@@ -457,3 +457,65 @@ TEST(shm_a_rank_that_leaves_fails_only_what_it_did_not_do) {
     CHECK(error && std::string(error->what()).find("has left") != std::string::npos);
   });
 }
+
+TEST(shm_memory_that_was_shown_is_not_used_again_after_a_time_out) {
+  for (const bool message : {false, true}) {
+    const ShmJob job(2);
+    std::atomic<bool> given_up{false};
+    run_ranks(2, [&](int rank) {
+      const auto world = job.communicator(rank);
+      constexpr std::size_t kCount = 100000;
+      if (rank == 1) {
+        CHECK(eventually([&] { return given_up.load(); }, 20s));
+        Floats values(*world, kCount, true);
+        const auto error =
+            error_of(message ? *world->recv(values.view, 0) : *world->all_reduce(values.view, ReduceOp::kSum));
+        CHECK(error && error->kind() == ErrorKind::kPeerError && error->context().peer == 0);
+        return;
+      }
+      OpOptions options;
+      options.timeout = 50ms;
+      void* shown = nullptr;
+      {
+        const Buffer memory = world->allocate(kCount * 4);
+        shown = memory.view.data;
+        std::memset(shown, 0, kCount * 4);
+        options.keepalive = memory.owner;
+        const BufferView view{shown, kCount * 4, kCount, DType::kFloat32, {}};
+        const auto error =
+            error_of(message ? *world->send(view, 1, options) : *world->all_reduce(view, ReduceOp::kSum, options));
+        CHECK(error && error->kind() == ErrorKind::kTimedOut);
+        options.keepalive = nullptr;
+      }
+      const Buffer other = world->allocate(kCount * 4);
+      CHECK(other.view.data != shown);
+      given_up = true;
+      std::this_thread::sleep_for(100ms);
+    });
+  }
+}
+
+TEST(shm_an_operation_inside_another_ones_wait_is_refused) {
+  ShmJob(2).run([](Communicator& world) {
+    if (world.rank() == 1) {
+      std::this_thread::sleep_for(200ms);
+      world.barrier()->wait();
+      return;
+    }
+    static Communicator* handled;
+    static std::atomic<int> refused;
+    handled = &world;
+    refused = 0;
+    OpOptions options;
+    options.inline_when_idle = true;
+    options.poll = [] {
+      try {
+        (void)handled->barrier();
+      } catch (const Error& error) {
+        refused += error.kind() == ErrorKind::kInvalidArgument ? 1 : 0;
+      }
+    };
+    world.barrier(options)->wait();
+    CHECK(refused > 0);
+  });
+}

@@ -107,11 +107,20 @@ bool Collectives::all_located() const {
 std::vector<char*> Collectives::map_all(const void* own, std::size_t bytes, const Patience& patience) {
   std::vector<char*> buffers(steps_.ranks());
   for (std::size_t r = 0; r < steps_.ranks(); ++r) {
+    require_present(r);
     buffers[r] = r == steps_.rank()
                      ? const_cast<char*>(static_cast<const char*>(own))
                      : neighbourhood_->map(members_[r], steps_.line(r).location, bytes, patience.deadline);
   }
   return buffers;
+}
+
+void Collectives::require_present(std::size_t rank) const {
+  if (rank != steps_.rank() && steps_.has_given_up(rank)) {
+    throw Error(ErrorKind::kPeerError,
+                str("rank ", members_[rank], " has given up this communicator: an operation of it failed or timed out"),
+                {members_[steps_.rank()], members_[rank], -1, ""});
+  }
 }
 
 void Collectives::finish(const Patience& patience) {
@@ -315,6 +324,7 @@ void Collectives::broadcast(Descriptor descriptor, const BufferView& buffer, std
   }
   if (steps_.line(root).descriptor.located != 0) {
     if (!sends) {
+      require_present(root);
       const char* source =
           neighbourhood_->map(members_[root], steps_.line(root).location, buffer.bytes, patience.deadline);
       copy(buffer.data, source, buffer.bytes, buffer.bytes);

@@ -52,6 +52,8 @@ class Collectives {
   [[nodiscard]] std::vector<char*> map_all(const void* own, std::size_t bytes, const Patience& patience);
   // The end of a zero-copy operation: nobody touches this rank's buffer any more.
   void finish(const Patience& patience);
+  // Throws kPeerError when `rank` has given up: its memory may serve another purpose by now.
+  void require_present(std::size_t rank) const;
   [[nodiscard]] const char* shown(std::size_t rank, std::size_t bytes) const noexcept;
 
   void all_reduce_direct(const BufferView& buffer, ReduceOp op, const Patience& patience);

@@ -251,6 +251,7 @@ void ShmMailbox::fail(const Error& why) noexcept {
       }
       peer.outgoing.clear();
       for (auto& [number, mail] : peer.references) {
+        setup_.neighbourhood->park(mail->keepalive_);  // the receiver may read it at any time
         gone.push_back(std::move(mail));
       }
       peer.references.clear();
@@ -320,20 +321,21 @@ void ShmMailbox::pump() {
       report_broken();
     }
     const Turn turn(*this);
-    if (pending() && !failed_) {
+    // Whoever drives instead arms it again when it leaves.
+    if (pending() && !failed_ && drivers_.load(std::memory_order_seq_cst) == 0) {
       arm();
     }
   }
 }
 
 void ShmMailbox::stop() noexcept {
-  fail(Error(ErrorKind::kClosed, "the communicator was destroyed"));
   if (fork_generation() != generation_) {
     if (thread_.joinable()) {
       thread_.detach();
     }
-    return;
+    return;  // the mutex may be held by a thread that only the parent has
   }
+  fail(Error(ErrorKind::kClosed, "the communicator was destroyed"));
   stopping_.store(true, std::memory_order_seq_cst);
   if (thread_.joinable()) {
     const itimerspec now{{0, 0}, {0, 1}};

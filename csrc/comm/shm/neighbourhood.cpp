@@ -216,6 +216,11 @@ std::shared_ptr<Segment> Neighbourhood::share(const std::string& name, const std
 
 void Neighbourhood::seal(const std::string& name) { courier_->withdraw(hash_of(name)); }
 
+void Neighbourhood::park(Keepalive memory) {
+  std::lock_guard lock(parked_mutex_);
+  parked_.push_back(std::move(memory));
+}
+
 char* Neighbourhood::map(int rank, const Location& location, std::size_t bytes, Deadline deadline) {
   HPCOMM_ASSERT(rank >= 0 && static_cast<std::size_t>(rank) < job_.size(), "rank ", rank);
   Neighbour& neighbour = job_[static_cast<std::size_t>(rank)];

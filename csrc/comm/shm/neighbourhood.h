@@ -40,6 +40,9 @@ class Neighbourhood {
 
   // This rank's memory that neighbours can map.
   [[nodiscard]] Arena& arena() noexcept { return *arena_; }
+  // Keeps `memory` for ever: an operation ended early after it had shown where its buffer lies, and a peer that is late
+  // may still read or write there. Nothing else may come to lie in that place.
+  void park(Keepalive memory);
   // `bytes` at `location` of `rank`'s arena, mapped on first use. Throws kProtocol when they do not lie in it.
   [[nodiscard]] char* map(int rank, const Location& location, std::size_t bytes, Deadline deadline);
 
@@ -62,6 +65,8 @@ class Neighbourhood {
   std::vector<Neighbour> job_;  // by rank
   std::vector<int> ranks_;
   mutable std::mutex mutex_;  // guards the segments of `job_`
+  std::mutex parked_mutex_;
+  std::vector<Keepalive> parked_;
 };
 
 }  // namespace hpcomm::shm

@@ -88,6 +88,7 @@ class ShmCommunicator final : public HostCommunicator {
           return;
       }
     } catch (const shm::WaitEnded& ended) {
+      park(operation);
       explain(operation, ended);
     } catch (const shm::Disagreement& disagreement) {
       explain(operation, disagreement);
@@ -95,11 +96,13 @@ class ShmCommunicator final : public HostCommunicator {
       // A mismatch leaves all ranks at the same step; anything else may not.
       if (error.kind() != ErrorKind::kSchemaMismatch && error.kind() != ErrorKind::kInvalidArgument &&
           !is_message(operation.kind)) {
+        park(operation);
         abort(error);
       }
       throw;
     } catch (...) {
       // The caller's poll() threw: a signal, most likely. Peers may have gone on without us.
+      park(operation);
       abort(Error(ErrorKind::kClosed, str(describe_operation(operation), " was interrupted on this rank"),
                   what_of(operation)));
       throw;
@@ -107,12 +110,20 @@ class ShmCommunicator final : public HostCommunicator {
   }
 
   void interrupt() noexcept override {
+    collectives_->steps().give_up();  // before any memory is let go of
     interrupted_.store(true, std::memory_order_seq_cst);
     collectives_->steps().wake();
     mailbox_->fail(*aborted());
   }
 
  private:
+  void park(const Operation& operation) {
+    const BufferView& view = operation.input.data != nullptr ? operation.input : operation.output;
+    if (view.bytes > 0 && neighbourhood_->arena().locate(view.data, view.bytes)) {
+      neighbourhood_->park(operation.options.keepalive);
+    }
+  }
+
   void end() noexcept {
     control().remove_listener(departures_);
     shut_down();
@@ -271,6 +282,9 @@ class ShmCommunicator final : public HostCommunicator {
 std::shared_ptr<Communicator> make_shm_communicator(CommunicatorConfig config,
                                                     std::shared_ptr<shm::Neighbourhood> neighbourhood) {
   HPCOMM_REQUIRE(neighbourhood != nullptr, "no neighbourhood");
+  constexpr std::size_t kMostRanks = 256;  // a slot has a cache line for every other rank
+  HPCOMM_REQUIRE(config.ranks.size() <= kMostRanks, "shared memory serves groups of up to ", kMostRanks, " ranks, not ",
+                 config.ranks.size(), "; use HPCOMM_CPU_TRANSPORT=gloo");
   for (const int rank : config.ranks) {
     HPCOMM_REQUIRE(neighbourhood->contains({rank}), "rank ", rank,
                    " shares no memory with this one: ", neighbourhood->why_not(rank));

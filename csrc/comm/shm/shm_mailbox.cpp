@@ -40,10 +40,13 @@ ShmMailbox::ShmMailbox(Setup setup)
   }
 }
 
-void ShmMailbox::require_usable(const char* operation, int peer) const {
+void ShmMailbox::require_parent(const char* operation) const {
   if (fork_generation() != generation_) {
     throw Error(ErrorKind::kClosed, str(operation, " on lane ", setup_.lane, " in a forked child"));
   }
+}
+
+void ShmMailbox::require_usable(const char* operation, int peer) const {
   if (failed_) {
     throw Error(*failed_);
   }
@@ -65,13 +68,16 @@ ShmMailbox::Held ShmMailbox::make(const char* operation, const BufferView& view,
 MailPtr ShmMailbox::send(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options) {
   Held mail;
   bool waits = false;
+  require_parent("send");  // before the mutex, which a thread of the parent may have held
   {
     const Turn turn(*this);
     require_usable("send", peer);
     Peer& to = peer_at(peer);
     pull(peer);  // a refusal, perhaps
-    if (to.refusal) {
-      throw Error(*std::exchange(to.refusal, std::nullopt));
+    if (to.refusal && to.refusal->first == tag) {
+      const Error refused = to.refusal->second;
+      to.refusal.reset();
+      throw refused;
     }
     mail = make("send", buffer, peer, tag, options, to.numbers);
     mail->number_ = ++to.numbers;
@@ -105,6 +111,7 @@ MailPtr ShmMailbox::send(const BufferView& buffer, int peer, std::uint64_t tag, 
 MailPtr ShmMailbox::recv(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options) {
   Held mail;
   bool waits = false;
+  require_parent("recv");
   {
     const Turn turn(*this);
     require_usable("recv", peer == kAnySource ? static_cast<int>(setup_.rank == 0) : peer);
@@ -186,10 +193,11 @@ void ShmMailbox::push(int to) {
   }
 }
 
-void ShmMailbox::answer(int to, FrameKind kind, std::uint64_t number, const BufferView* expected) {
+void ShmMailbox::answer(int to, FrameKind kind, const Frame& about, const BufferView* expected) {
   Outgoing answer;
   answer.frame.kind = kind;
-  answer.frame.number = number;
+  answer.frame.number = about.number;
+  answer.frame.tag = about.tag;
   if (expected != nullptr) {
     answer.frame.count = expected->count;
     answer.frame.dtype = static_cast<std::uint8_t>(expected->dtype);
@@ -336,7 +344,7 @@ bool ShmMailbox::fits(Mail& mail, const Frame& frame, int from) {
           what.rank, " expected ", elements(mail.view_.count, static_cast<std::uint8_t>(mail.view_.dtype)),
           "; the message was dropped"),
       what);
-  answer(from, FrameKind::kRefusal, frame.number, &mail.view_);
+  answer(from, FrameKind::kRefusal, frame, &mail.view_);
   end(mail, std::make_exception_ptr(error));
   return false;
 }
@@ -346,10 +354,18 @@ void ShmMailbox::take_reference(Mail& mail, const Frame& frame, int from) {
     const char* source = setup_.neighbourhood->map(setup_.members[static_cast<std::size_t>(from)], frame.location,
                                                    frame.bytes, mail.deadline_);
     std::memcpy(mail.view_.data, source, frame.bytes);
-    answer(from, FrameKind::kAck, frame.number, nullptr);
+    if (setup_.region->bell(static_cast<std::size_t>(from)).gone.load(std::memory_order_seq_cst) != 0) {
+      const int sender = setup_.members[static_cast<std::size_t>(from)];
+      ErrorContext what = mail.what_;
+      what.peer = sender;
+      throw Error(ErrorKind::kPeerError,
+                  str("recv on lane ", setup_.lane, ": rank ", sender, " gave this message up before it was received"),
+                  what);
+    }
+    answer(from, FrameKind::kAck, frame, nullptr);
     end(mail);
   } catch (const Error&) {
-    answer(from, FrameKind::kRefusal, frame.number, &mail.view_);
+    answer(from, FrameKind::kRefusal, frame, &mail.view_);
     end(mail, std::current_exception());
   }
 }
@@ -379,7 +395,7 @@ void ShmMailbox::accept_answer(int from, const Frame& frame) {
              peer.outgoing.front().frame.number == frame.number) {
     peer.outgoing.front().mail->error_ = std::make_exception_ptr(error);  // once the rest has been dropped there
   } else {
-    peer.refusal = error;  // that send returned long ago
+    peer.refusal.emplace(frame.tag, error);  // that send returned long ago: the next one of its tag says so
   }
 }
 

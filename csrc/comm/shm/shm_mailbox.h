@@ -125,11 +125,13 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
     std::list<std::shared_ptr<Early>> early;
     std::uint64_t numbers = 0;
     bool departed = false;
-    std::optional<Error> refusal;  // of a send that had ended; the next one raises it
+    // Of a send that had ended: the next one of its tag raises it.
+    std::optional<std::pair<std::uint64_t, Error>> refusal;
   };
 
   [[nodiscard]] Held make(const char* operation, const BufferView& view, int peer, std::uint64_t tag,
                           const OpOptions& options, std::uint64_t sequence);
+  void require_parent(const char* operation) const;
   void require_usable(const char* operation, int peer) const;
   [[nodiscard]] Peer& peer_at(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
 
@@ -139,7 +141,7 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   void pull(int from);
   [[nodiscard]] bool pull_frame(int from);
   [[nodiscard]] bool pull_bytes(int from);
-  void answer(int to, FrameKind kind, std::uint64_t number, const BufferView* expected);
+  void answer(int to, FrameKind kind, const Frame& about, const BufferView* expected);
   void accept_answer(int from, const Frame& frame);
   [[nodiscard]] Held match(int from, const Frame& frame);
   [[nodiscard]] bool fits(Mail& mail, const Frame& frame, int from);

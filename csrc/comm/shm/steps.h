@@ -47,6 +47,11 @@ class Steps {
   // `rank` will publish nothing more: waits for it end with kInterrupted unless it has come. From any thread.
   void depart(std::size_t rank) noexcept;
   [[nodiscard]] bool has_departed(std::size_t rank) const noexcept { return departed_[rank]; }
+  // This rank takes part in nothing more. From any thread.
+  void give_up() noexcept { region_->bell(rank_).gone.store(1, std::memory_order_seq_cst); }
+  [[nodiscard]] bool has_given_up(std::size_t rank) const noexcept {
+    return region_->bell(rank).gone.load(std::memory_order_seq_cst) != 0;
+  }
   // Ends a wait of this rank: it looks at `interrupted` again. From any thread.
   void wake() const noexcept { ring_always(region_->bell(rank_)); }
 
