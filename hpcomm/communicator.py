@@ -7,6 +7,7 @@ import hmac
 import os
 import secrets
 import socket
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from hpcomm import _C
-from hpcomm.errors import HpcommError, InvalidArgument, SchemaMismatch, TimedOut
+from hpcomm.errors import HpcommError, InvalidArgument, SchemaMismatch, TimedOut, TransportError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend
@@ -118,10 +119,9 @@ def first_communicator(
     if chosen == "gloo":
         return _emulated(_C.c10d_communicator(config, factory(name, control.rank, control.size), factory))
     neighbourhood = find_neighbours(control, timeout=timeout)
-    if neighbourhood.contains(list(ranks)):
-        return _emulated(_C.shm_communicator(config, neighbourhood))
-    if chosen == "shm":
-        raise InvalidArgument(far_apart(neighbourhood, control.rank, ranks))
+    memory = over_shared_memory(config, neighbourhood, list(ranks), control.rank, chosen)
+    if memory is not None:
+        return _emulated(memory)
     gloo = factory(name, control.rank, control.size)
     return _emulated(_C.c10d_communicator(config, gloo, factory, neighbourhood))
 
@@ -131,13 +131,31 @@ def find_neighbours(control: Control, *, timeout: float) -> Neighbourhood:
     return _C.Neighbourhood(control, timeout, os.environ.get("HPCOMM_HOST", ""))
 
 
-def far_apart(neighbourhood: Neighbourhood, rank: int, ranks: Sequence[int]) -> str:
-    """Why ``ranks`` cannot use shared memory."""
-    reasons = [f"rank {r}: {neighbourhood.why_not(r)}" for r in ranks if not neighbourhood.contains([r])]
-    return (
-        f"HPCOMM_CPU_TRANSPORT=shm, but rank {rank} shares no memory with {'; '.join(reasons)}. "
-        "Use HPCOMM_CPU_TRANSPORT=auto, which falls back to gloo"
-    )
+def over_shared_memory(
+    config: _C.CommunicatorConfig, neighbourhood: Neighbourhood, ranks: list[int], rank: int, chosen: str
+) -> Communicator | None:
+    """The communicator of ``ranks`` over shared memory, or None where ``auto`` means gloo (collective over them).
+
+    Raises:
+        InvalidArgument: ``chosen`` is shm and the ranks do not share memory.
+        TransportError: ``chosen`` is shm and there is not enough memory; with auto, a warning on one rank.
+    """
+    if neighbourhood.contains(ranks):
+        try:
+            return _C.shm_communicator(config, neighbourhood)
+        except TransportError as error:
+            if chosen == "shm":
+                raise
+            if rank == ranks[0]:
+                warnings.warn(f"ranks {ranks} use gloo instead of shared memory: {error}", stacklevel=2)
+            return None
+    if chosen == "shm":
+        reasons = [f"rank {r}: {neighbourhood.why_not(r)}" for r in ranks if not neighbourhood.contains([r])]
+        raise InvalidArgument(
+            f"HPCOMM_CPU_TRANSPORT=shm, but rank {rank} shares no memory with {'; '.join(reasons)}. "
+            "Use HPCOMM_CPU_TRANSPORT=auto, which falls back to gloo"
+        )
+    return None
 
 
 def agree(

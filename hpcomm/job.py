@@ -10,8 +10,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from hpcomm import _C
-from hpcomm.communicator import agree, cpu_transport, far_apart, find_neighbours, gloo_options, start_control
-from hpcomm.errors import HpcommError, InvalidArgument
+from hpcomm.communicator import (
+    agree,
+    cpu_transport,
+    find_neighbours,
+    gloo_options,
+    over_shared_memory,
+    start_control,
+)
+from hpcomm.errors import HpcommError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend
@@ -66,12 +73,7 @@ class Job:
         )
         if len(ranks) == 1:
             return _C.solo_communicator(config)
-        neighbourhood = self.native.neighbourhood
-        if neighbourhood.contains(members):
-            return _C.shm_communicator(config, neighbourhood)
-        if self._transport == "shm":
-            raise InvalidArgument(far_apart(neighbourhood, members[rank], members))
-        return None
+        return over_shared_memory(config, self.native.neighbourhood, members, members[rank], self._transport)
 
 
 _jobs: list[Job] = []

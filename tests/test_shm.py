@@ -7,6 +7,7 @@ import resource
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -270,3 +271,27 @@ def from_threads() -> None:
 
 def test_lanes_from_several_threads() -> None:
     ranks.run(2, from_threads, env=SHM, timeout=60)
+
+
+def without_memory() -> str:
+    """As if the machine had none left: what the group's first rank would tell all of them."""
+
+    def refuse(*_: object) -> None:
+        raise hpcomm.TransportError("no 8 bytes of shared memory")
+
+    hpcomm._C.shm_communicator = refuse  # type: ignore[assignment]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with hpcomm.init(dp=2) as mesh:
+            value = torch.ones(1)
+            mesh.world.all_reduce(value)
+            assert value.item() == 2
+            said = [str(warning.message) for warning in caught if "shared memory" in str(warning.message)]
+            assert len(said) == (1 if mesh.rank == 0 else 0), said
+            return mesh.world.transport
+
+
+def test_without_memory_auto_falls_back_to_gloo_with_one_warning() -> None:
+    assert ranks.run(2, without_memory) == ["c10d", "c10d"]
+    for outcome in ranks.run(2, without_memory, env=SHM, expect_failure=True):
+        assert outcome.exception == "TransportError", outcome

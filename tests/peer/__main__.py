@@ -50,6 +50,8 @@ def environment() -> dict[str, str]:
     """Where a worker finds us."""
     root = Path(__file__).resolve().parents[2]
     return {
+        # A silent fall-back to gloo would pass everything.
+        "HPCOMM_CPU_TRANSPORT": "shm",
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests"), os.environ.get("PYTHONPATH", "")]),
     }

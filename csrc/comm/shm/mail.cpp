@@ -208,14 +208,18 @@ void ShmMailbox::bury() {
     }
     peer.outgoing.clear();
     for (const auto& [number, mail] : peer.references) {
+      setup_.neighbourhood->park(mail->keepalive_);  // a process that has left the job may still be reading
       end(*mail, gone(*mail));
     }
     peer.references.clear();
     if (peer.incoming) {
       if (peer.incoming->mail) {
         end(*peer.incoming->mail, gone(*peer.incoming->mail));
-      } else if (peer.incoming->early && peer.incoming->early->taker) {
-        end(*peer.incoming->early->taker, gone(*peer.incoming->early->taker));
+      } else if (const auto half = peer.incoming->early) {
+        if (half->taker) {
+          end(*half->taker, gone(*half->taker));
+        }
+        peer.early.remove(half);
       }
       peer.incoming.reset();
     }
@@ -230,8 +234,9 @@ void ShmMailbox::report_broken() {
   }
   if (why) {
     fail(*why);
-    if (setup_.broken) {
-      setup_.broken(*why);
+    const std::lock_guard lock(owner_mutex_);
+    if (owner_failed_) {
+      owner_failed_(*why);
     }
   }
 }
@@ -334,6 +339,10 @@ void ShmMailbox::stop() noexcept {
       thread_.detach();
     }
     return;  // the mutex may be held by a thread that only the parent has
+  }
+  {
+    const std::lock_guard lock(owner_mutex_);
+    owner_failed_ = nullptr;
   }
   fail(Error(ErrorKind::kClosed, "the communicator was destroyed"));
   stopping_.store(true, std::memory_order_seq_cst);

@@ -227,8 +227,9 @@ char* Neighbourhood::map(int rank, const Location& location, std::size_t bytes, 
   std::lock_guard lock(mutex_);
   auto known = neighbour.segments.find(location.segment);
   if (known == neighbour.segments.end()) {
-    auto segment =
-        Segment::adopt(Courier::fetch(neighbour.address, neighbour.key_word, kFirstArena + location.segment, deadline));
+    // Others wait for the lock meanwhile, so a neighbour that is stopped may not hold it for long.
+    auto segment = Segment::adopt(Courier::fetch(neighbour.address, neighbour.key_word, kFirstArena + location.segment,
+                                                 std::min(deadline, Clock::now() + kPatience)));
     segment->close_descriptor();
     known = neighbour.segments.emplace(location.segment, std::move(segment)).first;
   }

@@ -29,7 +29,8 @@ ShmMailbox::ShmMailbox(Setup setup)
       generation_(fork_generation()),
       policy_(policy_for(static_cast<int>(setup_.members.size()))),
       bell_(setup_.region->bell(setup_.rank)),
-      peers_(setup_.members.size()) {
+      peers_(setup_.members.size()),
+      owner_failed_(setup_.broken) {
   const Region& region = *setup_.region;
   const std::size_t capacity = region.geometry().ring_bytes;
   for (std::size_t r = 0; r < peers_.size(); ++r) {

@@ -62,7 +62,7 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
     std::vector<int> members;  // ranks of the job
     std::string lane;
     std::chrono::milliseconds timeout{0};
-    // Called when a time-out cut a message in two, so that nothing can follow in order. Any thread, no lock held.
+    // Called when a time-out cut a message in two, so that nothing can follow in order: from any thread, until stop().
     std::function<void(const Error&)> broken;
   };
   explicit ShmMailbox(Setup setup);
@@ -174,6 +174,9 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   std::optional<Error> failed_;
   std::optional<Error> broken_;
   std::atomic<int> drivers_ = 0;
+
+  std::mutex owner_mutex_;  // held while the owner is told, taken before mutex_
+  std::function<void(const Error&)> owner_failed_;
 
   std::atomic<bool> armed_ = false;
   std::atomic<bool> stopping_ = false;
