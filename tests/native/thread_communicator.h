@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -99,12 +100,13 @@ class Room {
         throw;
       }
     }
+    std::exception_ptr failure;  // the same on all ranks; thrown when nobody reads anybody's buffers any more
     try {
       require_equal();
       compute(posts_);
     } catch (...) {
-      broken_ = true;  // all ranks are here and see the same, so all of them throw
-      throw;
+      failure = std::current_exception();
+      broken_ = true;
     }
     if (++computed_ == posts_.size()) {
       arrived_ = 0;
@@ -116,6 +118,9 @@ class Room {
     changed_.wait(lock, [&] { return round_ != round; });
     --leaving_;
     changed_.notify_all();
+    if (failure != nullptr) {
+      std::rethrow_exception(failure);
+    }
   }
 
   template <typename Wait>
