@@ -125,7 +125,8 @@ void walk(const plan::StepPlan& plan, const std::shared_ptr<Communicator>& world
     communicators.push_back(mine ? world->subgroup(spec.ranks, plan::to_string(spec.lane)) : nullptr);
   }
   std::map<int, WorkPtr> works;
-  std::deque<std::vector<float>> buffers;
+  // Owned by their operations too: an error leaves this function while others are under way.
+  std::vector<std::shared_ptr<std::vector<float>>> buffers;
   std::map<int, int> expected;  // transfer -> its place among the transfers
   for (const plan::Issue& issue : plan.lists[static_cast<std::size_t>(world->rank())]) {
     const plan::Operation& op = plan.operations[static_cast<std::size_t>(issue.op)];
@@ -147,21 +148,25 @@ void walk(const plan::StepPlan& plan, const std::shared_ptr<Communicator>& world
     };
     const bool transfer = op.kind == plan::OpKind::kTransfer;
     const bool receives = transfer && op.participants[1] == world->rank();
-    buffers.emplace_back(16, receives ? 0.0F : static_cast<float>(transfer ? issue.op : 1));
+    buffers.push_back(
+        std::make_shared<std::vector<float>>(16, receives ? 0.0F : static_cast<float>(transfer ? issue.op : 1)));
+    OpOptions options;
+    options.keepalive = buffers.back();
+    const BufferView view = view_of(*buffers.back());
     if (receives) {
-      works[issue.op] = lane->recv(view_of(buffers.back()), peer(op.participants[0]));
+      works[issue.op] = lane->recv(view, peer(op.participants[0]), options);
       expected[issue.op] = static_cast<int>(buffers.size()) - 1;
     } else if (transfer) {
-      works[issue.op] = lane->send(view_of(buffers.back()), peer(op.participants[1]));
+      works[issue.op] = lane->send(view, peer(op.participants[1]), options);
     } else {
-      works[issue.op] = lane->all_reduce(view_of(buffers.back()), ReduceOp::kSum);
+      works[issue.op] = lane->all_reduce(view, ReduceOp::kSum, options);
     }
   }
   for (const auto& [op, work] : works) {
     work->wait();
   }
   for (const auto& [op, at] : expected) {
-    CHECK_EQ(buffers[static_cast<std::size_t>(at)].front(), static_cast<float>(op));
+    CHECK_EQ(buffers[static_cast<std::size_t>(at)]->front(), static_cast<float>(op));
   }
 }
 
