@@ -31,7 +31,7 @@ bool HostCommunicator::enter(const ErrorContext& what, const OpOptions& options,
   if (closed_) {
     throw Error(ErrorKind::kClosed, str(what.operation, " on a closed communicator"), what);
   }
-  const bool now = options.inline_when_idle && pending_ == 0 && stream().idle();
+  const bool now = options.inline_when_idle && may_run_inline() && pending_ == 0 && stream().idle();
   ++pending_;
   if (!now) {
     enqueue();  // under the lock: threads that issue at the same time are queued as they were counted

@@ -32,6 +32,8 @@ class HostCommunicator : public Communicator {
   // Executes one operation to its end in the lane's order. Throws Error; must return soon after interrupt(). Calls
   // `operation.options.poll`, if there is one, while it waits.
   virtual void execute(const Operation& operation, Deadline deadline) = 0;
+  // False where an operation must not start in the thread that issues it, even when nothing is before it.
+  [[nodiscard]] virtual bool may_run_inline() const noexcept { return true; }
   // Makes a running execute() return. Called once, from any thread.
   virtual void interrupt() noexcept = 0;
 

@@ -42,7 +42,7 @@ CommunicatorConfig in_issue_order(CommunicatorConfig config, const EmulationConf
   return config;
 }
 
-// A ticket for an operation that no task of the lane brings along: the caller runs it inline.
+// A ticket for an operation that no task of the lane brings along: one that came by way of Stream::wait().
 class OwnTicket {
  public:
   OwnTicket(EmulatedDevice& device, const std::string& lane) : device_(device) {
@@ -90,6 +90,10 @@ class EmulatedCommunicator final : public HostCommunicator {
     auto inner = inner_->subgroup(members, child.lane);
     return std::make_shared<EmulatedCommunicator>(std::move(child), std::move(inner), emulation_);
   }
+
+  // With one slot, an operation has to take its ticket where it is issued. Inline it would take one when it starts,
+  // with the order of this communicator in hand, which a task with an older ticket may be waiting for.
+  [[nodiscard]] bool may_run_inline() const noexcept override { return issue_order_ == nullptr; }
 
   void interrupt() noexcept override {
     interrupted_ = true;
