@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdlib>
 #include <new>
+#include <sstream>
+#include <utility>
 
 #include "base/hash.h"
 
@@ -65,6 +67,9 @@ WorkPtr Communicator::issue(Operation operation) {
       operation.sequence = collectives_++;
       break;
   }
+  if (!operation.options.ready.done()) {
+    stream().wait(std::exchange(operation.options.ready, {}));
+  }
   return submit(std::move(operation));
 }
 
@@ -121,7 +126,7 @@ std::uint64_t Communicator::next_edge_id(int from, int to) {
   return hash.add_int(static_cast<std::uint64_t>(edges_[{from, to}]++)).value();
 }
 
-std::shared_ptr<Communicator> Communicator::subgroup(const std::vector<int>& members, const std::string& lane) {
+CommunicatorConfig Communicator::child_config(const std::vector<int>& members, const std::string& lane) {
   CommunicatorConfig child = config_;
   child.ranks.clear();
   child.rank = -1;
@@ -141,23 +146,34 @@ std::shared_ptr<Communicator> Communicator::subgroup(const std::vector<int>& mem
   // All members have made the same subgroups of this communicator before, so they count alike.
   child.name = str(config_.name, "/", label, "#", children_[label]++);
   child.lane = lane;
-  child.stream = make_worker_stream("hpcomm:" + lane);
-  return make_child(std::move(child));
+  child.stream = config_.make_stream ? config_.make_stream(lane) : make_worker_stream("hpcomm:" + lane);
+  return child;
+}
+
+std::shared_ptr<Communicator> Communicator::subgroup(const std::vector<int>& members, const std::string& lane) {
+  return make_child(child_config(members, lane));
+}
+
+std::shared_ptr<Communicator> Communicator::make_part(CommunicatorConfig part, int, int) {
+  return make_child(std::move(part));
 }
 
 std::shared_ptr<Communicator> Communicator::split(int color, int key) {
-  // Everybody learns everybody's choice; each then computes the same groups.
-  std::vector<std::int64_t> mine{color, key};
-  std::vector<std::int64_t> all(mine.size() * config_.ranks.size());
-  const auto view = [](std::vector<std::int64_t>& numbers) {
-    return BufferView{numbers.data(), numbers.size() * sizeof(std::int64_t), numbers.size(), DType::kInt64, {}};
-  };
-  all_gather(view(all), view(mine))->wait();
-  std::vector<std::pair<std::int64_t, int>> chosen;
+  const ErrorContext what = context("split", -1, splits_);
+  require_open(what);
+  // Everybody learns everybody's choice; each then computes the same groups. Through Control, which needs no device.
+  const std::uint64_t channel = Fingerprint().add(name()).add("split").add_int(splits_++).value();
+  const auto choices = control().exchange(ranks(), channel, str(color, ' ', key), deadline_after(timeout()));
+  std::vector<std::pair<int, int>> chosen;
   for (int r = 0; r < size(); ++r) {
-    const auto at = static_cast<std::size_t>(2 * r);
-    if (all[at] == color) {
-      chosen.emplace_back(all[at + 1], r);
+    std::istringstream choice(choices[static_cast<std::size_t>(r)]);
+    int their_color = 0;
+    int their_key = 0;
+    if (!(choice >> their_color >> their_key)) {
+      throw Error(ErrorKind::kProtocol, str("split: rank ", r, " sent no color and key"), what);
+    }
+    if (their_color == color) {
+      chosen.emplace_back(their_key, r);
     }
   }
   std::sort(chosen.begin(), chosen.end());
@@ -165,7 +181,7 @@ std::shared_ptr<Communicator> Communicator::split(int color, int key) {
   for (const auto& choice : chosen) {
     members.push_back(choice.second);
   }
-  return subgroup(members, config_.lane);
+  return make_part(child_config(members, config_.lane), color, key);
 }
 
 Buffer Communicator::allocate(std::size_t bytes) {

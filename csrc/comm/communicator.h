@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -31,6 +32,8 @@ struct OpOptions {
   // Called about twenty times a second while an operation that runs inline waits; what it throws ends the operation
   // and, since peers may have taken part already, aborts the communicator. The Python seam looks at signals with it.
   void (*poll)() = nullptr;
+  // The operation starts after it: what the caller's device has to finish first. Happened already on CPU.
+  Event ready;
 };
 
 // Who is in the group and what it runs on; one struct because every transport takes the same.
@@ -40,6 +43,8 @@ struct CommunicatorConfig {
   int rank = 0;            // this rank's place in `ranks`
   std::string lane;        // shown in messages and thread names
   std::shared_ptr<Stream> stream;
+  // Makes the stream of a child's lane; null for a worker thread.
+  std::function<std::shared_ptr<Stream>(const std::string& lane)> make_stream;
   std::shared_ptr<Control> control;
   std::chrono::milliseconds timeout{std::chrono::minutes(10)};
 };
@@ -74,6 +79,12 @@ class Communicator {
   WorkPtr send(const BufferView& buffer, int peer, const OpOptions& options = {});
   WorkPtr recv(const BufferView& buffer, int peer, const OpOptions& options = {});
   WorkPtr barrier(const OpOptions& options = {});
+  // Issues what `issue` issues here as one operation, none of which waits for another of them. At most 256 operations.
+  // Only sends and receives of different directions need it; transports that never wait in issue order just call it.
+  virtual void group(const std::function<void()>& issue) { issue(); }
+  // A Work that ends when the lane has passed everything issued so far, with the error of `operation` if that failed:
+  // for what a caller issued on stream() behind an operation. `held` is held until then.
+  [[nodiscard]] virtual WorkPtr follow(const WorkPtr& operation, ErrorContext what, Keepalive held) = 0;
 
   // True when operations that run inline look at OpOptions::poll while they wait.
   [[nodiscard]] virtual bool can_poll() const noexcept { return false; }
@@ -116,13 +127,19 @@ class Communicator {
   };
   [[nodiscard]] static const char* operation_name(Operation::Kind kind) noexcept;
   virtual WorkPtr submit(Operation operation) = 0;
+  // Throws what issuing an operation would throw now: aborted, closed.
+  virtual void require_open(const ErrorContext& what) const = 0;
   // The transport's part of subgroup(): `child` is complete.
   [[nodiscard]] virtual std::shared_ptr<Communicator> make_child(CommunicatorConfig child) = 0;
+  // The transport's part of split(), in which all ranks take part; `color` and `key` are those of this rank.
+  [[nodiscard]] virtual std::shared_ptr<Communicator> make_part(CommunicatorConfig part, int color, int key);
 
   [[nodiscard]] const CommunicatorConfig& config() const noexcept { return config_; }
 
  private:
   WorkPtr issue(Operation operation);
+  // The configuration of a child; `members` are ranks of this communicator.
+  [[nodiscard]] CommunicatorConfig child_config(const std::vector<int>& members, const std::string& lane);
   void require_peer(const char* operation, int peer) const;
 
   CommunicatorConfig config_;
@@ -133,6 +150,7 @@ class Communicator {
   std::vector<std::atomic<std::uint64_t>> received_;
   std::map<std::pair<int, int>, int> edges_;
   std::map<std::string, int> children_;
+  std::uint64_t splits_ = 0;
 };
 
 }  // namespace hpcomm

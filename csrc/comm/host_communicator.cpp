@@ -26,17 +26,22 @@ bool HostCommunicator::enter(const ErrorContext& what, const OpOptions& options,
                     "threads here. Communicate from the process that called init(), or start workers by spawn"),
                 what);
   }
-  throw_if_aborted(what);
+  require_open(what);
   std::lock_guard lock(mutex_);
-  if (closed_) {
-    throw Error(ErrorKind::kClosed, str(what.operation, " on a closed communicator"), what);
-  }
   const bool now = options.inline_when_idle && may_run_inline() && pending_ == 0 && stream().idle();
   ++pending_;
   if (!now) {
     enqueue();  // under the lock: threads that issue at the same time are queued as they were counted
   }
   return now;
+}
+
+void HostCommunicator::require_open(const ErrorContext& what) const {
+  throw_if_aborted(what);
+  std::lock_guard lock(mutex_);
+  if (closed_) {
+    throw Error(ErrorKind::kClosed, str(what.operation, " on a closed communicator"), what);
+  }
 }
 
 template <typename Body, typename MakeQueued>
@@ -157,6 +162,19 @@ bool HostCommunicator::idle_until(Deadline deadline) const {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   return true;
+}
+
+WorkPtr HostCommunicator::follow(const WorkPtr& operation, ErrorContext what, Keepalive held) {
+  auto work = std::make_shared<HostWork>(std::move(what));
+  stream().enqueue([work, operation, held = std::move(held)] {
+    try {
+      operation->wait();
+      work->complete();
+    } catch (...) {
+      work->fail(std::current_exception());
+    }
+  });
+  return work;
 }
 
 void HostCommunicator::close() {

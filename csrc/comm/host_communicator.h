@@ -14,6 +14,7 @@ namespace hpcomm {
 class HostCommunicator : public Communicator {
  public:
   [[nodiscard]] Device device() const noexcept override { return {}; }
+  [[nodiscard]] WorkPtr follow(const WorkPtr& operation, ErrorContext what, Keepalive held) override;
   void close() override;
   void abort(const Error& why) noexcept override;
   [[nodiscard]] std::optional<Error> aborted() const override;
@@ -40,6 +41,7 @@ class HostCommunicator : public Communicator {
   WorkPtr submit(Operation operation) final;
   // Transports call it first in their destructor: no execute() runs or starts afterwards.
   void shut_down() noexcept;
+  void require_open(const ErrorContext& what) const override;
   // Throws why the communicator was aborted, if it was, with `what` in front.
   void throw_if_aborted(const ErrorContext& what) const;
 

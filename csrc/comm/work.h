@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "base/error.h"
+#include "base/view.h"
 #include "stream/event.h"
 
 namespace hpcomm {
@@ -27,6 +28,8 @@ class Work {
   [[nodiscard]] virtual bool wait_until(Deadline deadline) const = 0;
   // For streams that must come after this operation. It happens for failed operations as well.
   [[nodiscard]] virtual Event event() const = 0;
+  // Where it runs. On CUDA a caller rarely blocks on a Work: it lets its stream wait for event().
+  [[nodiscard]] virtual Device device() const noexcept { return {}; }
 
   void wait() const {
     while (!wait_until(Clock::now() + std::chrono::hours(1))) {
@@ -66,6 +69,48 @@ class HostWork final : public Work {
 
   std::shared_ptr<State> state_;
   ErrorContext what_;
+};
+
+// A Work that is handed out before its operation can be issued (a receipt, whose size comes with a header): it ends
+// when that operation has ended.
+class RelayWork final : public Work {
+ public:
+  explicit RelayWork(ErrorContext what, Device device = {})
+      : state_(std::make_shared<State>()), what_(std::move(what)), device_(device) {}
+
+  [[nodiscard]] const ErrorContext& what() const noexcept override { return what_; }
+  [[nodiscard]] bool done() const override { return state_->done(); }
+  [[nodiscard]] bool wait_until(Deadline deadline) const override;
+  // On CUDA only once the operation is issued: what comes earlier belongs to no stream.
+  [[nodiscard]] Event event() const override;
+  [[nodiscard]] Device device() const noexcept override { return device_; }
+
+  // One of the two, once. Null for an operation that has nothing to do.
+  void issued(WorkPtr operation);
+  void fail(std::exception_ptr error);
+
+ private:
+  class State final : public EventState {
+   public:
+    [[nodiscard]] bool done() const override;
+    [[nodiscard]] bool wait_until(Deadline deadline) const override;
+    // Until it is issued or has failed.
+    [[nodiscard]] bool wait_issued(Deadline deadline) const;
+    [[nodiscard]] WorkPtr operation() const;
+    [[nodiscard]] std::exception_ptr error() const;
+    void settle(WorkPtr operation, std::exception_ptr error);
+
+   private:
+    mutable std::mutex mutex_;
+    mutable std::condition_variable settled_;
+    bool is_settled_ = false;
+    WorkPtr operation_;
+    std::exception_ptr error_;
+  };
+
+  std::shared_ptr<State> state_;
+  ErrorContext what_;
+  Device device_;
 };
 
 }  // namespace hpcomm

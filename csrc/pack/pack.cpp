@@ -23,6 +23,11 @@ void launch(Stream& stream, std::vector<CopyItem> items, const Scale& scale, Kee
     HPCOMM_REQUIRE(scale.factor == nullptr || !is_floating(item.source_dtype) || can_scale(item.source_dtype),
                    "no kernel scales ", to_string(item.source_dtype));
   }
+  if (stream.device().type == DeviceType::kCuda) {
+    launch_copies_cuda(stream, items, scale.factor.get());
+    stream.hold(std::make_shared<const std::pair<Keepalive, Keepalive>>(scale.factor, std::move(keepalive)));
+    return;
+  }
   stream.enqueue([items = std::move(items), factor = scale.factor, keepalive = std::move(keepalive)] {
     run_copies_cpu(items, factor.get());
   });

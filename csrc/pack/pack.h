@@ -40,8 +40,11 @@ struct CopyItem {
   DType target_dtype = DType::kFloat32;
 };
 
-// The kernel behind the three, one twin per device (pack_cpu.cpp). `factor` may be null.
+// The kernel behind the three, one twin per device. `factor` may be null.
 void run_copies_cpu(const std::vector<CopyItem>& items, const double* factor);
+// Launched on the stream's native handle; pointers, `factor` included, are the device's. pack_cuda.cu, and
+// pack_no_cuda.cpp in builds without CUDA.
+void launch_copies_cuda(Stream& stream, const std::vector<CopyItem>& items, const double* factor);
 // False for the casts that no kernel has.
 [[nodiscard]] bool can_convert(DType from, DType to) noexcept;
 // False for floating point types that can only be copied (float8).

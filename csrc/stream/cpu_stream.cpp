@@ -21,6 +21,7 @@ class CallerStream final : public Stream {
  public:
   [[nodiscard]] Device device() const noexcept override { return {}; }
   void enqueue(Task task) override { task(); }
+  void hold(Keepalive) override {}  // everything has run
   [[nodiscard]] Event record() override { return {}; }
   void wait(const Event& event) override { event.wait(); }
   [[nodiscard]] bool is_current() const noexcept override { return true; }
@@ -80,6 +81,10 @@ class WorkerStream final : public Stream {
       queue->tasks.push_back(std::move(task));
     }
     queue->ready.notify_one();
+  }
+
+  void hold(Keepalive memory) override {
+    enqueue([memory = std::move(memory)] {});
   }
 
   [[nodiscard]] Event record() override {

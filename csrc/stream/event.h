@@ -23,6 +23,8 @@ class EventState {
   [[nodiscard]] virtual bool done() const = 0;
   // Blocks the calling thread; false when the deadline came first.
   [[nodiscard]] virtual bool wait_until(Deadline deadline) const = 0;
+  // The cudaEvent_t that a CUDA stream can wait for without the host; null for events of host threads.
+  [[nodiscard]] virtual void* native_handle() const noexcept { return nullptr; }
 };
 
 // A cheap value. A default-made Event has already happened.
@@ -33,6 +35,7 @@ class Event {
 
   [[nodiscard]] bool done() const { return state_ == nullptr || state_->done(); }
   [[nodiscard]] bool wait_until(Deadline deadline) const { return state_ == nullptr || state_->wait_until(deadline); }
+  [[nodiscard]] void* native_handle() const noexcept { return state_ == nullptr ? nullptr : state_->native_handle(); }
   void wait() const {
     while (!wait_until(Clock::now() + std::chrono::hours(1))) {
     }

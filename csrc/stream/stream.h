@@ -21,19 +21,26 @@ class Stream {
   virtual ~Stream() = default;
 
   [[nodiscard]] virtual Device device() const noexcept = 0;
-  // Runs `task` after everything enqueued before. CPU streams only; CUDA kernels go to the native handle.
+  // CPU: runs `task` after everything enqueued before. CUDA: at once, in the calling thread: the host only issues, and
+  // what the task issues comes after everything issued before, because one thread at a time issues on a device.
   virtual void enqueue(Task task) = 0;
+  // Keeps `memory` until the stream has passed this point.
+  virtual void hold(Keepalive memory) = 0;
   [[nodiscard]] virtual Event record() = 0;
-  // What is enqueued from now on starts after `event`. Does not block the host, except on the caller's stream.
+  // What is enqueued from now on starts after `event`. Does not block the host, except on the caller's CPU stream, and
+  // on a CUDA stream for an event of a host thread.
   virtual void wait(const Event& event) = 0;
   // True when the calling code already runs in this stream's order: it may execute at once what it would enqueue.
   [[nodiscard]] virtual bool is_current() const noexcept = 0;
   // True when nothing is enqueued or running.
   [[nodiscard]] virtual bool idle() const noexcept = 0;
+  // The cudaStream_t that kernels are launched on; null for CPU streams.
+  [[nodiscard]] virtual void* native_handle() const noexcept { return nullptr; }
   // Blocks the host until everything enqueued has run.
   void synchronize() { record().wait(); }
 };
 
+// The stream that a caller computes on, handed to whatever has to come after its work or before it.
 // The compute stream of a CPU rank is the caller itself: everything runs before the call returns.
 [[nodiscard]] std::shared_ptr<Stream> make_caller_stream();
 

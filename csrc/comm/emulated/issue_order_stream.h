@@ -22,6 +22,7 @@ class IssueOrderStream final : public Stream {
 
   [[nodiscard]] hpcomm::Device device() const noexcept override { return lane_->device(); }
   void enqueue(Task task) override;
+  void hold(Keepalive memory) override { lane_->hold(std::move(memory)); }
   [[nodiscard]] Event record() override { return lane_->record(); }
   void wait(const Event& event) override { lane_->wait(event); }
   [[nodiscard]] bool is_current() const noexcept override { return lane_->is_current(); }

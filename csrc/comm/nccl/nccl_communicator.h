@@ -1,0 +1,28 @@
+// The transport for GPUs: NCCL communicators on CUDA streams. Twin files: nccl_communicator.cpp and its neighbours, and
+// no_nccl.cpp in builds without CUDA.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "comm/communicator.h"
+
+namespace hpcomm {
+
+// How many of the device's multiprocessors a communicator takes; 0 leaves it to NCCL (ncclConfig_t).
+struct NcclOptions {
+  int min_ctas = 0;
+  int max_ctas = 0;
+  int cga_cluster_size = -1;  // 0 to 8; -1 leaves it to NCCL
+};
+
+// Collective over `config.ranks`, each with a device of its own (or several ranks on one, where NCCL can).
+// `config.stream` is a CUDA stream of the calling process's device, `config.make_stream` makes more of them.
+// Throws kTransport with NCCL's words, kTimedOut, kInvalidArgument in builds without CUDA.
+[[nodiscard]] std::shared_ptr<Communicator> make_nccl_communicator(CommunicatorConfig config,
+                                                                   const NcclOptions& options = {});
+
+// "2.28.9", and where it was loaded from; empty when no NCCL can be loaded.
+[[nodiscard]] std::string nccl_version();
+
+}  // namespace hpcomm

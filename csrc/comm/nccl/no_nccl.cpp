@@ -1,0 +1,14 @@
+// NCCL in a build without CUDA: there is none.
+#include "base/error.h"
+#include "comm/nccl/nccl_communicator.h"
+
+namespace hpcomm {
+
+std::shared_ptr<Communicator> make_nccl_communicator(CommunicatorConfig, const NcclOptions&) {
+  throw Error(ErrorKind::kInvalidArgument,
+              "this copy of hpcomm was built without CUDA; build it with USE_CUDA=1 against a torch with CUDA");
+}
+
+std::string nccl_version() { return ""; }
+
+}  // namespace hpcomm
