@@ -107,7 +107,9 @@ def cmake_sources(root: Path) -> set[str]:
     text = re.sub(r"#.*", "", (root / "CMakeLists.txt").read_text())
     found = set(re.findall(r"(?:csrc|tests)/[\w/]+\.(?:cpp|cu)", text))
     for layer, names in re.findall(r"hpcomm_layer\(\s*(\w+)\s+\S+\s+([^)]*)\)", text):
-        found |= {f"csrc/{layer}/{name}" for name in names.split()}
+        found |= {f"csrc/{layer}/{name}" for name in names.split() if not name.startswith("${")}
+    for layer, names in re.findall(r"set\(\s*(\w+)_twin\s+([^)]*)\)", text):
+        found |= {f"csrc/{layer}/{name}" for name in names.split() if not name.startswith("tests/")}
     return found
 
 

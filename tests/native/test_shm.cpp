@@ -63,7 +63,7 @@ void check_all(Communicator& world, std::size_t count, bool zero_copy) {
   const int size = world.size();
   const int rank = world.rank();
   const auto n = static_cast<std::size_t>(size);
-  const OpOptions inline_options{0ms, nullptr, true, nullptr};
+  const OpOptions inline_options{0ms, nullptr, true, nullptr, {}};
   Floats values(world, count, zero_copy);
   Floats input(world, count * n, zero_copy);
   Floats part(world, count, zero_copy);
@@ -259,7 +259,7 @@ TEST(shm_an_abort_ends_sleeping_ranks) {
       job.control(rank)->abort("enough");
       return;
     }
-    const OpOptions now{0ms, nullptr, rank == 0, nullptr};
+    const OpOptions now{0ms, nullptr, rank == 0, nullptr, {}};
     const auto error = error_of(*world->barrier(now));
     CHECK(error && error->kind() == ErrorKind::kPeerError && error->context().operation == "barrier");
     CHECK(error && error->context().peer == 2);
