@@ -108,7 +108,6 @@ def first_communicator(
         ranks=list(ranks),
         rank=control.rank,
         lane=lane,
-        stream=_C.Stream.worker(f"hpcomm:{lane}"),
         control=control,
         timeout=timeout,
     )

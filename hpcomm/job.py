@@ -67,7 +67,6 @@ class Job:
             ranks=members,
             rank=rank,
             lane=name,
-            stream=_C.Stream.worker(f"hpcomm:{name}"),
             control=self.native.control,
             timeout=timeout,
         )

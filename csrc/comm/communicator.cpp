@@ -37,6 +37,9 @@ Communicator::Communicator(CommunicatorConfig config)
     : config_(std::move(config)), sent_(config_.ranks.size()), received_(config_.ranks.size()) {
   HPCOMM_REQUIRE(config_.rank >= 0 && config_.rank < size(), "communicator: rank ", config_.rank, " of ", size());
   HPCOMM_REQUIRE(config_.stream != nullptr && config_.control != nullptr, "communicator: no stream or no Control");
+  if (config_.compute == nullptr) {
+    config_.compute = make_caller_stream();
+  }
 }
 
 ErrorContext Communicator::context(const char* operation, int peer, std::uint64_t sequence) const {
@@ -67,7 +70,7 @@ WorkPtr Communicator::issue(Operation operation) {
       operation.sequence = collectives_++;
       break;
   }
-  if (!operation.options.ready.done()) {
+  if (!operation.options.ready.empty()) {
     stream().wait(std::exchange(operation.options.ready, {}));
   }
   return submit(std::move(operation));

@@ -43,6 +43,8 @@ struct CommunicatorConfig {
   int rank = 0;            // this rank's place in `ranks`
   std::string lane;        // shown in messages and thread names
   std::shared_ptr<Stream> stream;
+  // What callers compute on: operations on their memory start after it. Null for a CPU, whose caller is the stream.
+  std::shared_ptr<Stream> compute;
   // Makes the stream of a child's lane; null for a worker thread.
   std::function<std::shared_ptr<Stream>(const std::string& lane)> make_stream;
   std::shared_ptr<Control> control;
@@ -59,6 +61,7 @@ class Communicator {
   [[nodiscard]] const std::string& name() const noexcept { return config_.name; }
   [[nodiscard]] const std::string& lane() const noexcept { return config_.lane; }
   [[nodiscard]] Stream& stream() const noexcept { return *config_.stream; }
+  [[nodiscard]] const std::shared_ptr<Stream>& compute() const noexcept { return config_.compute; }
   [[nodiscard]] Control& control() const noexcept { return *config_.control; }
   [[nodiscard]] const std::shared_ptr<Control>& shared_control() const noexcept { return config_.control; }
   [[nodiscard]] std::chrono::milliseconds timeout() const noexcept { return config_.timeout; }
@@ -83,7 +86,7 @@ class Communicator {
   // Only sends and receives of different directions need it; transports that never wait in issue order just call it.
   virtual void group(const std::function<void()>& issue) { issue(); }
   // A Work that ends when the lane has passed everything issued so far, with the error of `operation` if that failed:
-  // for what a caller issued on stream() behind an operation. `held` is held until then.
+  // for what a caller issued on stream() behind an operation. `operation` may be null. `held` is held until then.
   [[nodiscard]] virtual WorkPtr follow(const WorkPtr& operation, ErrorContext what, Keepalive held) = 0;
 
   // True when operations that run inline look at OpOptions::poll while they wait.

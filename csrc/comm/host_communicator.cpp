@@ -168,7 +168,9 @@ WorkPtr HostCommunicator::follow(const WorkPtr& operation, ErrorContext what, Ke
   auto work = std::make_shared<HostWork>(std::move(what));
   stream().enqueue([work, operation, held = std::move(held)] {
     try {
-      operation->wait();
+      if (operation != nullptr) {
+        operation->wait();
+      }
       work->complete();
     } catch (...) {
       work->fail(std::current_exception());

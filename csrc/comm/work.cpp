@@ -49,6 +49,15 @@ bool RelayWork::wait_until(Deadline deadline) const {
   return operation == nullptr || operation->wait_until(deadline);
 }
 
+void RelayWork::check() const {
+  if (auto error = state_->error()) {
+    std::rethrow_exception(error);
+  }
+  if (const WorkPtr operation = state_->operation()) {
+    operation->check();
+  }
+}
+
 Event RelayWork::event() const {
   const WorkPtr operation = state_->operation();
   return operation != nullptr ? operation->event() : Event(state_);

@@ -28,6 +28,12 @@ class Work {
   [[nodiscard]] virtual bool wait_until(Deadline deadline) const = 0;
   // For streams that must come after this operation. It happens for failed operations as well.
   [[nodiscard]] virtual Event event() const = 0;
+  // Throws the operation's error if it is known to the host by now. Asks no device, so it may be called in a capture.
+  virtual void check() const {
+    if (device().type == DeviceType::kCpu && done()) {
+      (void)wait_until({});
+    }
+  }
   // Where it runs. On CUDA a caller rarely blocks on a Work: it lets its stream wait for event().
   [[nodiscard]] virtual Device device() const noexcept { return {}; }
 
@@ -84,6 +90,7 @@ class RelayWork final : public Work {
   // On CUDA only once the operation is issued: what comes earlier belongs to no stream.
   [[nodiscard]] Event event() const override;
   [[nodiscard]] Device device() const noexcept override { return device_; }
+  void check() const override;
 
   // One of the two, once. Null for an operation that has nothing to do.
   void issued(WorkPtr operation);

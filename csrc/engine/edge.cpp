@@ -77,16 +77,18 @@ WorkPtr SendEdge::send(const Schema& schema, const std::vector<const void*>& ten
     work->complete();
     return work;
   }
+  options.ready = communicator.compute()->record();
   // A single tensor is its own packed form, except for the padding behind it, which nobody reads. It travels as bytes,
   // like every payload: the receiver knows the dtype from the schema.
   if (layout.is_plain()) {
     const std::size_t bytes = layout.entries().front().wire_bytes();
     options.keepalive = std::move(keepalive);
     // const_cast: a BufferView serves both directions, and a send only reads.
-    return communicator.send({const_cast<void*>(tensors.front()), bytes, bytes, DType::kUInt8, {}}, config_.peer,
-                             options);
+    return communicator.send({const_cast<void*>(tensors.front()), bytes, bytes, DType::kUInt8, communicator.device()},
+                             config_.peer, options);
   }
-  Buffer slot = slots_.acquire(layout.bytes());
+  const Buffer slot = slots_.acquire(layout.bytes()).buffer;
+  communicator.stream().wait(std::exchange(options.ready, {}));
   using Held = std::pair<Keepalive, Keepalive>;
   options.keepalive = std::make_shared<const Held>(std::move(keepalive), slot.owner);
   // Held by the copy as well: the send may be refused while the copy is already on its way.
@@ -100,7 +102,7 @@ struct RecvEdge::State {
         peer(edge.peer),
         id(communicator.next_edge_id(peer, communicator.rank())),
         mode(edge.mode),
-        slots(std::move(allocator), kFreeSlots) {}
+        slots(std::move(allocator), kFreeSlots, communicator.compute()) {}
 
   struct Known {
     std::shared_ptr<const Schema> schema;
@@ -189,7 +191,7 @@ Receipt RecvEdge::recv(int microbatch) {
   Communicator& communicator = *config_.communicator;
   const std::uint64_t sequence = sequence_++;
   auto message = std::make_shared<Incoming>();
-  auto work = std::make_shared<HostWork>(communicator.context("recv", config_.peer, sequence));
+  auto work = std::make_shared<RelayWork>(communicator.context("recv", config_.peer, sequence), communicator.device());
   // The size is not known before the header is here, so the whole receipt is one task of the lane; the recv inside
   // it runs in place. A weak reference, because a closed channel wants no more messages.
   communicator.stream().enqueue([state = std::weak_ptr<State>(state_), message, work, sequence, microbatch] {
@@ -208,7 +210,9 @@ Receipt RecvEdge::recv(int microbatch) {
       const auto next = edge->next(sequence, microbatch, deadline_after(lane.timeout()));
       message->schema = next.schema;
       message->layout = next.layout;
-      message->payload = edge->slots.acquire(next.layout->bytes());
+      SlotPool::Slot slot = edge->slots.acquire(next.layout->bytes());
+      message->payload = std::move(slot.buffer);
+      WorkPtr received;
       if (next.layout->bytes() > 0) {
         BufferView view = message->payload.view;
         if (next.layout->is_plain()) {
@@ -216,9 +220,13 @@ Receipt RecvEdge::recv(int microbatch) {
         }
         OpOptions options;
         options.keepalive = message->payload.owner;
-        lane.recv(view, edge->peer, options)->wait();
+        options.ready = std::move(slot.free);
+        received = lane.recv(view, edge->peer, options);
+        if (received->done()) {
+          (void)received->wait_until({});  // a host lane ran it in place: throws its error
+        }
       }
-      work->complete();
+      work->issued(std::move(received));
     } catch (...) {
       if (edge != nullptr) {
         edge->broken = std::current_exception();

@@ -33,6 +33,7 @@ class SendEdge {
   // the dtype and shape of `schema.tensors[i]`, valid while `keepalive` lives, and not written before the Work ends.
   // Throws kSchemaMismatch before anything is issued when a frozen edge is given another schema.
   WorkPtr send(const Schema& schema, const std::vector<const void*>& tensors, Keepalive keepalive, int microbatch);
+  [[nodiscard]] Device device() const noexcept { return config_.communicator->device(); }
 
  private:
   EdgeConfig config_;

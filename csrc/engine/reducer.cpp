@@ -1,7 +1,6 @@
 // Buckets are filled in ready order and issued in plan order.
 #include "engine/reducer.h"
 
-#include <cstring>
 #include <exception>
 #include <utility>
 
@@ -36,7 +35,8 @@ Reducer::Reducer(std::shared_ptr<Communicator> communicator, BucketPlan plan, st
     if (communicator_->size() > 1) {
       buffer = allocator->allocate(bucket.layout.bytes());
       // Padding is summed too; zero once is zero for ever.
-      std::memset(buffer.view.data, 0, buffer.view.bytes);
+      const Layout bytes({{bucket.layout.bytes(), DType::kUInt8}});
+      pack(communicator_->stream(), bytes, {nullptr}, buffer.view, {}, buffer.owner);
       buffer.view.dtype = bucket.dtype;
       buffer.view.count = bucket.count();
     }
@@ -148,16 +148,16 @@ WorkPtr Reducer::issue(std::size_t index) {
   const Bucket& bucket = plan_.buckets[index];
   Pending& pending = pending_[index];
   Stream& stream = communicator_->stream();
+  stream.wait(communicator_->compute()->record());  // the gradients are the backward's, which may still run
   // Every task holds what it touches: any of them may be refused when those before it are already on the lane, and
   // this object may be gone before they run. A copy, since a refused bucket is issued once more by flush().
   using Held = std::pair<std::vector<Keepalive>, Keepalive>;
   const auto held = std::make_shared<const Held>(pending.owners, buffers_[index].owner);
-  auto work = std::make_shared<HostWork>(communicator_->context("reduce", -1, index));
+  ErrorContext what = communicator_->context("reduce", -1, index);
 
   if (communicator_->size() == 1) {
     scale_alone(bucket, pending, held);
-    stream.enqueue([work, held] { work->complete(); });
-    return work;
+    return communicator_->follow(nullptr, std::move(what), held);
   }
   // A bucket of one gradient is reduced where it lies, or as zeros in the buffer; no rank knows which the others do, so
   // both reduce its elements without padding.
@@ -183,15 +183,7 @@ WorkPtr Reducer::issue(std::size_t index) {
     unpack(stream, bucket.layout, buffer, pending.gradients, {}, held);
   }
   // The caller waits for the unpack, and learns the error of the reduction.
-  stream.enqueue([work, reduced, held] {
-    try {
-      reduced->wait();
-      work->complete();
-    } catch (...) {
-      work->fail(std::current_exception());
-    }
-  });
-  return work;
+  return communicator_->follow(reduced, std::move(what), held);
 }
 
 void Reducer::scale_alone(const Bucket& bucket, const Pending& pending, const Keepalive& held) {
@@ -202,7 +194,7 @@ void Reducer::scale_alone(const Bucket& bucket, const Pending& pending, const Ke
   for (std::size_t e = 0; e < pending.gradients.size(); ++e) {
     const Layout::Entry& entry = bucket.layout.entries()[e];
     if (pending.gradients[e] != nullptr) {
-      views.push_back({pending.gradients[e], entry.wire_bytes(), entry.count, entry.wire, {}});
+      views.push_back({pending.gradients[e], entry.wire_bytes(), entry.count, entry.wire, communicator_->device()});
     }
   }
   scale(communicator_->stream(), views, scale_, held);

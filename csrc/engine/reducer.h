@@ -45,6 +45,7 @@ class Reducer {
   // last of them, and its Work has failed.
   [[nodiscard]] std::vector<WorkPtr> flush();
 
+  [[nodiscard]] Device device() const noexcept { return communicator_->device(); }
   [[nodiscard]] const BucketPlan& plan() const noexcept { return plan_; }
   // Buckets issued since arm(): what a test of overlap looks at.
   [[nodiscard]] std::size_t issued() const;

@@ -7,18 +7,19 @@
 
 namespace hpcomm {
 
-SlotPool::SlotPool(std::shared_ptr<Allocator> allocator, std::size_t max_free)
+SlotPool::SlotPool(std::shared_ptr<Allocator> allocator, std::size_t max_free, std::shared_ptr<Stream> reader)
     : allocator_(std::move(allocator)), free_(std::make_shared<Free>()) {
   free_->max_free = max_free;
+  free_->reader = std::move(reader);
 }
 
-Buffer SlotPool::acquire(std::size_t bytes) {
-  std::optional<Buffer> slot;
+SlotPool::Slot SlotPool::acquire(std::size_t bytes) {
+  std::optional<Slot> slot;
   {
     std::lock_guard lock(free_->mutex);
     // Never one more than twice as large: a small message must not pin the slot of a large one.
-    const auto fits = [bytes](const Buffer& buffer) {
-      return buffer.view.bytes >= bytes && buffer.view.bytes / 2 <= bytes;
+    const auto fits = [bytes](const Slot& candidate) {
+      return candidate.buffer.view.bytes >= bytes && candidate.buffer.view.bytes / 2 <= bytes;
     };
     const auto found = std::find_if(free_->slots.begin(), free_->slots.end(), fits);
     if (found != free_->slots.end()) {
@@ -27,21 +28,31 @@ Buffer SlotPool::acquire(std::size_t bytes) {
     }
   }
   if (!slot) {
-    slot = allocator_->allocate(bytes);
+    slot = Slot{allocator_->allocate(bytes), {}};
   }
-  Buffer lent;
-  lent.view = slot->view;
-  lent.view.bytes = lent.view.count = bytes;
-  // The deleter owns the slot; what `lent.owner` points at is only an identity.
-  lent.owner = Keepalive(slot->view.data, [free = free_, buffer = std::move(*slot)](const void*) {
-    std::lock_guard lock(free->mutex);
-    // The oldest gives way: its size may be one that nobody asks for any more.
-    free->slots.push_back(buffer);
-    if (free->slots.size() > free->max_free) {
-      free->slots.erase(free->slots.begin());
-    }
+  Slot lent;
+  lent.free = std::move(slot->free);
+  lent.buffer.view = slot->buffer.view;
+  lent.buffer.view.bytes = lent.buffer.view.count = bytes;
+  // The deleter owns the slot; what `owner` points at is only an identity.
+  lent.buffer.owner = Keepalive(slot->buffer.view.data, [free = free_, buffer = std::move(slot->buffer)](const void*) {
+    free->take_back(buffer);
   });
   return lent;
+}
+
+void SlotPool::Free::take_back(const Buffer& buffer) noexcept {
+  try {
+    Slot slot{buffer, reader == nullptr ? Event() : reader->record()};
+    std::lock_guard lock(mutex);
+    // The oldest gives way: its size may be one that nobody asks for any more.
+    slots.push_back(std::move(slot));
+    if (slots.size() > max_free) {
+      slots.erase(slots.begin());
+    }
+  } catch (...) {
+    // The device is gone, or there is no memory for the list: the slot is let go of.
+  }
 }
 
 }  // namespace hpcomm

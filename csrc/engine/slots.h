@@ -7,23 +7,32 @@
 #include <vector>
 
 #include "base/view.h"
+#include "stream/stream.h"
 
 namespace hpcomm {
 
 class SlotPool {
  public:
-  // Keeps up to `max_free` released slots.
-  SlotPool(std::shared_ptr<Allocator> allocator, std::size_t max_free);
+  // Keeps up to `max_free` released slots. `reader` is the stream that works on lent slots: the host lets go of a slot
+  // when it has issued the last use of it, and the slot is free when that has run. Null: users wait before they let go.
+  SlotPool(std::shared_ptr<Allocator> allocator, std::size_t max_free, std::shared_ptr<Stream> reader = nullptr);
 
+  struct Slot {
+    Buffer buffer;
+    Event free;  // write into it after this
+  };
   // A buffer of at least `bytes`; its view says exactly `bytes`. It comes back when the last copy of its owner is
   // gone, from any thread; slots outlive the pool.
-  [[nodiscard]] Buffer acquire(std::size_t bytes);
+  [[nodiscard]] Slot acquire(std::size_t bytes);
 
  private:
   struct Free {
     std::mutex mutex;
     std::size_t max_free;
-    std::vector<Buffer> slots;
+    std::vector<Slot> slots;
+    std::shared_ptr<Stream> reader;
+    // What a deleter does: it may run while the process ends, and must not throw.
+    void take_back(const Buffer& buffer) noexcept;
   };
   std::shared_ptr<Allocator> allocator_;
   std::shared_ptr<Free> free_;

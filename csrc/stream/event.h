@@ -33,6 +33,8 @@ class Event {
   Event() = default;
   explicit Event(std::shared_ptr<const EventState> state) : state_(std::move(state)) {}
 
+  // True for one that never had to happen: nobody needs to wait for it, or to ask.
+  [[nodiscard]] bool empty() const noexcept { return state_ == nullptr; }
   [[nodiscard]] bool done() const { return state_ == nullptr || state_->done(); }
   [[nodiscard]] bool wait_until(Deadline deadline) const { return state_ == nullptr || state_->wait_until(deadline); }
   [[nodiscard]] void* native_handle() const noexcept { return state_ == nullptr ? nullptr : state_->native_handle(); }

@@ -5,6 +5,7 @@
 
 #include "stream/stream.h"
 #include "torch/bindings.h"
+#include "torch/device.h"
 #include "torch/gil.h"
 
 namespace py = pybind11;
@@ -18,6 +19,15 @@ Deadline in_seconds(double seconds) {
 }
 
 void wait_for(const Work& work, double seconds) {
+  if (work.device().type == DeviceType::kCuda && seconds < 0) {
+    work.check();
+    compute_stream(work.device())->wait(work.event());
+    return;
+  }
+  block_on(work, seconds);
+}
+
+void block_on(const Work& work, double seconds) {
   if (!wait_in_slices(in_seconds(seconds), [&](Deadline until) { return work.wait_until(until); })) {
     const ErrorContext& what = work.what();
     throw Error(ErrorKind::kTimedOut, str(what.operation, " #", what.sequence, " has not ended after ", seconds, " s"),

@@ -5,10 +5,12 @@
 
 #include "comm/communicator.h"
 #include "comm/emulated/emulated_communicator.h"
+#include "comm/nccl/nccl_communicator.h"
 #include "comm/shm/shm_communicator.h"
 #include "comm/solo/solo_communicator.h"
 #include "torch/bindings.h"
 #include "torch/c10d_communicator.h"
+#include "torch/device.h"
 #include "torch/gil.h"
 #include "torch/tensor.h"
 
@@ -39,6 +41,7 @@ struct Call {
   [[nodiscard]] OpOptions options(Keepalive keepalive) const {
     OpOptions options;
     options.keepalive = std::move(keepalive);
+    options.ready = self.compute()->record();
     if (!async_op && self.can_poll()) {
       options.inline_when_idle = true;
       options.poll = check_signals;
@@ -58,7 +61,7 @@ struct Call {
     if (async_op) {
       return work;
     }
-    if (work->done()) {
+    if (self.device().type == DeviceType::kCpu && work->done()) {
       (void)work->wait_until({});  // throws its error
     } else {
       wait_for(*work, -1);  // the operation's own deadline ends it
@@ -72,56 +75,60 @@ Keepalive keep_both(const at::Tensor& a, const at::Tensor& b) {
 }
 
 WorkPtr all_reduce(Communicator& self, const at::Tensor& tensor, const std::string& op, bool async_op, double timeout) {
-  const BufferView view = view_of(tensor, "all_reduce");
+  const BufferView view = view_of(tensor, "all_reduce", self.device());
   const Call call{self, async_op, timeout};
   return call.run([&] { return self.all_reduce(view, parse_op(op), call.options(keep(tensor))); });
 }
 
 WorkPtr reduce_scatter(Communicator& self, const at::Tensor& output, const at::Tensor& input, const std::string& op,
                        bool async_op, double timeout) {
-  const BufferView to = view_of(output, "reduce_scatter output");
-  const BufferView from = view_of(input, "reduce_scatter input");
+  const BufferView to = view_of(output, "reduce_scatter output", self.device());
+  const BufferView from = view_of(input, "reduce_scatter input", self.device());
   const Call call{self, async_op, timeout};
   return call.run([&] { return self.reduce_scatter(to, from, parse_op(op), call.options(keep_both(output, input))); });
 }
 
 WorkPtr all_gather(Communicator& self, const at::Tensor& output, const at::Tensor& input, bool async_op,
                    double timeout) {
-  const BufferView to = view_of(output, "all_gather output");
-  const BufferView from = view_of(input, "all_gather input");
+  const BufferView to = view_of(output, "all_gather output", self.device());
+  const BufferView from = view_of(input, "all_gather input", self.device());
   const Call call{self, async_op, timeout};
   return call.run([&] { return self.all_gather(to, from, call.options(keep_both(output, input))); });
 }
 
 WorkPtr all_to_all(Communicator& self, const at::Tensor& output, const at::Tensor& input, bool async_op,
                    double timeout) {
-  const BufferView to = view_of(output, "all_to_all output");
-  const BufferView from = view_of(input, "all_to_all input");
+  const BufferView to = view_of(output, "all_to_all output", self.device());
+  const BufferView from = view_of(input, "all_to_all input", self.device());
   const Call call{self, async_op, timeout};
   return call.run([&] { return self.all_to_all(to, from, call.options(keep_both(output, input))); });
 }
 
 WorkPtr broadcast(Communicator& self, const at::Tensor& tensor, int root, bool async_op, double timeout) {
-  const BufferView view = view_of(tensor, "broadcast");
+  const BufferView view = view_of(tensor, "broadcast", self.device());
   const Call call{self, async_op, timeout};
   return call.run([&] { return self.broadcast(view, root, call.options(keep(tensor))); });
 }
 
 WorkPtr send(Communicator& self, const at::Tensor& tensor, int peer, bool async_op, double timeout) {
-  const BufferView view = view_of(tensor, "send");
+  const BufferView view = view_of(tensor, "send", self.device());
   const Call call{self, async_op, timeout};
   return call.run([&] { return self.send(view, peer, call.options(keep(tensor))); });
 }
 
 WorkPtr recv(Communicator& self, const at::Tensor& tensor, int peer, bool async_op, double timeout) {
-  const BufferView view = view_of(tensor, "recv");
+  const BufferView view = view_of(tensor, "recv", self.device());
   const Call call{self, async_op, timeout};
   return call.run([&] { return self.recv(view, peer, call.options(keep(tensor))); });
 }
 
 WorkPtr barrier(Communicator& self, bool async_op, double timeout) {
   const Call call{self, async_op, timeout};
-  return call.run([&] { return self.barrier(call.options(nullptr)); });
+  const WorkPtr work = call.run([&] { return self.barrier(call.options(nullptr)); });
+  if (!async_op) {
+    block_on(*work, -1);  // the one operation for which the host itself waits, on every device
+  }
+  return work;
 }
 
 at::ScalarType to_scalar_type(const py::object& dtype) {
@@ -137,7 +144,9 @@ at::Tensor allocate(Communicator& self, const std::vector<std::int64_t>& shape, 
     count *= length;
   }
   Buffer buffer = self.allocate(static_cast<std::size_t>(count) * c10::elementSize(type));
-  return at::from_blob(buffer.view.data, shape, [owner = buffer.owner](void*) {}, at::TensorOptions().dtype(type));
+  return at::from_blob(
+      buffer.view.data, shape, [owner = buffer.owner](void*) {},
+      at::TensorOptions().dtype(type).device(torch_device(self.device())));
 }
 
 // Python functions need the GIL to be called and to be let go of; communicators are destroyed without it.
@@ -157,13 +166,23 @@ C10dBackendFactory to_factory(py::function function) {
 void bind_comm(py::module_& module) {
   py::class_<CommunicatorConfig>(module, "CommunicatorConfig")
       .def(py::init([](std::string name, std::vector<int> ranks, int rank, std::string lane,
-                       std::shared_ptr<Stream> stream, std::shared_ptr<Control> control, double timeout) {
-             const std::chrono::milliseconds limit(static_cast<std::int64_t>(timeout * 1e3));
-             return CommunicatorConfig{std::move(name),   std::move(ranks),   rank, std::move(lane),
-                                       std::move(stream), std::move(control), limit};
+                       std::shared_ptr<Control> control, double timeout, const std::string& device) {
+             const Device where = device_of(c10::Device(device));
+             require_usable(where);
+             CommunicatorConfig config;
+             config.name = std::move(name);
+             config.ranks = std::move(ranks);
+             config.rank = rank;
+             config.make_stream = lane_streams(where);
+             config.stream = config.make_stream(lane);
+             config.compute = compute_stream(where);
+             config.lane = std::move(lane);
+             config.control = std::move(control);
+             config.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1e3));
+             return config;
            }),
-           py::kw_only(), py::arg("name"), py::arg("ranks"), py::arg("rank"), py::arg("lane"), py::arg("stream"),
-           py::arg("control"), py::arg("timeout"));
+           py::kw_only(), py::arg("name"), py::arg("ranks"), py::arg("rank"), py::arg("lane"), py::arg("control"),
+           py::arg("timeout"), py::arg("device") = "cpu");
 
   const auto later = py::arg("async_op") = false;
   const auto limit = py::arg("timeout") = -1.0;
@@ -177,8 +196,7 @@ void bind_comm(py::module_& module) {
       .def_property_readonly("control", &Communicator::shared_control)
       .def_property_readonly("timeout",
                              [](const Communicator& self) { return static_cast<double>(self.timeout().count()) / 1e3; })
-      .def_property_readonly(
-          "device", [](const Communicator& self) { return self.device().type == DeviceType::kCpu ? "cpu" : "cuda"; })
+      .def_property_readonly("device", [](const Communicator& self) { return torch_device(self.device()).str(); })
       .def("all_reduce", &all_reduce, py::arg("tensor"), py::arg("op") = "sum", py::kw_only(), later, limit)
       .def("reduce_scatter", &reduce_scatter, py::arg("output"), py::arg("input"), py::arg("op") = "sum", py::kw_only(),
            later, limit)
@@ -215,6 +233,16 @@ void bind_comm(py::module_& module) {
       "solo_communicator",
       [](const CommunicatorConfig& config) { return released_without_gil(make_solo_communicator(config)); },
       py::arg("config"));
+  module.def(
+      "nccl_communicator",
+      [](const CommunicatorConfig& config, int min_ctas, int max_ctas, int cga_cluster_size) {
+        const WithoutGil scope;
+        return released_without_gil(make_nccl_communicator(config, {min_ctas, max_ctas, cga_cluster_size}));
+      },
+      py::arg("config"), py::kw_only(), py::arg("min_ctas") = 0, py::arg("max_ctas") = 0,
+      py::arg("cga_cluster_size") = -1);
+  module.def("nccl_version", &nccl_version);
+  module.def("built_with_cuda", &built_with_cuda);
   module.def(
       "emulated_communicator",
       [](const std::shared_ptr<Communicator>& inner, const std::string& rules) {

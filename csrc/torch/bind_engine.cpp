@@ -8,6 +8,7 @@
 #include "engine/step_loss.h"
 #include "torch/bindings.h"
 #include "torch/ddp_hook.h"
+#include "torch/device.h"
 #include "torch/gil.h"
 #include "torch/ready_hook.h"
 #include "torch/tensor.h"
@@ -22,6 +23,14 @@ EdgeConfig make_edge(std::shared_ptr<Communicator> communicator, int peer, bool 
   return {std::move(communicator), peer, frozen ? SchemaMode::kFrozen : SchemaMode::kPerMessage};
 }
 
+// On CPU from torch, because shared memory is for what others read; on a GPU what the transport can write into at once.
+std::shared_ptr<Allocator> receive_allocator(const std::shared_ptr<Communicator>& communicator) {
+  if (communicator->device().type == DeviceType::kCpu) {
+    return make_torch_allocator();
+  }
+  return std::make_shared<CommunicatorAllocator>(communicator);
+}
+
 WorkPtr send_message(SendEdge& edge, const std::string& structure, const std::vector<at::Tensor>& tensors,
                      int microbatch) {
   Schema schema;
@@ -29,7 +38,7 @@ WorkPtr send_message(SendEdge& edge, const std::string& structure, const std::ve
   std::vector<const void*> data;
   auto owners = std::make_shared<std::vector<c10::Storage>>();
   for (const at::Tensor& tensor : tensors) {
-    const BufferView view = view_of(tensor, "send");
+    const BufferView view = view_of(tensor, "send", edge.device());
     schema.tensors.push_back({view.dtype, tensor.requires_grad(), tensor.sizes().vec()});
     data.push_back(view.data);
     owners->push_back(tensor.storage());
@@ -43,7 +52,8 @@ std::vector<at::Tensor> unpack_views(const Incoming& message) {
   for (std::size_t i = 0; i < message.schema->tensors.size(); ++i) {
     const TensorSchema& schema = message.schema->tensors[i];
     const Layout::Entry& entry = message.layout->entries()[i];
-    const auto options = at::TensorOptions().dtype(scalar_type(schema.dtype));
+    const auto options =
+        at::TensorOptions().dtype(scalar_type(schema.dtype)).device(torch_device(message.payload.view.device));
     at::Tensor tensor;
     if (entry.count == 0) {
       tensor = at::empty(schema.shape, options);
@@ -99,11 +109,12 @@ void bind_engine(py::module_& module) {
 
   py::class_<RecvEdge>(module, "RecvEdge")
       .def(py::init([](std::shared_ptr<Communicator> communicator, int peer, bool frozen) {
-             return std::make_unique<RecvEdge>(make_edge(std::move(communicator), peer, frozen),
-                                               make_torch_allocator());
+             auto allocator = receive_allocator(communicator);
+             return std::make_unique<RecvEdge>(make_edge(std::move(communicator), peer, frozen), std::move(allocator));
            }),
            py::arg("communicator"), py::arg("peer"), py::arg("frozen"))
-      .def("recv", &RecvEdge::recv, py::arg("microbatch") = -1);
+      // On a GPU the host waits for the header here.
+      .def("recv", &RecvEdge::recv, py::arg("microbatch") = -1, py::call_guard<py::gil_scoped_release>());
 
   py::class_<BucketPlan>(module, "BucketPlan")
       .def(py::init([](const std::vector<at::Tensor>& params, std::size_t first_bytes, std::size_t cap_bytes) {
@@ -156,7 +167,8 @@ void bind_engine(py::module_& module) {
       .def("finish", [](Reducer& reducer) {
         // All of them, also after an error: nothing may still write the gradients when the caller goes on.
         std::exception_ptr first;
-        for (const WorkPtr& work : reducer.flush()) {
+        const auto works = reducer.flush();
+        for (const WorkPtr& work : works) {
           try {
             wait_for(*work, -1);
           } catch (...) {

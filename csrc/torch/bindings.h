@@ -27,9 +27,13 @@ void bind_comm(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
 void bind_backend(pybind11::module_& module);
 
-// Waits for `work` without the GIL, looks at signals (Ctrl-C) twenty times a second, and throws kTimedOut when
-// `seconds` (no limit when negative) have passed.
+// What comes next in the calling program comes after `work`: on CPU the host waits, without the GIL, and looks at
+// signals (Ctrl-C) twenty times a second; on CUDA the current stream waits and the host goes on, unless there is a
+// limit. Throws the error of `work`, on CUDA if it is known by now; kTimedOut when `seconds` (no limit when negative)
+// have passed.
 void wait_for(const Work& work, double seconds);
+// The same for the host on every device.
+void block_on(const Work& work, double seconds);
 
 // OpOptions::poll of Python callers: takes the GIL and raises what a signal handler raised (Ctrl-C).
 void check_signals();

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "pack/pack.h"
+#include "torch/device.h"
 #include "torch/tensor.h"
 #include "torch/torch_error.h"
 
@@ -21,23 +22,29 @@ class DdpHook final : public c10d::CommHookInterface {
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
     const at::Tensor& flat = bucket.getBuffer();
-    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
+    std::vector<c10::Device> devices;
+    if (!flat.device().is_cpu()) {
+      devices.push_back(flat.device());  // whoever waits for the future lets its stream wait
+    }
+    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors(), std::move(devices));
     Stream& stream = communicator_->stream();
-    const BufferView view = view_of(flat, "gradient bucket");
+    const BufferView view = view_of(flat, "gradient bucket", communicator_->device());
     OpOptions options;
     options.keepalive = keep(flat);
+    options.ready = communicator_->compute()->record();  // the bucket is the backward's, which may still run
     WorkPtr reduced;
     if (!communicator_->averages_well() && is_floating(view.dtype) && can_scale(view.dtype)) {
       // Before the sum, so that 16-bit gradients do not overflow in it.
+      stream.wait(std::exchange(options.ready, {}));
       scale(stream, {view}, average_);
       reduced = communicator_->all_reduce(view, ReduceOp::kSum, options);
     } else {
       reduced = communicator_->all_reduce(view, ReduceOp::kAverage, options);
     }
-    stream.enqueue([future, reduced, flat]() mutable {
+    stream.enqueue([future, reduced, flat, &stream]() mutable {
       try {
-        reduced->wait();
-        future->markCompleted(c10::IValue(std::vector<at::Tensor>{std::move(flat)}));
+        reduced->check();  // on a host lane it has ended
+        with_current(stream, [&] { future->markCompleted(c10::IValue(std::vector<at::Tensor>{std::move(flat)})); });
       } catch (...) {
         future->setError(visible_to_torch(std::current_exception()));
       }

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "torch/device.h"
 #include "torch/tensor.h"
 #include "torch/torch_error.h"
 
@@ -22,7 +23,7 @@ void mark(Reducer& reducer, int index, const at::Tensor& param) {
   }
   // The Reducer's buckets were laid out for the parameters as they were when it was made.
   const TensorSize expected = reducer.expected(index);
-  HPCOMM_REQUIRE(gradient.device().is_cpu() && gradient.layout() == at::kStrided &&
+  HPCOMM_REQUIRE(gradient.device() == torch_device(reducer.device()) && gradient.layout() == at::kStrided &&
                      static_cast<std::size_t>(gradient.numel()) == expected.count &&
                      dtype_of(gradient) == expected.dtype,
                  "parameter ", index, " (", c10::toString(gradient.scalar_type()), " on ", gradient.device().str(),

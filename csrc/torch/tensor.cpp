@@ -4,6 +4,7 @@
 #include <c10/core/CPUAllocator.h>
 
 #include "base/error.h"
+#include "torch/device.h"
 
 namespace hpcomm {
 
@@ -53,15 +54,15 @@ at::ScalarType scalar_type(DType dtype) noexcept {
   return at::kByte;
 }
 
-BufferView view_of(const at::Tensor& tensor, const char* what) {
+BufferView view_of(const at::Tensor& tensor, const char* what, Device device) {
   HPCOMM_REQUIRE(tensor.defined(), what, ": expected a tensor, got None");
-  HPCOMM_REQUIRE(tensor.device().is_cpu(), what, ": this communicator serves CPU tensors, got one on ",
-                 tensor.device().str());
+  HPCOMM_REQUIRE(tensor.device() == torch_device(device), what, ": this communicator serves tensors on ",
+                 torch_device(device).str(), ", got one on ", tensor.device().str());
   HPCOMM_REQUIRE(tensor.layout() == at::kStrided, what, ": sparse tensors are not supported");
   const DType dtype = dtype_of(tensor);
   HPCOMM_REQUIRE(tensor.is_contiguous(), what, ": the tensor must be contiguous; call .contiguous() first");
   const auto count = static_cast<std::size_t>(tensor.numel());
-  return {tensor.data_ptr(), count * size_of(dtype), count, dtype, {}};
+  return {tensor.data_ptr(), count * size_of(dtype), count, dtype, device};
 }
 
 Keepalive keep(const at::Tensor& tensor) {
@@ -70,12 +71,12 @@ Keepalive keep(const at::Tensor& tensor) {
 }
 
 at::Tensor as_tensor(const BufferView& view, Keepalive owner) {
+  const auto options = at::TensorOptions().dtype(scalar_type(view.dtype)).device(torch_device(view.device));
   if (view.count == 0) {
-    return at::empty({0}, scalar_type(view.dtype));
+    return at::empty({0}, options);
   }
   return at::from_blob(
-      view.data, {static_cast<std::int64_t>(view.count)}, [owner = std::move(owner)](void*) {},
-      at::TensorOptions().dtype(scalar_type(view.dtype)));
+      view.data, {static_cast<std::int64_t>(view.count)}, [owner = std::move(owner)](void*) {}, options);
 }
 
 namespace {

@@ -13,8 +13,8 @@ namespace hpcomm {
 [[nodiscard]] DType dtype_of(const at::Tensor& tensor);
 [[nodiscard]] at::ScalarType scalar_type(DType dtype) noexcept;
 
-// A view of a dense, contiguous CPU tensor. `what` names it in the error. Checks device, dtype, contiguity.
-[[nodiscard]] BufferView view_of(const at::Tensor& tensor, const char* what);
+// A view of a dense, contiguous tensor on `device`. `what` names it in the error. Checks device, dtype, contiguity.
+[[nodiscard]] BufferView view_of(const at::Tensor& tensor, const char* what, Device device = {});
 // Holds the tensor's storage.
 [[nodiscard]] Keepalive keep(const at::Tensor& tensor);
 // A one-dimensional tensor over `view` that holds `owner`.

@@ -1,0 +1,83 @@
+// The seam in a build with CUDA: torch's current device, its current stream, its pool of streams.
+#include <ATen/cuda/CUDAContextLight.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <array>
+#include <mutex>
+
+#include "base/error.h"
+#include "stream/cuda_stream.h"
+#include "torch/device.h"
+
+namespace hpcomm {
+
+bool built_with_cuda() noexcept { return true; }
+
+Device device_of(const c10::Device& device) {
+  if (device.is_cuda()) {
+    return {DeviceType::kCuda, device.has_index() ? device.index() : c10::cuda::current_device()};
+  }
+  HPCOMM_REQUIRE(device.is_cpu(), "hpcomm serves CPU and CUDA tensors, not ", device.str());
+  return {};
+}
+
+c10::Device torch_device(Device device) {
+  return device.type == DeviceType::kCuda
+             ? c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device.index))
+             : c10::Device(c10::DeviceType::CPU);
+}
+
+const std::shared_ptr<Stream>& compute_stream(Device device) {
+  static const std::shared_ptr<Stream> caller = make_caller_stream();
+  if (device.type == DeviceType::kCpu) {
+    return caller;
+  }
+  require_usable(device);
+  static std::mutex mutex;
+  // Never destroyed: tensors that outlive the interpreter let go of their slots through it.
+  static auto& streams = *new std::array<std::shared_ptr<Stream>, C10_COMPILE_TIME_MAX_GPUS>();
+  const std::lock_guard lock(mutex);
+  auto& stream = streams.at(static_cast<std::size_t>(device.index));
+  if (stream == nullptr) {
+    const auto index = static_cast<c10::DeviceIndex>(device.index);
+    stream = make_cuda_caller_stream(
+        [index] { return static_cast<void*>(c10::cuda::getCurrentCUDAStream(index).stream()); }, device.index);
+  }
+  return stream;
+}
+
+std::function<std::shared_ptr<Stream>(const std::string&)> lane_streams(Device device) {
+  if (device.type == DeviceType::kCpu) {
+    return [](const std::string& lane) { return make_worker_stream("hpcomm:" + lane); };
+  }
+  return [device](const std::string& lane) {
+    // Activations are waited for, gradients have slack until the end of the backward.
+    const auto stream = c10::cuda::getStreamFromPool(/*isHighPriority=*/lane != "gradient",
+                                                     static_cast<c10::DeviceIndex>(device.index));
+    return make_cuda_stream(stream.stream(), device.index);
+  };
+}
+
+void with_current(Stream& lane, const std::function<void()>& body) {
+  if (lane.device().type == DeviceType::kCpu) {
+    body();
+    return;
+  }
+  const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromExternal(
+      static_cast<cudaStream_t>(lane.native_handle()), static_cast<c10::DeviceIndex>(lane.device().index)));
+  body();
+}
+
+void require_usable(Device device) {
+  if (device.type == DeviceType::kCpu) {
+    return;
+  }
+  const int count = c10::cuda::device_count();
+  HPCOMM_REQUIRE(count > 0, "no CUDA device can be used here: torch sees no GPU (torch.cuda.is_available() is False)");
+  HPCOMM_REQUIRE(device.index >= 0 && device.index < count, "there is no cuda:", device.index, "; torch sees ", count,
+                 count == 1 ? " GPU" : " GPUs");
+}
+
+}  // namespace hpcomm
