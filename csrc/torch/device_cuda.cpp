@@ -1,5 +1,4 @@
 // The seam in a build with CUDA: torch's current device, its current stream, its pool of streams.
-#include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
