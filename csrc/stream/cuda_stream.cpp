@@ -109,11 +109,9 @@ class CudaStream final : public Stream {
     constexpr std::chrono::seconds kPatience(10);
     int ignored = 0;
     const bool exiting = cudaGetDevice(&ignored) == cudaErrorCudartUnloading;
-    const char* why = "its device did not get there";
+    const char* why = "there is no telling when it will";
     try {
-      if (!exiting) {
-        held_->drain(Clock::now() + kPatience);
-      }
+      held_->drain(Clock::now() + kPatience);
     } catch (...) {
       why = "its device failed";
     }
@@ -124,8 +122,10 @@ class CudaStream final : public Stream {
       const std::lock_guard lock(mutex);
       kept.push_back(std::move(held_));
       if (!exiting) {
-        std::fprintf(stderr, "hpcomm: a stream of CUDA device %d ends, %s: what it held is kept for ever (%zu)\n",
-                     device_, why, left);
+        std::fprintf(
+            stderr,
+            "hpcomm: a stream of CUDA device %d ends before it has passed all that it holds, %s: kept for ever (%zu)\n",
+            device_, why, left);
       }
     }
   }

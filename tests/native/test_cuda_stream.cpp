@@ -116,7 +116,7 @@ TEST(cuda_stream_events_order_the_streams_of_many_threads) {
     for (int round = 0; round < kRounds; ++round) {
       const auto turn = static_cast<std::size_t>(round * kThreads + rank);
       std::optional<Event> before;
-      while (!before.has_value()) {
+      for (; !before.has_value(); std::this_thread::yield()) {
         const std::lock_guard lock(mutex);
         if (sent.size() > turn) {
           before = sent[turn];
@@ -300,6 +300,13 @@ TEST(cuda_events_come_from_a_pool) {
     const Event two = lane.stream->record();
     CHECK(one.native_handle() != two.native_handle());
   }
+  CHECK_EQ(fake_cuda::calls("cudaEventCreateWithFlags"), 2);
+  CHECK_EQ(fake_cuda::event_flags(static_cast<cudaEvent_t>(lane.stream->record().native_handle())),
+           cudaEventDisableTiming);
+  // Also when it could not be recorded.
+  fake_cuda::fail("cudaEventRecord", 1, cudaErrorLaunchFailure);
+  CHECK_THROWS(ErrorKind::kTransport, lane.stream->record(), "cudaEventRecord");
+  (void)std::pair(lane.stream->record(), lane.stream->record());
   CHECK_EQ(fake_cuda::calls("cudaEventCreateWithFlags"), 2);
   // No more than 1024 stay when many are let go at once.
   const auto events = fake_cuda::live_events();
@@ -486,8 +493,10 @@ TEST(cuda_stream_holds_for_many_threads) {
 TEST(cuda_stream_in_a_capture_asks_about_no_event) {
   fake_cuda::reset(1, 0);
   const Lane lane;
+  auto gate = lane.gate();
   lane.stream->hold(std::make_shared<int>(0));  // something that could be asked about
-  lane.stream->synchronize();
+  gate->open();
+  cudaStreamSynchronize(lane.raw->get());
   auto memory = std::make_shared<int>(1);
   const std::weak_ptr<int> watch = memory;
   std::optional<Event> inside;
@@ -616,6 +625,25 @@ TEST(cuda_stream_keeps_what_one_of_its_captures_holds) {
   CHECK(watch.expired());
 }
 
+TEST(cuda_stream_spares_a_capture_that_the_default_stream_would_wait_for) {
+  fake_cuda::reset(1, 0);
+  const auto caller = make_cuda_caller_stream([]() -> void* { return nullptr; }, 0);
+  const RawStream blocking(cudaStreamDefault);
+  CHECK_EQ(cudaStreamBeginCapture(blocking.get(), cudaStreamCaptureModeGlobal), cudaSuccess);
+  auto memory = std::make_shared<int>(1);
+  const std::weak_ptr<int> watch = memory;
+  caller->hold(std::move(memory));
+  CHECK(!caller->idle());
+  CHECK_THROWS(ErrorKind::kTransport, caller->record(), "cudaEventRecord");
+  check_no_error_is_left();
+  CHECK(!watch.expired());
+  cudaGraph_t graph = nullptr;
+  CHECK_EQ(cudaStreamEndCapture(blocking.get(), &graph), cudaSuccess);
+  cudaGraphDestroy(graph);
+  caller->synchronize();
+  CHECK(watch.expired());
+}
+
 TEST(cuda_stream_that_ends_in_a_capture_keeps_what_it_holds) {
   fake_cuda::reset(1, 0);
   const Lane lane;
@@ -716,7 +744,7 @@ TEST(cuda_stream_on_a_broken_device_throws_and_does_not_hang) {
     healthy.stream->synchronize();
   }
   CHECK(!watch.expired());
-  CHECK(log.text().find("its device failed: what it held is kept for ever") != std::string::npos);
+  CHECK(log.text().find("its device failed: kept for ever") != std::string::npos);
   fake_cuda::reset();
 }
 

@@ -190,6 +190,7 @@ TEST(fake_cuda_loses_a_capture_as_cuda_does) {
   const RawStream other;
   const RawEvent outside;
   cudaEventRecord(outside.get(), other.get());
+  cudaStreamSynchronize(other.get());
   const auto query = [&](cudaStream_t) { CHECK_EQ(cudaEventQuery(outside.get()), cudaErrorStreamCaptureUnsupported); };
   CHECK_EQ(end_of_capture([](cudaStream_t) {}), cudaSuccess);
   CHECK_EQ(end_of_capture(query), cudaErrorStreamCaptureInvalidated);

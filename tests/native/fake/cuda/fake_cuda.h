@@ -19,9 +19,9 @@ cudaError_t fake_cuda_enqueue(cudaStream_t stream, std::function<void()> kernel)
 
 namespace fake_cuda {
 
-// Back to a healthy machine with two devices: no injected errors, counts at zero. Before each item a stream sleeps a
-// random time, at most `max_delay_us`; the streams made from now on draw it from `seed`. The process starts with the
-// values of FAKE_CUDA_SEED and FAKE_CUDA_DELAY_US (1 and 200).
+// Back to a healthy machine with two devices: no injected errors, counts at zero. Before every second item or so a
+// stream sleeps a random time, at most `max_delay_us`; the streams made from now on draw it from `seed`, to which
+// FAKE_CUDA_SEED of the environment is added, so that the same tests can be run with other delays.
 void reset(unsigned seed = 1, int max_delay_us = 200);
 void set_device_count(int count);  // 1 to 16
 
@@ -42,6 +42,8 @@ void unload();
 // Events made by cudaEventCreateWithFlags and not destroyed; bytes from cudaMalloc and not freed.
 [[nodiscard]] std::uint64_t live_events();
 [[nodiscard]] std::uint64_t live_bytes();
+// What cudaEventCreateWithFlags was given.
+[[nodiscard]] unsigned event_flags(cudaEvent_t event);
 
 // Where the use of a destroyed handle, a second free and a runtime call inside a kernel are reported. By default the
 // process aborts with the message; a test of the fake itself may listen instead (null: abort again).

@@ -33,8 +33,8 @@ struct Machine {
   std::atomic<int> devices{2};
   std::atomic<cudaError_t> errors[kMaxDevices] = {};
   std::atomic<bool> unloading{false};
-  std::atomic<unsigned> seed{static_cast<unsigned>(from_environment("FAKE_CUDA_SEED", 1))};
-  std::atomic<int> max_delay_us{from_environment("FAKE_CUDA_DELAY_US", 200)};
+  std::atomic<unsigned> seed{static_cast<unsigned>(from_environment("FAKE_CUDA_SEED", 0) + 1)};
+  std::atomic<int> max_delay_us{200};
   std::atomic<std::uint64_t> live_events{0};
   std::atomic<std::uint64_t> refused_queries{0};
 };
@@ -80,7 +80,7 @@ void reset(unsigned seed, int max_delay_us) {
   Machine& m = machine();
   m.devices = 2;
   m.unloading = false;
-  m.seed = seed;
+  m.seed = seed + static_cast<unsigned>(from_environment("FAKE_CUDA_SEED", 0));
   m.max_delay_us = max_delay_us;
   m.refused_queries = 0;
   for (auto& error : m.errors) {
@@ -111,6 +111,7 @@ void fail(const std::string& function, std::uint64_t n, cudaError_t error) {
 void break_device(int device, cudaError_t error) { machine().errors[device] = error; }
 void unload() { machine().unloading = true; }
 std::uint64_t live_events() { return machine().live_events.load(); }
+unsigned event_flags(cudaEvent_t event) { return event->flags; }
 void on_violation(std::function<void(const std::string&)> listener) {
   Machine& m = machine();
   const std::lock_guard lock(m.mutex);
