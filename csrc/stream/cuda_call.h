@@ -1,0 +1,72 @@
+// What every caller of the CUDA runtime needs: errors as exceptions, the device guard, the rules of graph captures.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "base/error.h"
+
+namespace hpcomm::cuda {
+
+// Throws kTransport with CUDA's words. The runtime's own note of the error is wiped: it has been reported here, and
+// whoever next checks a kernel launch with cudaGetLastError() would take it for his.
+inline void check(cudaError_t status, const char* call) {
+  if (status != cudaSuccess) {
+    (void)cudaGetLastError();
+    throw Error(ErrorKind::kTransport,
+                str(call, ": ", cudaGetErrorString(status), " (CUDA error ", static_cast<int>(status), ")"));
+  }
+}
+
+// Makes `device` the calling thread's current one while it lives. A thread of ours that calls CUDA sets its device
+// once, at its start: going back to device 0 from a fresh thread would make a context there, which costs hundreds of
+// MB.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    check(cudaGetDevice(&before_), "cudaGetDevice");
+    changed_ = before_ != device;
+    if (changed_) {
+      check(cudaSetDevice(device), "cudaSetDevice");
+    }
+  }
+  ~DeviceGuard() {
+    if (changed_) {
+      (void)cudaSetDevice(before_);
+    }
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+// While it lives, queries of this thread do not disturb a capture of another one. By default CUDA refuses them and
+// invalidates the capture: they would not be repeated when the graph is replayed, which is all right for a query.
+// What was recorded or enqueued inside a capture must not be queried even so.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { check(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode"); }
+  ~RelaxedCapture() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // then the one to go back to
+};
+
+// Whether what is issued on `stream` now goes into a graph. Never disturbs a capture.
+[[nodiscard]] inline bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t error = cudaStreamIsCapturing(stream, &status);
+  if (error == cudaErrorStreamCaptureImplicit) {
+    // The legacy stream, while a stream that it would wait for is captured: as unusable as if it were captured itself.
+    (void)cudaGetLastError();
+    return true;
+  }
+  check(error, "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+}  // namespace hpcomm::cuda

@@ -1,0 +1,238 @@
+// Streams of a CUDA rank: foreign cudaStream_t's that the host issues on, and what is kept alive until they have
+// passed.
+#include "stream/cuda_stream.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "stream/cuda_call.h"
+#include "stream/cuda_event.h"
+
+namespace hpcomm {
+
+namespace {
+
+using cuda::check;
+using cuda::DeviceGuard;
+
+// What streams were asked to hold. Lets go at later calls, never by itself: there is no thread for it.
+class HeldMemory {
+ public:
+  void add(Event passed, Keepalive memory) {
+    const std::lock_guard lock(mutex_);
+    passing_.push_back({std::move(passed), std::move(memory)});
+  }
+
+  // In a capture: no event may be asked about, so it stays until the capture is over. From then on the graph's owner
+  // has to keep what the graph touches, as for everything else in it.
+  void add_captured(cudaStream_t stream, Keepalive memory) {
+    const std::lock_guard lock(mutex_);
+    captured_.push_back({stream, std::move(memory)});
+  }
+
+  // For memory that nothing can be said about any more: a device that failed may still write to it.
+  void add_forever(Keepalive memory) {
+    const std::lock_guard lock(mutex_);
+    forever_.push_back(std::move(memory));
+  }
+
+  // Lets go of what has been passed, oldest first, with a bounded number of questions.
+  void reap() {
+    constexpr int kMostQueries = 4;  // more than one hold() adds, so a backlog shrinks
+    std::vector<Keepalive> freed;    // destroyed last, outside the lock: who knows what a destructor calls
+    const std::lock_guard lock(mutex_);
+    release_captured(freed);
+    for (int query = 0; query < kMostQueries && !passing_.empty() && passing_.front().passed.done(); ++query) {
+      freed.push_back(std::move(passing_.front().memory));
+      passing_.pop_front();
+    }
+  }
+
+  // At the end of a stream: waits up to `deadline` for the device, then gives up what it has not passed.
+  void drain(Deadline deadline) {
+    std::vector<Keepalive> freed;
+    const std::lock_guard lock(mutex_);
+    release_captured(freed);
+    while (!passing_.empty() && passing_.front().passed.wait_until(deadline)) {
+      freed.push_back(std::move(passing_.front().memory));
+      passing_.pop_front();
+    }
+  }
+
+  [[nodiscard]] std::size_t size() const {
+    const std::lock_guard lock(mutex_);
+    return passing_.size() + captured_.size() + forever_.size();
+  }
+
+ private:
+  struct Passing {
+    Event passed;
+    Keepalive memory;
+  };
+  struct Captured {
+    cudaStream_t stream;
+    Keepalive memory;
+  };
+
+  void release_captured(std::vector<Keepalive>& freed) {
+    while (!captured_.empty() && !cuda::is_capturing(captured_.front().stream)) {
+      freed.push_back(std::move(captured_.front().memory));
+      captured_.pop_front();
+    }
+  }
+
+  mutable std::mutex mutex_;
+  std::deque<Passing> passing_;
+  std::deque<Captured> captured_;
+  std::vector<Keepalive> forever_;
+};
+
+class CudaStream final : public Stream {
+ public:
+  CudaStream(std::function<void*()> current, int device) : current_(std::move(current)), device_(device) {
+    int count = 0;
+    check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
+    HPCOMM_REQUIRE(device >= 0 && device < count, "there is no CUDA device ", device, ": this process sees ", count);
+  }
+
+  ~CudaStream() override {
+    constexpr std::chrono::seconds kPatience(10);
+    int ignored = 0;
+    const bool exiting = cudaGetDevice(&ignored) == cudaErrorCudartUnloading;
+    const char* why = "there is no telling when it will";
+    try {
+      held_->drain(Clock::now() + kPatience);
+    } catch (...) {
+      why = "its device failed";
+    }
+    if (const std::size_t left = held_->size(); left > 0) {
+      // A kernel that still writes there would write to somebody else's memory; CUDA that is gone would crash us.
+      static std::mutex& mutex = *new std::mutex;
+      static auto& kept = *new std::vector<std::unique_ptr<HeldMemory>>;
+      const std::lock_guard lock(mutex);
+      kept.push_back(std::move(held_));
+      if (!exiting) {
+        std::fprintf(
+            stderr,
+            "hpcomm: a stream of CUDA device %d ends before it has passed all that it holds, %s: kept for ever (%zu)\n",
+            device_, why, left);
+      }
+    }
+  }
+
+  [[nodiscard]] Device device() const noexcept override { return {DeviceType::kCuda, device_}; }
+
+  void enqueue(Task task) override {
+    const DeviceGuard device(device_);
+    task();
+  }
+
+  void hold(Keepalive memory) override {
+    if (memory == nullptr) {
+      return;
+    }
+    bool kept = false;
+    try {
+      const DeviceGuard device(device_);
+      const cudaStream_t stream = handle();
+      if (cuda::is_capturing(stream)) {
+        held_->add_captured(stream, memory);
+        return;
+      }
+      held_->add(Event(std::make_shared<CudaEvent>(stream, device_, false)), memory);
+      kept = true;
+      held_->reap();
+    } catch (...) {
+      if (!kept) {
+        held_->add_forever(std::move(memory));
+      }
+      throw;
+    }
+  }
+
+  [[nodiscard]] Event record() override {
+    const DeviceGuard device(device_);
+    const cudaStream_t stream = handle();
+    const bool captured = cuda::is_capturing(stream);
+    Event event(std::make_shared<CudaEvent>(stream, device_, captured));
+    if (!captured) {
+      held_->reap();
+    }
+    return event;
+  }
+
+  void wait(const Event& event) override {
+    const DeviceGuard device(device_);
+    const cudaStream_t stream = handle();
+    auto* native = static_cast<cudaEvent_t>(event.native_handle());
+    if (native == nullptr) {
+      event.wait();
+    } else {
+      const cudaError_t status = cudaStreamWaitEvent(stream, native, 0);
+      if (status == cudaErrorStreamCaptureIsolation) {
+        (void)cudaGetLastError();
+        throw Error(ErrorKind::kInvalidArgument,
+                    "a stream inside a CUDA graph capture was to wait for an event from before it: a replay could not "
+                    "repeat that, and the capture is lost; synchronize before the capture begins");
+      }
+      check(status, "cudaStreamWaitEvent");
+    }
+    if (!cuda::is_capturing(stream)) {
+      held_->reap();
+    }
+  }
+
+  // One thread at a time issues on a device, and what it issues comes in order.
+  [[nodiscard]] bool is_current() const noexcept override { return true; }
+
+  // False inside a capture, where nothing may be asked, and on a device that fails: an event says why.
+  [[nodiscard]] bool idle() const noexcept override {
+    try {
+      const DeviceGuard device(device_);
+      const cudaStream_t stream = handle();
+      if (cuda::is_capturing(stream)) {
+        return false;
+      }
+      held_->reap();
+      const cuda::RelaxedCapture relaxed;
+      const bool idle = cudaStreamQuery(stream) == cudaSuccess;
+      if (!idle) {
+        (void)cudaGetLastError();
+      }
+      return idle;
+    } catch (...) {
+      return false;
+    }
+  }
+
+  [[nodiscard]] void* native_handle() const noexcept override { return current_(); }
+
+ private:
+  [[nodiscard]] cudaStream_t handle() const { return static_cast<cudaStream_t>(current_()); }
+
+  const std::function<void*()> current_;
+  const int device_;
+  std::unique_ptr<HeldMemory> held_ = std::make_unique<HeldMemory>();
+};
+
+}  // namespace
+
+std::shared_ptr<Stream> make_cuda_stream(void* handle, int device) {
+  return std::make_shared<CudaStream>([handle] { return handle; }, device);
+}
+
+std::shared_ptr<Stream> make_cuda_caller_stream(std::function<void*()> current, int device) {
+  return std::make_shared<CudaStream>(std::move(current), device);
+}
+
+}  // namespace hpcomm
