@@ -101,7 +101,7 @@ def learning_rate(step: int, steps: int) -> float:
 
 def prove(pipe: hpcomm.Pipeline, sampler: text.Sampler, args: argparse.Namespace) -> None:
     """The first batch on this mesh and in one process; raises when a gradient differs."""
-    x, y = sampler.batch(0)
+    x, y = (part.to(pipe.mesh.device) for part in sampler.batch(0))
     found = hpcomm.verify(pipe, build_model(args), x, target=y)
     if pipe.mesh.rank == 0:
         report.title("verified: the first batch on this mesh and in one process")
@@ -123,7 +123,7 @@ def train(pipe: hpcomm.Pipeline, sampler: text.Sampler, args: argparse.Namespace
     start = time.perf_counter()
     with report.Progress(args.steps, args.batch_size * args.context, visible=mesh.rank == 0) as progress:
         for step in range(args.steps):
-            x, y = sampler.batch(step)
+            x, y = (part.to(mesh.device) for part in sampler.batch(step))
             optimizer.zero_grad()
             loss = pipe.step(x, target=y)
             hpcomm.clip_grad_norm_(pipe, args.clip)
@@ -139,34 +139,37 @@ def train(pipe: hpcomm.Pipeline, sampler: text.Sampler, args: argparse.Namespace
 
 def rank_0_says(mesh: hpcomm.Mesh, answer: bool) -> bool:
     """The answer of rank 0, on every rank: clocks differ, but all ranks must stop at the same step."""
-    told = torch.tensor([answer], dtype=torch.int64)
+    told = torch.tensor([answer], dtype=torch.int64, device=mesh.device)
     mesh.world.broadcast(told, 0)
     return bool(told)
 
 
-def one_process_speed(data: text.Text, args: argparse.Namespace, steps: int, threads: int) -> float:
+def one_process_speed(
+    data: text.Text, args: argparse.Namespace, steps: int, threads: int, device: torch.device
+) -> float:
     """Tokens per second of this process alone: same model, same global batch in one piece; 2 steps to warm up."""
     torch.set_num_threads(threads)
     sampler = text.Sampler(data.train, args.context, args.batch_size, args.seed, replica=0, replicas=1)
-    model = build_model(args)
+    model = build_model(args).to(device)
     optimizer = build_optimizer(model.parameters(), args)
     start = 0.0
     for step in range(2 + steps):
         if step == 2:
             start = time.perf_counter()
-        x, y = sampler.batch(step)
+        x, y = (part.to(device) for part in sampler.batch(step))
         optimizer.zero_grad()
         loss = gpt.loss_fn(model(x), y)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
+    float(loss)  # a GPU is done only when it says so
     return steps * args.batch_size * args.context / (time.perf_counter() - start)
 
 
 def show_environment(mesh: hpcomm.Mesh, data: text.Text) -> None:
     report.title("environment")
     print(f"versions   hpcomm {hpcomm.__version__}, torch {torch.__version__}, python {platform.python_version()}")
-    print(f"machine    {platform.system()} {platform.machine()}, {CORES} cores, no GPU is used")
+    print(f"machine    {platform.system()} {platform.machine()}, {CORES} cores; tensors on {mesh.device}")
     shape = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in ("dp", "pp"))
     print(f"mesh       {shape}; ranks: {mesh.size}, compute threads in each: {torch.get_num_threads()}")
     print(f"transport  {mesh.world.transport}")
@@ -178,7 +181,7 @@ def show_environment(mesh: hpcomm.Mesh, data: text.Text) -> None:
 def show_plan(pipe: hpcomm.Pipeline, layers: list[str]) -> None:
     """Prints what each stage holds, which the stages tell each other: collective over mesh.pp."""
     mesh = pipe.mesh
-    held = torch.zeros(mesh.pp.size, 2, dtype=torch.int64)
+    held = torch.zeros(mesh.pp.size, 2, dtype=torch.int64, device=mesh.device)
     held[mesh.pp.rank] = torch.tensor([len(pipe.module), sum(p.numel() for p in pipe.parameters())])
     mesh.pp.all_reduce(held)
     if mesh.rank != 0:
@@ -213,7 +216,8 @@ def show_result(
     speed = len(losses) * args.batch_size * args.context / seconds
     steps = min(10, args.steps)
     # The other ranks are idle now. More threads can be slower where other programs run: take the better.
-    alone, threads = max((one_process_speed(data, args, steps, threads), threads) for threads in {1, CORES})
+    speeds = ((one_process_speed(data, args, steps, threads, mesh.device), threads) for threads in {1, CORES})
+    alone, threads = max(speeds)
     report.title("summary")
     print(f"loss         {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte; {held_out:.3f} on the held-out text")
     print(f"training     {len(losses)} steps in {seconds:.1f} s")

@@ -157,6 +157,45 @@ class Neighbourhood:
 
 def shm_communicator(config: CommunicatorConfig, neighbourhood: Neighbourhood) -> Communicator: ...
 
+# --- csrc/torch/bind_pack.cpp ---
+
+class Layout:
+    """Where ``tensors`` lie in one contiguous buffer; floating point ones as ``wire``, if given."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], wire: torch.dtype | None = None) -> None: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def offsets(self) -> list[int]: ...
+
+def pack(
+    layout: Layout,
+    tensors: Sequence[torch.Tensor | None],
+    buffer: torch.Tensor,
+    *,
+    scale: torch.Tensor | None = None,
+    first_bad: torch.Tensor | None = None,
+) -> None:
+    """Copies ``tensors`` (None: zeros) to their places in ``buffer``, times ``scale``, cast to the wire type.
+
+    Args:
+        buffer: contiguous, at least ``layout.bytes`` bytes, on the device of the tensors.
+        scale: float64, one element, on that device; read when the kernel runs.
+        first_bad: int32, one element, on that device; becomes the smaller of what it is and the first index of a tensor
+            with an infinity or a NaN.
+
+    On the caller's current stream. Raises InvalidArgument.
+    """
+
+def unpack(
+    layout: Layout,
+    buffer: torch.Tensor,
+    tensors: Sequence[torch.Tensor | None],
+    *,
+    scale: torch.Tensor | None = None,
+) -> None:
+    """The way back; None skips an entry."""
+
 # --- csrc/torch/bind_engine.cpp ---
 
 class Receipt:
@@ -182,9 +221,9 @@ class BucketPlan:
 
 class StepLoss:
     def __init__(self, communicator: Communicator) -> None: ...
-    def issue(self, loss_sum: float, weight_sum: float, accumulate: bool = False) -> None: ...
+    def issue(self, loss_sum: torch.Tensor, weight_sum: float, accumulate: bool = False) -> None: ...
     def forget(self) -> None: ...
-    def wait(self) -> float: ...
+    def wait(self) -> torch.Tensor: ...
 
 class Reducer:
     def __init__(self, communicator: Communicator, params: Sequence[torch.Tensor], plan: BucketPlan) -> None: ...

@@ -37,7 +37,7 @@ def clip_grad_norm_(
     if max_norm < 0:
         raise InvalidArgument(f"clip_grad_norm_: max_norm={max_norm}; not negative")
     place = {name: i for i, name in enumerate(pipe.parameter_names)}
-    norms = torch.zeros(len(place), dtype=torch.float32)
+    norms = torch.zeros(len(place), dtype=torch.float32, device=pipe.mesh.device)
     gradients = []
     for name, parameter in pipe.named_parameters():
         if parameter.grad is not None:

@@ -18,6 +18,7 @@ from hpcomm import _C
 from hpcomm.errors import HpcommError, InvalidArgument, SchemaMismatch, TimedOut, TransportError
 
 if TYPE_CHECKING:
+    import torch
     from torch._C._distributed_c10d import Backend
 
     from hpcomm._C import Communicator, Control, Neighbourhood
@@ -94,14 +95,23 @@ def start_control(store: Store, rank: int, size: int, *, timeout: float) -> Cont
 
 
 def first_communicator(
-    store: Store, control: Control, ranks: Sequence[int], *, name: str, lane: str, timeout: float
+    store: Store,
+    control: Control,
+    ranks: Sequence[int],
+    *,
+    name: str,
+    lane: str,
+    timeout: float,
+    device: torch.device,
 ) -> Communicator:
-    """A communicator of all ranks of ``control`` (collective): over shared memory, or gloo when they span hosts.
+    """A communicator of all ranks of ``control`` (collective).
 
-    With ``HPCOMM_EMULATE`` it follows NCCL's rules, and so do all that are made from it.
+    For CPU tensors over shared memory, or gloo when the ranks span hosts; with ``HPCOMM_EMULATE`` it follows NCCL's
+    rules, and so do all that are made from it. For CUDA tensors over NCCL; ``device`` has an index then.
 
     Raises:
-        InvalidArgument: ``HPCOMM_CPU_TRANSPORT=shm`` and the ranks do not share memory.
+        InvalidArgument: ``HPCOMM_CPU_TRANSPORT=shm`` and the ranks do not share memory; ``HPCOMM_EMULATE`` on a GPU.
+        TransportError: NCCL cannot be loaded, or refuses (two ranks on one GPU before NCCL 2.30.3).
     """
     config = _C.CommunicatorConfig(
         name=name,
@@ -110,7 +120,12 @@ def first_communicator(
         lane=lane,
         control=control,
         timeout=timeout,
+        device=str(device),
     )
+    if device.type == "cuda":
+        if emulation():
+            raise InvalidArgument("HPCOMM_EMULATE=nccl is for CPU transports; on a GPU NCCL itself follows its rules")
+        return _C.nccl_communicator(config)
     if control.size == 1:
         return _emulated(_C.solo_communicator(config))
     chosen = cpu_transport()

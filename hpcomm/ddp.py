@@ -33,13 +33,14 @@ class DistributedDataParallel(_StockDDP):
     own while the backward goes on, without the GIL. A hook that the user registers takes precedence.
 
     Args:
-        module: a CPU module, the same on every rank.
+        module: the same on every rank, all of it on one device (that of the mesh, when there is one).
         mesh: replicas are the ranks of ``mesh.dp``. Exclusive with ``process_group``; without either, the default
             process group is used.
 
     Raises:
         SchemaMismatch: replicas differ; the first differing parameter is named, on every rank.
-        InvalidArgument: both ``mesh`` and ``process_group``, or parameters on a GPU (not part of this version).
+        InvalidArgument: both ``mesh`` and ``process_group``, or parameters on several devices or on another than the
+            mesh's.
     """
 
     def __init__(
@@ -52,11 +53,16 @@ class DistributedDataParallel(_StockDDP):
     ) -> None:
         if mesh is not None and process_group is not None:
             raise InvalidArgument("DistributedDataParallel: pass mesh= or process_group=, not both")
-        _require_cpu(module)
+        device = device_of(module)
+        if mesh is not None and device != mesh.device:
+            raise InvalidArgument(
+                f"DistributedDataParallel: the module is on {device}, the mesh on {mesh.device}; "
+                "move it with module.to(mesh.device)"
+            )
         group = mesh.group("dp") if mesh is not None else process_group or dist.group.WORLD
         if group is None:
             raise InvalidArgument("DistributedDataParallel: call hpcomm.init() first and pass mesh=")
-        lane = mesh.lane(mesh.ranks("dp"), "gradient") if mesh is not None else _lane_over(group)
+        lane = mesh.lane(mesh.ranks("dp"), "gradient") if mesh is not None else _lane_over(group, device)
         agree_among(lane, "model", describe_parameters(module))
         super().__init__(module, *args, process_group=group, **kwargs)  # type: ignore[misc]
         self._hpcomm_lane: Communicator | None = lane
@@ -86,13 +92,12 @@ def attach(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
     """Puts hpcomm's reduction under an existing stock DDP object (collective over its group).
 
     Raises:
-        InvalidArgument: not a DDP object, or its parameters are on a GPU.
+        InvalidArgument: not a DDP object, or its parameters are on several devices.
         RuntimeError: it has a communication hook already (torch's own error).
     """
     if not isinstance(ddp, _StockDDP):
         raise InvalidArgument(f"attach() takes a DistributedDataParallel, got {type(ddp).__name__}")
-    _require_cpu(ddp)
-    _install(ddp, _lane_over(ddp.process_group))
+    _install(ddp, _lane_over(ddp.process_group, device_of(ddp)))
 
 
 def agree_among(lane: Communicator, topic: str, lines: list[str]) -> None:
@@ -105,15 +110,27 @@ def _install(ddp: torch.nn.parallel.DistributedDataParallel, lane: Communicator)
         _C.register_ddp_hook(ddp.reducer, lane)
 
 
-def _require_cpu(module: torch.nn.Module) -> None:
+def device_of(module: torch.nn.Module) -> torch.device:
+    """Where all parameters of ``module`` are; the CPU for a module without any.
+
+    Raises:
+        InvalidArgument: they are on several devices, or on one that is neither a CPU nor a GPU of CUDA.
+    """
+    first: tuple[str, torch.device] | None = None
     for name, parameter in module.named_parameters():
-        if parameter.device.type != "cpu":
+        if parameter.device.type not in {"cpu", "cuda"}:
+            raise InvalidArgument(f"parameter {name} is on {parameter.device}: hpcomm reduces CPU and CUDA gradients")
+        if first is None:
+            first = (name, parameter.device)
+        elif parameter.device != first[1]:
             raise InvalidArgument(
-                f"parameter {name} is on {parameter.device}: this version of hpcomm reduces CPU gradients only"
+                f"parameter {first[0]} is on {first[1]}, parameter {name} on {parameter.device}: "
+                "hpcomm reduces the gradients of one device; wrap the parts of the model one by one"
             )
+    return torch.device("cpu") if first is None else first[1]
 
 
-def _lane_over(group: dist.ProcessGroup) -> Communicator:
+def _lane_over(group: dist.ProcessGroup, device: torch.device) -> Communicator:
     """A gradient lane for any ProcessGroup: a Control and a communicator of its own, found through its store."""
     rank, size = group.rank(), group.size()
     ranks = dist.get_process_group_ranks(group)
@@ -122,5 +139,11 @@ def _lane_over(group: dist.ProcessGroup) -> Communicator:
     timeout = default_timeout()
     control = start_control(store, rank, size, timeout=timeout)
     return first_communicator(
-        store, control, range(size), name=f"ddp{generation}:{ranks}", lane="gradient", timeout=timeout
+        store,
+        control,
+        range(size),
+        name=f"ddp{generation}:{ranks}",
+        lane="gradient",
+        timeout=timeout,
+        device=device,
     )

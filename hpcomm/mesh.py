@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from hpcomm.communicator import agree, default_timeout, emulation, first_communicator, start_control
+from hpcomm.devices import pick_device
 from hpcomm.errors import InvalidArgument, PeerError, RankFailed, TimedOut
 
 if TYPE_CHECKING:
@@ -68,8 +69,18 @@ class Mesh:
     spans all ranks. Made by :func:`init`.
     """
 
-    def __init__(self, sizes: dict[str, int], store: Store, rank: int, *, timeout: float, owns_group: bool) -> None:
+    def __init__(
+        self,
+        sizes: dict[str, int],
+        store: Store,
+        rank: int,
+        *,
+        timeout: float,
+        device: torch.device,
+        owns_group: bool,
+    ) -> None:
         self._sizes = sizes
+        self.device = device
         self._timeout = timeout
         self._owns_group = owns_group
         self._closed = False
@@ -81,9 +92,16 @@ class Mesh:
         generation = store.add(f"hpcomm/generation/{rank}", 1)
         private = PrefixStore(f"hpcomm/{generation}", store)
         self.control: Control = start_control(private, rank, world, timeout=timeout)
-        agree(self.control, "mesh", [f"{axis}={size}" for axis, size in sizes.items()] + emulation(), timeout=timeout)
+        terms = [f"{axis}={size}" for axis, size in sizes.items()] + [f"device={device.type}"] + emulation()
+        agree(self.control, "mesh", terms, timeout=timeout)
         self.world: Communicator = first_communicator(
-            private, self.control, range(world), name=f"mesh{generation}", lane="world", timeout=timeout
+            private,
+            self.control,
+            range(world),
+            name=f"mesh{generation}",
+            lane="world",
+            timeout=timeout,
+            device=device,
         )
         self._lanes: dict[tuple[tuple[int, ...], str], Communicator] = {}
         # Every rank makes its rows in the same order of axes: no two ranks wait for each other on different rows.
@@ -134,7 +152,8 @@ class Mesh:
 
         names = tuple(self._sizes)
         layout = torch.arange(self.size).view(*self._sizes.values())
-        return DeviceMesh.from_group([self._groups[axis] for axis in names], "cpu", layout, mesh_dim_names=names)
+        groups = [self._groups[axis] for axis in names]
+        return DeviceMesh.from_group(groups, self.device.type, layout, mesh_dim_names=names)
 
     def lane(self, ranks: Sequence[int], lane: str) -> Communicator:
         """The communicator of ``ranks`` on ``lane``; made at the first call, which is collective over them."""
@@ -188,7 +207,10 @@ class Mesh:
         if len(row) == self.size:
             return dist.group.WORLD  # type: ignore[return-value]
         group = dist.new_group(
-            row, timeout=timedelta(seconds=self._timeout), backend="gloo", use_local_synchronization=True
+            row,
+            timeout=timedelta(seconds=self._timeout),
+            backend=_torch_backend(self.device),
+            use_local_synchronization=True,
         )
         assert isinstance(group, dist.ProcessGroup)
         return group
@@ -232,20 +254,32 @@ class Mesh:
         self._forget_exit = forget
 
 
-def init(*, dp: int = 1, pp: int = 1, tp: int = 1, order: Sequence[str] = AXES, timeout: float | None = None) -> Mesh:
+def init(
+    *,
+    dp: int = 1,
+    pp: int = 1,
+    tp: int = 1,
+    order: Sequence[str] = AXES,
+    timeout: float | None = None,
+    device: str | torch.device | None = None,
+) -> Mesh:
     """Joins the job and arranges its ranks on named axes (collective over all ranks).
 
     Under torchrun it reads the environment that torchrun sets; a plain ``python train.py`` is a mesh of one rank. The
-    default process group is used if there is one, and made (gloo) if not.
+    default process group is used if there is one, and made if not (gloo, and nccl for the tensors of a GPU).
 
     Args:
         dp, pp, tp: ranks on each axis; one of them may be -1 (inferred). With none given, ``dp`` is inferred.
         order: axes from outermost to innermost. Neighbouring ranks share the innermost axis.
         timeout: seconds that one operation may take; ``HPCOMM_TIMEOUT`` or 600 by default.
+        device: "cpu", "cuda" (the GPU of this process's ``LOCAL_RANK``) or "cuda:1"; what all tensors of the mesh are
+            on, ``mesh.device``. By default ``HPCOMM_DEVICE``, and without that a GPU where hpcomm was built with CUDA
+            and each rank of the host has one of its own, else the CPU. A GPU becomes torch's current device.
 
     Raises:
-        InvalidArgument: the axes do not multiply to the number of ranks, or torchrun's environment is incomplete.
-        SchemaMismatch: ranks passed different axes.
+        InvalidArgument: the axes do not multiply to the number of ranks, torchrun's environment is incomplete, or the
+            device cannot be used.
+        SchemaMismatch: ranks passed different axes, or are on different kinds of device.
         TimedOut, RankFailed: a rank did not come.
     """
     seconds = default_timeout() if timeout is None else timeout
@@ -253,16 +287,25 @@ def init(*, dp: int = 1, pp: int = 1, tp: int = 1, order: Sequence[str] = AXES, 
     if (dp, pp, tp) == (1, 1, 1):
         dp = -1
     sizes = axis_sizes(world, {"dp": dp, "pp": pp, "tp": tp}, order)
+    place = pick_device(device)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    backend = _torch_backend(place)
     owns_group = not dist.is_initialized()
     if owns_group:
         if world == 1:
-            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         else:
             try:
-                dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+                dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
             except dist.DistError as error:
                 raise TimedOut(f"not all {world} ranks came within {seconds:.0f} s: {error}", rank=rank) from error
-    return Mesh(sizes, _default_store(), rank, timeout=seconds, owns_group=owns_group)
+    return Mesh(sizes, _default_store(), rank, timeout=seconds, device=place, owns_group=owns_group)
+
+
+def _torch_backend(device: torch.device) -> str:
+    """What torch's own wrappers (stock DDP, FSDP2) get from ``mesh.group``."""
+    return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
 
 
 def describe(error: BaseException) -> str:

@@ -41,7 +41,8 @@ def verify(
 
     Args:
         pipe: a pipeline that accumulates nothing at the moment, without randomness (dropout) in its layers.
-        model: built like the one that ``pipe`` was made of; its parameters are overwritten.
+        model: built like the one that ``pipe`` was made of; its parameters are overwritten, and it moves to the device
+            of the mesh.
         x, target: this replica's shard, on every rank of the replica.
         tolerance: the largest relative difference that passes.
 
@@ -57,7 +58,7 @@ def verify(
         raise InvalidArgument("verify(): every rank computes the reference, so every rank needs x (and target)")
     pipe.zero_grad()
     loss = float(pipe.step(x, target=target))
-    model.load_state_dict(pipe.full_state_dict())
+    model.to(pipe.mesh.device).load_state_dict(pipe.full_state_dict())
     model.train(pipe.module.training)
     reference_loss = _reference_step(pipe, model, x, target)
     differences = _differences(pipe, model)
@@ -90,7 +91,7 @@ def _differences(pipe: Pipeline, model: torch.nn.Module) -> list[tuple[str, floa
     """The relative difference of every parameter's gradient, in model order, the same on every rank."""
     reference = dict(model.named_parameters())
     place = {name: i for i, name in enumerate(pipe.parameter_names)}
-    found = torch.zeros(len(place), dtype=torch.float64)
+    found = torch.zeros(len(place), dtype=torch.float64, device=pipe.mesh.device)
     for name, parameter in pipe.named_parameters():
         expected = reference[name].grad
         if not parameter.requires_grad or (expected is None and parameter.grad is None):
@@ -120,7 +121,9 @@ def _gather(tree: Any, communicator: Communicator) -> list[Any]:
         if rank == communicator.rank:
             theirs = [tensor.detach().clone() for tensor in tensors]
         else:
-            theirs = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in shapes]
+            theirs = [
+                torch.empty(shape, dtype=getattr(torch, dtype), device=communicator.device) for dtype, shape in shapes
+            ]
         for tensor in theirs:
             communicator.broadcast(tensor, rank)
         trees.append(unflatten(their_structure, theirs))

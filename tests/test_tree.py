@@ -26,6 +26,7 @@ MODULES = (
     "_native",
     "_C",
     "tree",
+    "devices",
     "communicator",
     "job",
     "backend",

@@ -299,18 +299,26 @@ c10::intrusive_ptr<c10d::Backend> HpcommBackend::split(const c10::intrusive_ptr<
                                                        const std::vector<int>& ranks,
                                                        const c10::intrusive_ptr<Options>& options) {
   return for_torch([&]() -> c10::intrusive_ptr<c10d::Backend> {
-    if (std::find(ranks.begin(), ranks.end(), rank_) == ranks.end()) {
+    auto members = part(ranks);
+    if (members == nullptr) {
       return nullptr;
     }
-    const WithoutGil scope;
-    auto part = std::dynamic_pointer_cast<HostCommunicator>(communicator_->subgroup(ranks, communicator_->lane()));
-    HPCOMM_ASSERT(part != nullptr, "a part of a host communicator is none");
-    auto backend = c10::make_intrusive<HpcommBackend>(std::move(part), job_);
+    auto backend = c10::make_intrusive<HpcommBackend>(std::move(members), job_);
     if (options != nullptr) {
       backend->setTimeout(options->timeout);
     }
     return backend;
   });
+}
+
+std::shared_ptr<HostCommunicator> HpcommBackend::part(const std::vector<int>& ranks) {
+  if (std::find(ranks.begin(), ranks.end(), rank_) == ranks.end()) {
+    return nullptr;
+  }
+  const WithoutGil scope;
+  auto members = std::dynamic_pointer_cast<HostCommunicator>(communicator_->subgroup(ranks, communicator_->lane()));
+  HPCOMM_ASSERT(members != nullptr, "a part of a host communicator is none");
+  return members;
 }
 
 at::Tensor HpcommBackend::allocateTensor(long size, at::TensorOptions options) {

@@ -1,9 +1,9 @@
 // HpcommBackend as Python makes it: a plain torch.distributed Backend.
 #include <torch/csrc/utils/pybind.h>
 
-#include "torch/backend.h"
 #include "torch/bindings.h"
 #include "torch/gil.h"
+#include "torch/make_backend.h"
 
 namespace py = pybind11;
 
@@ -26,7 +26,7 @@ void bind_backend(py::module_& module) {
          std::shared_ptr<BackendJob> job) -> c10::intrusive_ptr<c10d::Backend> {
         auto host = std::dynamic_pointer_cast<HostCommunicator>(std::move(communicator));
         HPCOMM_REQUIRE(host != nullptr, "the backend needs a communicator of the CPU");
-        return c10::make_intrusive<HpcommBackend>(std::move(host), std::move(job));
+        return make_backend(std::move(host), std::move(job));
       },
       py::arg("communicator"), py::arg("job"));
 }

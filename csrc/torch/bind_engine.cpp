@@ -5,13 +5,13 @@
 #include "comm/communicator_allocator.h"
 #include "engine/edge.h"
 #include "engine/reducer.h"
-#include "engine/step_loss.h"
 #include "torch/bindings.h"
 #include "torch/ddp_hook.h"
 #include "torch/device.h"
 #include "torch/gil.h"
 #include "torch/ready_hook.h"
 #include "torch/tensor.h"
+#include "torch/tensor_loss.h"
 
 namespace py = pybind11;
 
@@ -141,15 +141,11 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("hash", &BucketPlan::fingerprint)
       .def("__str__", &BucketPlan::to_text);
 
-  py::class_<StepLoss>(module, "StepLoss")
-      .def(py::init<std::shared_ptr<Communicator>>(), py::arg("communicator"))
-      .def("issue", &StepLoss::issue, py::arg("loss_sum"), py::arg("weight_sum"), py::arg("accumulate") = false)
-      .def("forget", &StepLoss::forget)
-      .def("wait", [](const StepLoss& loss) {
-        HPCOMM_REQUIRE(loss.work() != nullptr, "no loss was issued");
-        wait_for(*loss.work(), -1);
-        return loss.value();
-      });
+  py::class_<TensorLoss>(module, "StepLoss")
+      .def(py::init(&make_tensor_loss), py::arg("communicator"))
+      .def("issue", &TensorLoss::issue, py::arg("loss_sum"), py::arg("weight_sum"), py::arg("accumulate") = false)
+      .def("forget", &TensorLoss::forget)
+      .def("wait", &TensorLoss::wait);
 
   py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer")
       .def(py::init([](std::shared_ptr<Communicator> communicator, const std::vector<at::Tensor>& params,
@@ -160,7 +156,7 @@ void bind_engine(py::module_& module) {
            }),
            py::arg("communicator"), py::arg("params"), py::arg("plan"))
       .def(
-          "arm", [](Reducer& reducer, const StepLoss& loss) { reducer.arm(loss.scale(), loss.ready()); },
+          "arm", [](Reducer& reducer, const TensorLoss& loss) { reducer.arm(loss.scale(), loss.ready()); },
           py::arg("loss"))
       .def("awaits", &Reducer::awaits, py::arg("param"))
       .def_property_readonly("issued", &Reducer::issued)

@@ -22,6 +22,7 @@ namespace hpcomm {
 void bind_errors(pybind11::module_& module);
 void bind_base(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
+void bind_pack(pybind11::module_& module);
 void bind_control(pybind11::module_& module);
 void bind_comm(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);

@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "base/error.h"
+#include "pack/pack.h"
 #include "stream/cuda_stream.h"
 #include "torch/device.h"
 
@@ -41,6 +42,9 @@ const std::shared_ptr<Stream>& compute_stream(Device device) {
   auto& stream = streams.at(static_cast<std::size_t>(device.index));
   if (stream == nullptr) {
     const auto index = static_cast<c10::DeviceIndex>(device.index);
+    // Before the first collective: loading a kernel later may wait for the device, which may wait for this rank.
+    const c10::cuda::CUDAGuard guard(index);
+    load_kernels_cuda();
     stream = make_cuda_caller_stream(
         [index] { return static_cast<void*>(c10::cuda::getCurrentCUDAStream(index).stream()); }, device.index);
   }
@@ -51,6 +55,7 @@ std::function<std::shared_ptr<Stream>(const std::string&)> lane_streams(Device d
   if (device.type == DeviceType::kCpu) {
     return [](const std::string& lane) { return make_worker_stream("hpcomm:" + lane); };
   }
+  (void)compute_stream(device);  // loads the kernels
   return [device](const std::string& lane) {
     // Activations are waited for, gradients have slack until the end of the backward.
     const auto stream = c10::cuda::getStreamFromPool(/*isHighPriority=*/lane != "gradient",

@@ -33,8 +33,9 @@ class Pipeline:
     """A model cut into ``mesh.pp`` stages, each replicated ``mesh.dp`` times, trained by one verified plan.
 
     Args:
-        model: an ``nn.Sequential`` of CPU layers, the same on every rank. Each rank keeps its own stage, with the
-            values of the first replica. Build the optimizer from :meth:`parameters` afterwards.
+        model: an ``nn.Sequential``, the same on every rank, on the CPU or on ``mesh.device``. Each rank keeps its own
+            stage, moved to ``mesh.device``, with the values of the first replica. Build the optimizer from
+            :meth:`parameters` afterwards.
         mesh: from :func:`hpcomm.init`; ``tp`` must be 1 in this version.
         schedule: "1f1b" or "gpipe".
         num_microbatches: parts of a replica's batch along dimension 0.
@@ -87,7 +88,7 @@ class Pipeline:
         bucket_plans = [_bucket_plan(stage, bucket_cap_mb) for stage in stages]
         self.plan = self._agree_on_plan(schedule, num_microbatches, bucket_plans)
         self.stage_index = mesh.coordinate["pp"]
-        self.module = stages[self.stage_index]
+        self.module = stages[self.stage_index].to(mesh.device)
         self.bucket_plan = bucket_plans[self.stage_index]
         self._start_equal()
         self._runner = Runner(self.plan, mesh, self.module, self.bucket_plan, loss_fn, schema=schema)
@@ -185,7 +186,11 @@ class Pipeline:
         for stage, shapes in enumerate(self._shapes):
             for name, (shape, dtype) in shapes.items():
                 local = stage == self.stage_index
-                value = mine[name].detach().clone().contiguous() if local else torch.empty(shape, dtype=dtype)
+                value = (
+                    mine[name].detach().clone().contiguous()
+                    if local
+                    else torch.empty(shape, dtype=dtype, device=self.mesh.device)
+                )
                 self.mesh.pp.broadcast(value, stage)
                 whole[name] = value
         return whole
@@ -268,8 +273,11 @@ def _check(model: torch.nn.Module, mesh: Mesh, schedule: str, num_microbatches: 
             f"Pipeline: schedule {schedule!r} is unknown; use one of {', '.join(schedules.SCHEDULES)}"
         )
     for name, tensor in model.state_dict().items():
-        if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
-            raise InvalidArgument(f"Pipeline: {name} is on {tensor.device}; this version of hpcomm trains on CPUs only")
+        if isinstance(tensor, torch.Tensor) and tensor.device not in {torch.device("cpu"), mesh.device}:
+            raise InvalidArgument(
+                f"Pipeline: {name} is on {tensor.device}, the mesh on {mesh.device}; build the model there "
+                "or on the CPU"
+            )
 
 
 def _bucket_plan(stage: torch.nn.Module, cap_mb: float) -> BucketPlan:

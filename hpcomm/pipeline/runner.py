@@ -13,7 +13,7 @@ from hpcomm.pipeline.microbatch import split
 from hpcomm.pipeline.stage import LossFn, Stage
 
 if TYPE_CHECKING:
-    from hpcomm._C import Action, BucketPlan, ReadyHooks, Reducer, StepLoss, StepPlan, Work
+    from hpcomm._C import Action, BucketPlan, Communicator, ReadyHooks, Reducer, StepLoss, StepPlan, Work
     from hpcomm.mesh import Mesh
 
 __all__: list[str] = []
@@ -69,7 +69,6 @@ class Runner:
             mesh.lane(spec.ranks, spec.lane.name.lower()) if mesh.rank in spec.ranks else None
             for spec in plan.communicators
         ]
-        alone = mesh.lane([mesh.rank], "alone")  # collectives of one rank
         self._edges: dict[tuple[bool, int], Sender | Receiver] = {}
         for action in self._actions:
             if action.kind in (self._kind.SEND, self._kind.RECV):
@@ -80,13 +79,19 @@ class Runner:
                 if key not in self._edges:
                     self._edges[key] = end(lane, lane.ranks.index(action.peer), schema=schema)
 
-        scalar = next((lane for lane in lanes if lane is not None and lane.lane == "scalar"), alone)
+        scalar = self._lane_named(lanes, "scalar", mesh)
         self._parameters = _identity(module)
         self._loss: StepLoss = _C.StepLoss(scalar)
         parameters = [p for p in module.parameters() if p.requires_grad]
-        gradient = next((lane for lane in lanes if lane is not None and lane.lane == "gradient"), alone)
+        gradient = self._lane_named(lanes, "gradient", mesh)
         self._reducer: Reducer = _C.Reducer(gradient, parameters, bucket_plan)
         self._hooks: ReadyHooks = _C.ReadyHooks(self._reducer, parameters)
+
+    @staticmethod
+    def _lane_named(lanes: list[Communicator | None], name: str, mesh: Mesh) -> Communicator:
+        """That of the plan, or one of this rank alone where the plan needs none."""
+        planned = next((lane for lane in lanes if lane is not None and lane.lane == name), None)
+        return planned or mesh.lane([mesh.rank], "alone")
 
     def forget_accumulated(self) -> None:
         """The gradients of steps with ``reduce=False`` were dropped, so their weight must not count."""
@@ -128,7 +133,7 @@ class _Step:
         self._outputs: list[Any] = []
         self._sent: list[Work] = []
         self._armed = False
-        self._loss_sum = 0.0
+        self._loss_sum = torch.zeros((), dtype=torch.float64)
         self._weight_sum = 0.0
 
     def run(self, action: Action) -> None:
@@ -168,7 +173,7 @@ class _Step:
             runner._reducer.finish()
         for work in self._sent:
             work.wait()
-        return StepResult(torch.tensor(loss, dtype=torch.float64), self._outputs)
+        return StepResult(loss, self._outputs)
 
     def _forward(self, microbatch: int) -> None:
         runner = self._runner
@@ -178,7 +183,8 @@ class _Step:
             self._outgoing[True, microbatch] = output
             return
         loss = runner.stage.loss(microbatch, output, self._targets[microbatch])
-        self._loss_sum += loss.weighted.item()  # the CPU: nothing to synchronise with
+        # In microbatch order; on a GPU the host does not wait for it.
+        self._loss_sum = self._loss_sum.to(loss.weighted.device) + loss.weighted.detach().double()
         self._weight_sum += loss.weight
         if self._keep_outputs:  # without their graphs: those are the microbatch's to free
             self._outputs.append(output.detach() if isinstance(output, torch.Tensor) else output)

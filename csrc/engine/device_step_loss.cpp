@@ -1,0 +1,35 @@
+// One all-reduce of three numbers and one tiny kernel.
+#include "engine/device_step_loss.h"
+
+#include <utility>
+
+#include "pack/step_math.h"
+
+namespace hpcomm {
+
+DeviceStepLoss::DeviceStepLoss(std::shared_ptr<Communicator> communicator, Allocator& allocator)
+    : communicator_(std::move(communicator)),
+      memory_(allocator.allocate(kBytes)),
+      numbers_{memory_.view.data, 3 * sizeof(double), 3, DType::kFloat64, communicator_->device()} {
+  clear(communicator_->stream(), memory_.view, memory_.owner);
+  // The caller's first numbers come after the zeros.
+  communicator_->compute()->wait(communicator_->stream().record());
+}
+
+void DeviceStepLoss::issue(bool accumulate) {
+  OpOptions options;
+  options.keepalive = memory_.owner;
+  options.ready = communicator_->compute()->record();
+  const WorkPtr reduced = communicator_->all_reduce(numbers_, ReduceOp::kSum, options);
+  finish_loss(communicator_->stream(), at(0), at(kFactor), accumulate, memory_.owner);
+  work_ = communicator_->follow(reduced, reduced->what(), memory_.owner);
+}
+
+void DeviceStepLoss::forget() {
+  const BufferView kept{at(kKept), sizeof(double), 1, DType::kFloat64, communicator_->device()};
+  clear(communicator_->stream(), kept, memory_.owner);
+}
+
+Scale DeviceStepLoss::scale() const { return {std::shared_ptr<const double>(memory_.owner, at(kFactor))}; }
+
+}  // namespace hpcomm

@@ -1,0 +1,12 @@
+// A build without CUDA: the backend of CPU tensors, which refuses others in plain words.
+#include "torch/backend.h"
+#include "torch/make_backend.h"
+
+namespace hpcomm {
+
+c10::intrusive_ptr<c10d::Backend> make_backend(std::shared_ptr<HostCommunicator> communicator,
+                                               std::shared_ptr<BackendJob> job) {
+  return c10::make_intrusive<HpcommBackend>(std::move(communicator), std::move(job));
+}
+
+}  // namespace hpcomm

@@ -1,0 +1,80 @@
+// Numbers in host memory for CPUs; tensors over device memory for GPUs, where the host waits for nothing.
+#include "torch/tensor_loss.h"
+
+#include <utility>
+
+#include "base/error.h"
+#include "comm/communicator_allocator.h"
+#include "engine/device_step_loss.h"
+#include "engine/step_loss.h"
+#include "torch/bindings.h"
+#include "torch/device.h"
+#include "torch/tensor.h"
+
+namespace hpcomm {
+
+namespace {
+
+class HostLoss final : public TensorLoss {
+ public:
+  explicit HostLoss(std::shared_ptr<Communicator> communicator) : loss_(std::move(communicator)) {}
+
+  void issue(const at::Tensor& loss_sum, double weight_sum, bool accumulate) override {
+    loss_.issue(loss_sum.item<double>(), weight_sum, accumulate);
+  }
+  void forget() override { loss_.forget(); }
+  [[nodiscard]] at::Tensor wait() override {
+    HPCOMM_REQUIRE(loss_.work() != nullptr, "no loss was issued");
+    wait_for(*loss_.work(), -1);
+    return at::scalar_tensor(loss_.value(), at::kDouble);
+  }
+  [[nodiscard]] Scale scale() const override { return loss_.scale(); }
+  [[nodiscard]] Event ready() const override { return loss_.ready(); }
+
+ private:
+  StepLoss loss_;
+};
+
+class DeviceLoss final : public TensorLoss {
+ public:
+  explicit DeviceLoss(const std::shared_ptr<Communicator>& communicator) : DeviceLoss(communicator, {communicator}) {}
+
+  void issue(const at::Tensor& loss_sum, double weight_sum, bool accumulate) override {
+    HPCOMM_REQUIRE(loss_sum.numel() == 1, "a loss has one element, this one has ", loss_sum.numel());
+    if (loss_sum.is_cpu()) {
+      numbers_.select(0, 0).fill_(
+          loss_sum.item());  // as an argument of the kernel: a copy from here may block the host
+    } else {
+      numbers_.select(0, 0).copy_(loss_sum.detach().reshape({}));
+    }
+    numbers_.select(0, 1).fill_(weight_sum);
+    numbers_.select(0, 2).fill_(accumulate ? 0.0 : 1.0);
+    loss_.issue(accumulate);
+  }
+  void forget() override { loss_.forget(); }
+  [[nodiscard]] at::Tensor wait() override {
+    HPCOMM_REQUIRE(loss_.work() != nullptr, "no loss was issued");
+    wait_for(*loss_.work(), -1);
+    return numbers_.select(0, 0) / numbers_.select(0, 1);
+  }
+  [[nodiscard]] Scale scale() const override { return loss_.scale(); }
+  [[nodiscard]] Event ready() const override { return loss_.ready(); }
+
+ private:
+  DeviceLoss(const std::shared_ptr<Communicator>& communicator, CommunicatorAllocator allocator)
+      : loss_(communicator, allocator), numbers_(as_tensor(loss_.numbers(), loss_.owner())) {}
+
+  DeviceStepLoss loss_;
+  at::Tensor numbers_;  // float64[3] over the device's memory
+};
+
+}  // namespace
+
+std::unique_ptr<TensorLoss> make_tensor_loss(std::shared_ptr<Communicator> communicator) {
+  if (communicator->device().type == DeviceType::kCpu) {
+    return std::make_unique<HostLoss>(std::move(communicator));
+  }
+  return std::make_unique<DeviceLoss>(communicator);
+}
+
+}  // namespace hpcomm
