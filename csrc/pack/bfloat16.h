@@ -4,19 +4,21 @@
 #include <cstdint>
 #include <cstring>
 
+#include "pack/host_device.h"
+
 namespace hpcomm {
 
 // Rounds to nearest, ties to even, keeps NaN.
 struct BFloat16 {
   std::uint16_t bits;
 
-  explicit operator float() const noexcept {
+  HPCOMM_HOST_DEVICE explicit operator float() const noexcept {
     const std::uint32_t wide = static_cast<std::uint32_t>(bits) << 16;
     float value;
     std::memcpy(&value, &wide, sizeof value);
     return value;
   }
-  static BFloat16 from(float value) noexcept {
+  HPCOMM_HOST_DEVICE static BFloat16 from(float value) noexcept {
     std::uint32_t wide;
     std::memcpy(&wide, &value, sizeof wide);
     const std::uint32_t rounded = wide + 0x7fffU + ((wide >> 16) & 1U);

@@ -1,8 +1,10 @@
 // The pack kernel for CPUs: plain loops that the compiler vectorises, in three instruction sets chosen at run time.
+#include <algorithm>
+#include <cstdint>
 #include <cstring>
 
 #include "base/error.h"
-#include "pack/bfloat16.h"
+#include "pack/element.h"
 #include "pack/isa.h"
 #include "pack/pack.h"
 
@@ -10,73 +12,96 @@ namespace hpcomm {
 
 namespace {
 
-template <typename T>
-struct Element {
-  using Wide = float;
-  static float load(T value) noexcept { return static_cast<float>(value); }
-  static T store(float value) noexcept { return static_cast<T>(value); }
-};
-template <>
-struct Element<double> {
-  using Wide = double;
-  static double load(double value) noexcept { return value; }
-  static double store(double value) noexcept { return value; }
-};
-template <>
-struct Element<BFloat16> {
-  using Wide = float;
-  static float load(BFloat16 value) noexcept { return static_cast<float>(value); }
-  static BFloat16 store(float value) noexcept { return BFloat16::from(value); }
-};
-
 template <typename From, typename To>
 [[gnu::always_inline]] inline void convert(const CopyItem& item, double factor) {
-  // Double only where one side is: float32 * float32 is what one process would compute.
-  using Wide = decltype(typename Element<From>::Wide{} * typename Element<To>::Wide{});
+  using Wide = element::Wide<From, To>;
   const auto* source = static_cast<const From*>(item.source);
   auto* target = static_cast<To*>(item.target);
   const auto wide_factor = static_cast<Wide>(factor);
   for (std::size_t i = 0; i < item.count; ++i) {
-    target[i] = Element<To>::store(
-        static_cast<typename Element<To>::Wide>(static_cast<Wide>(Element<From>::load(source[i])) * wide_factor));
+    target[i] = element::narrow<To>(element::widen(source[i], wide_factor));
   }
 }
 
+// Whether one of them, times the factor, is infinite or no number.
+template <typename From, typename Wide>
+[[gnu::always_inline]] inline bool is_bad(const void* elements, std::size_t count, double factor) {
+  const auto* source = static_cast<const From*>(elements);
+  const auto wide_factor = static_cast<Wide>(factor);
+  std::uint32_t bad = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    bad |= static_cast<std::uint32_t>(!element::is_finite(element::widen(source[i], wide_factor)));
+  }
+  return bad != 0;
+}
+
 using Kernel = void (*)(const CopyItem&, double);
+using Check = bool (*)(const void*, std::size_t, double);
 
 template <typename From, typename To>
 void convert_base(const CopyItem& item, double factor) {
   convert<From, To>(item, factor);
 }
 
-#if defined(__x86_64__)
-template <typename From, typename To>
-__attribute__((target("avx2,fma,f16c"))) void convert_avx2(const CopyItem& item, double factor) {
-  convert<From, To>(item, factor);
-}
-template <typename From, typename To>
-__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c"))) void convert_avx512(const CopyItem& item,
-                                                                                           double factor) {
-  convert<From, To>(item, factor);
+template <typename From, typename Wide>
+bool is_bad_base(const void* elements, std::size_t count, double factor) {
+  return is_bad<From, Wide>(elements, count, factor);
 }
 
+#if defined(__x86_64__)
+#define HPCOMM_AVX2 __attribute__((target("avx2,fma,f16c")))
+#define HPCOMM_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c")))
+
 template <typename From, typename To>
-Kernel best() {
+HPCOMM_AVX2 void convert_avx2(const CopyItem& item, double factor) {
+  convert<From, To>(item, factor);
+}
+template <typename From, typename To>
+HPCOMM_AVX512 void convert_avx512(const CopyItem& item, double factor) {
+  convert<From, To>(item, factor);
+}
+template <typename From, typename Wide>
+HPCOMM_AVX2 bool is_bad_avx2(const void* elements, std::size_t count, double factor) {
+  return is_bad<From, Wide>(elements, count, factor);
+}
+template <typename From, typename Wide>
+HPCOMM_AVX512 bool is_bad_avx512(const void* elements, std::size_t count, double factor) {
+  return is_bad<From, Wide>(elements, count, factor);
+}
+
+// The one of three that this machine runs best.
+template <typename Function>
+Function best(Function base, Function avx2, Function avx512) {
   static const Isa isa = detect_isa();
   switch (isa) {
     case Isa::kAvx512:
-      return convert_avx512<From, To>;
+      return avx512;
     case Isa::kAvx2:
-      return convert_avx2<From, To>;
+      return avx2;
     case Isa::kBase:
-      return convert_base<From, To>;
+      return base;
   }
-  return convert_base<From, To>;
+  return base;
+}
+
+template <typename From, typename To>
+Kernel best_kernel() {
+  return best<Kernel>(convert_base<From, To>, convert_avx2<From, To>, convert_avx512<From, To>);
+}
+
+template <typename From, typename Wide>
+Check best_check() {
+  return best<Check>(is_bad_base<From, Wide>, is_bad_avx2<From, Wide>, is_bad_avx512<From, Wide>);
 }
 #else
 template <typename From, typename To>
-Kernel best() {
+Kernel best_kernel() {
   return convert_base<From, To>;
+}
+
+template <typename From, typename Wide>
+Check best_check() {
+  return is_bad_base<From, Wide>;
 }
 #endif
 
@@ -84,13 +109,17 @@ template <typename From>
 Kernel kernel_to(DType to) {
   switch (to) {
     case DType::kFloat16:
-      return best<From, _Float16>();
+      return best_kernel<From, Float16>();
     case DType::kBFloat16:
-      return best<From, BFloat16>();
+      return best_kernel<From, BFloat16>();
     case DType::kFloat32:
-      return best<From, float>();
+      return best_kernel<From, float>();
     case DType::kFloat64:
-      return best<From, double>();
+      return best_kernel<From, double>();
+    case DType::kFloat8E4M3FN:
+      return best_kernel<From, Float8E4M3FN>();
+    case DType::kFloat8E5M2:
+      return best_kernel<From, Float8E5M2>();
     case DType::kBool:
     case DType::kUInt8:
     case DType::kInt8:
@@ -99,8 +128,6 @@ Kernel kernel_to(DType to) {
     case DType::kInt64:
     case DType::kComplex64:
     case DType::kComplex128:
-    case DType::kFloat8E4M3FN:
-    case DType::kFloat8E5M2:
       return nullptr;
   }
   return nullptr;
@@ -109,13 +136,17 @@ Kernel kernel_to(DType to) {
 Kernel find_kernel(DType from, DType to) {
   switch (from) {
     case DType::kFloat16:
-      return kernel_to<_Float16>(to);
+      return kernel_to<Float16>(to);
     case DType::kBFloat16:
       return kernel_to<BFloat16>(to);
     case DType::kFloat32:
       return kernel_to<float>(to);
     case DType::kFloat64:
       return kernel_to<double>(to);
+    case DType::kFloat8E4M3FN:
+      return kernel_to<Float8E4M3FN>(to);
+    case DType::kFloat8E5M2:
+      return kernel_to<Float8E5M2>(to);
     case DType::kBool:
     case DType::kUInt8:
     case DType::kInt8:
@@ -124,11 +155,79 @@ Kernel find_kernel(DType from, DType to) {
     case DType::kInt64:
     case DType::kComplex64:
     case DType::kComplex128:
-    case DType::kFloat8E4M3FN:
-    case DType::kFloat8E5M2:
       return nullptr;
   }
   return nullptr;
+}
+
+template <typename From>
+Check check_in(DType to) {
+  return to == DType::kFloat64 ? best_check<From, double>() : best_check<From, element::Wide<From, float>>();
+}
+
+// Null where there is nothing to check. As wide as the kernel multiplies: what is finite in double may be too large for
+// float32.
+Check find_check(DType from, DType to) {
+  switch (from) {
+    case DType::kFloat16:
+      return check_in<Float16>(to);
+    case DType::kBFloat16:
+      return check_in<BFloat16>(to);
+    case DType::kFloat32:
+      return check_in<float>(to);
+    case DType::kFloat64:
+      return check_in<double>(to);
+    case DType::kFloat8E4M3FN:
+      return check_in<Float8E4M3FN>(to);
+    case DType::kFloat8E5M2:
+      return check_in<Float8E5M2>(to);
+    case DType::kBool:
+    case DType::kUInt8:
+    case DType::kInt8:
+    case DType::kInt16:
+    case DType::kInt32:
+    case DType::kInt64:
+    case DType::kComplex64:
+    case DType::kComplex128:
+      return nullptr;
+  }
+  return nullptr;
+}
+
+void run_copy(const CopyItem& item, double scale) {
+  const std::size_t bytes = item.count * size_of(item.target_dtype);
+  if (bytes == 0) {
+    return;  // memcpy must not see the null pointers of empty tensors
+  }
+  const bool arithmetic = item.source_dtype != item.target_dtype || (scale != 1.0 && is_floating(item.source_dtype));
+  if (item.source == nullptr) {
+    std::memset(item.target, 0, bytes);
+  } else if (arithmetic) {
+    const Kernel kernel = find_kernel(item.source_dtype, item.target_dtype);
+    HPCOMM_ASSERT(kernel != nullptr, "scale of ", to_string(item.source_dtype));
+    kernel(item, scale);
+  } else if (item.source != item.target) {
+    std::memcpy(item.target, item.source, bytes);
+  }
+}
+
+// run_copy(), and whether the source had a bad value. Two passes over a piece that stays in the first-level cache: the
+// kernels without a check stay as they are, and there is one checking loop for each source instead of one for each
+// pair.
+bool run_checked_copy(const CopyItem& item, double scale, Check check) {
+  constexpr std::size_t kPiece = 2048;  // elements
+  const std::size_t source_size = size_of(item.source_dtype);
+  const std::size_t target_size = size_of(item.target_dtype);
+  bool bad = false;
+  for (std::size_t done = 0; done < item.count; done += kPiece) {
+    CopyItem piece = item;
+    piece.source = static_cast<const char*>(item.source) + done * source_size;
+    piece.target = static_cast<char*>(item.target) + done * target_size;
+    piece.count = std::min(kPiece, item.count - done);
+    bad = check(piece.source, piece.count, scale) || bad;  // first: scaling may be in place
+    run_copy(piece, scale);
+  }
+  return bad;
 }
 
 }  // namespace
@@ -137,22 +236,20 @@ bool can_convert(DType from, DType to) noexcept { return from == to || find_kern
 
 bool can_scale(DType dtype) noexcept { return find_kernel(dtype, dtype) != nullptr; }
 
-void run_copies_cpu(const std::vector<CopyItem>& items, const double* factor) {
+void run_copies_cpu(const std::vector<CopyItem>& items, const double* factor, std::int32_t* first_bad) {
   const double scale = factor == nullptr ? 1.0 : *factor;
-  for (const CopyItem& item : items) {
-    const std::size_t bytes = item.count * size_of(item.target_dtype);
-    if (bytes == 0) {
-      continue;  // memcpy must not see the null pointers of empty tensors
-    }
-    const bool arithmetic = item.source_dtype != item.target_dtype || (scale != 1.0 && is_floating(item.source_dtype));
-    if (item.source == nullptr) {
-      std::memset(item.target, 0, bytes);
-    } else if (arithmetic) {
-      const Kernel kernel = find_kernel(item.source_dtype, item.target_dtype);
-      HPCOMM_ASSERT(kernel != nullptr, "scale of ", to_string(item.source_dtype));
-      kernel(item, scale);
-    } else if (item.source != item.target) {
-      std::memcpy(item.target, item.source, bytes);
+  // Later tensors than the first bad one do not matter.
+  const std::size_t unchecked = first_bad == nullptr ? 0 : static_cast<std::size_t>(std::max(*first_bad, 0));
+  bool found = false;
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    const CopyItem& item = items[i];
+    const bool checked = i < unchecked && !found && item.source != nullptr;
+    const Check check = checked ? find_check(item.source_dtype, item.target_dtype) : nullptr;
+    if (check == nullptr) {
+      run_copy(item, scale);
+    } else if (run_checked_copy(item, scale, check)) {
+      *first_bad = static_cast<std::int32_t>(i);
+      found = true;
     }
   }
 }

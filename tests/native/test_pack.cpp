@@ -15,9 +15,10 @@
 #include <vector>
 
 #include "native/check.h"
-#include "pack/bfloat16.h"
+#include "pack/element.h"
 #include "pack/isa.h"
 #include "pack/pack.h"
+#include "pack/step_math.h"
 
 // The kernel chooses its instruction set once, by asking the CPU. To see the paths that this machine would not take,
 // the file is compiled again with another answer; no hook in the product.
@@ -42,7 +43,7 @@ using namespace hpcomm;
 
 namespace {
 
-using Kernel = void (*)(const std::vector<CopyItem>&, const double*);
+using Kernel = void (*)(const std::vector<CopyItem>&, const double*, std::int32_t*);
 
 struct Path {
   const char* name;
@@ -59,7 +60,9 @@ std::vector<Path> paths() {
   return all;
 }
 
-constexpr std::array<DType, 4> kFloats{DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64};
+constexpr std::array<DType, 6> kFloats{DType::kFloat16, DType::kBFloat16,     DType::kFloat32,
+                                       DType::kFloat64, DType::kFloat8E4M3FN, DType::kFloat8E5M2};
+constexpr std::int32_t kNone = std::numeric_limits<std::int32_t>::max();
 
 // --- The reference: values as doubles, which hold every one of these types exactly.
 // -----------------------------------
@@ -100,6 +103,25 @@ double decode(DType dtype, const unsigned char* element) {
       std::memcpy(&value, element, sizeof value);
       return value;
     }
+    case DType::kFloat8E4M3FN: {
+      const double sign = (*element & 0x80U) != 0 ? -1 : 1;
+      const int exponent = (*element >> 3) & 15;
+      const int fraction = *element & 7;
+      if (exponent == 15 && fraction == 7) {
+        return std::numeric_limits<double>::quiet_NaN();
+      }
+      return sign * (exponent == 0 ? std::ldexp(fraction, -9) : std::ldexp(8 + fraction, exponent - 10));
+    }
+    case DType::kFloat8E5M2: {
+      const double sign = (*element & 0x80U) != 0 ? -1 : 1;
+      const int exponent = (*element >> 2) & 31;
+      const int fraction = *element & 3;
+      if (exponent == 31) {
+        return fraction != 0 ? std::numeric_limits<double>::quiet_NaN()
+                             : sign * std::numeric_limits<double>::infinity();
+      }
+      return sign * (exponent == 0 ? std::ldexp(fraction, -16) : std::ldexp(4 + fraction, exponent - 17));
+    }
     default:
       return 0;
   }
@@ -132,6 +154,13 @@ double expected(DType from, DType to, double value, std::optional<double> factor
       return round_to(static_cast<float>(product), 7, -126, std::ldexp(1.0, 128));
     case DType::kFloat32:
       return static_cast<float>(product);
+    case DType::kFloat8E4M3FN: {
+      // Without infinity: what is too large, infinity too, is the largest number there is.
+      const double rounded = round_to(static_cast<float>(product), 3, -6, 480);
+      return std::isinf(rounded) ? std::copysign(448, rounded) : rounded;
+    }
+    case DType::kFloat8E5M2:
+      return round_to(static_cast<float>(product), 2, -14, 65536);
     default:
       return product;
   }
@@ -155,6 +184,12 @@ void push(Bytes& bytes, T value) {
 Bytes inputs(DType dtype) {
   Bytes bytes;
   std::mt19937_64 random(1);
+  if (size_of(dtype) == 1) {
+    for (unsigned bits = 0; bits < 65536; ++bits) {
+      push(bytes, static_cast<std::uint8_t>(bits));
+    }
+    return bytes;
+  }
   if (size_of(dtype) == 2) {
     for (unsigned bits = 0; bits < 65536; ++bits) {
       push(bytes, static_cast<std::uint16_t>(bits));
@@ -166,6 +201,16 @@ Bytes inputs(DType dtype) {
       // Around the tie between two bfloat16, for even and odd ones.
       for (std::uint32_t low : {0U, 1U, 0x7fffU, 0x8000U, 0x8001U, 0xffffU}) {
         push(bytes, high << 16 | low);
+      }
+    }
+    // The ties of both float8, the numbers beside them, and where they end.
+    for (int exponent = -20; exponent <= 17; ++exponent) {
+      for (int sixteenths = 16; sixteenths < 32; ++sixteenths) {
+        const float value = std::ldexp(static_cast<float>(sixteenths), exponent - 4);
+        for (float near : {value, std::nextafter(value, 0.0F), std::nextafter(value, 1e9F)}) {
+          push(bytes, near);
+          push(bytes, -near);
+        }
       }
     }
     for (float value : {65504.0F, 65519.0F, 65520.0F, 65536.0F, 5.9604645e-08F, 2.9802322e-08F, 2.9802326e-08F,
@@ -224,7 +269,7 @@ void check_convert(const Path& path, DType from, DType to, const Bytes& source, 
   const std::size_t count = source.size() / size_of(from);
   const Guarded target(count * size_of(to));
   const double value = factor.value_or(0);
-  path.run({{source.data(), target.data(), count, from, to}}, factor ? &value : nullptr);
+  path.run({{source.data(), target.data(), count, from, to}}, factor ? &value : nullptr, nullptr);
   CHECK(target.intact());
   int wrong = 0;
   for (std::size_t i = 0; i < count && wrong < 3; ++i) {
@@ -303,7 +348,7 @@ TEST(pack_without_arithmetic_is_bit_for_bit) {
           continue;
         }
         const Guarded target(source.size());
-        path.run({{source.data(), target.data(), source.size() / size_of(dtype), dtype, dtype}}, &factor);
+        path.run({{source.data(), target.data(), source.size() / size_of(dtype), dtype, dtype}}, &factor, nullptr);
         CHECK(std::memcmp(target.data(), source.data(), source.size()) == 0);
         CHECK(target.intact());
       }
@@ -442,15 +487,12 @@ TEST(pack_refuses_wrong_arguments) {
   CHECK_THROWS(ErrorKind::kInvalidArgument, unpack(*stream, layout, shorter, targets), "the buffer has 127");
   CHECK_THROWS(ErrorKind::kInvalidArgument, scale(*stream, {{target.data(), 12, 3, DType::kInt32, {}}}, scale_of(2)),
                "only floating point");
-  CHECK_THROWS(ErrorKind::kInvalidArgument,
-               scale(*stream, {{target.data(), 12, 12, DType::kFloat8E5M2, {}}}, scale_of(2)),
-               "no kernel scales float8");
 
-  const Layout narrow({{4, DType::kFloat32}}, DType::kFloat8E4M3FN);
+  const Layout narrow({{4, DType::kFloat32}}, DType::kInt8);
   CHECK_THROWS(ErrorKind::kInvalidArgument, pack(*stream, narrow, {values.data()}, buffer.view()),
-               "no kernel casts float32 to float8_e4m3fn");
+               "no kernel casts float32 to int8");
   CHECK_THROWS(ErrorKind::kInvalidArgument, unpack(*stream, narrow, buffer.view(), {target.data()}),
-               "no kernel casts float8_e4m3fn to float32");
+               "no kernel casts int8 to float32");
   CHECK(buffer.intact());
 }
 
@@ -490,4 +532,123 @@ TEST(pack_holds_what_it_was_given) {
   stream->synchronize();
   CHECK(watched.expired());
   CHECK_EQ(decode(DType::kFloat32, buffer->data() + 4), 2.0);
+}
+
+TEST(pack_finds_the_first_bad_tensor) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  for (DType from : kFloats) {
+    for (DType to : kFloats) {
+      for (const Path& path : paths()) {
+        for (const double factor : {1.0, 0.5}) {
+          // Long enough for several pieces of the checking loop; bad in one place of two tensors.
+          constexpr std::size_t kCount = 4500;
+          const std::vector<double> ones(kCount, 1.0);
+          const Guarded good(kCount * size_of(from));
+          run_copies_cpu({{ones.data(), good.data(), kCount, DType::kFloat64, from}}, nullptr);
+          for (const std::size_t place : {std::size_t{0}, std::size_t{2048}, kCount - 1}) {
+            const Guarded bad(kCount * size_of(from));
+            std::memcpy(bad.data(), good.data(), kCount * size_of(from));
+            const double value = from == DType::kFloat8E4M3FN ? std::nan("") : infinity;
+            run_copies_cpu({{&value, bad.data() + place * size_of(from), 1, DType::kFloat64, from}}, nullptr);
+            const Guarded target(5 * kCount * size_of(to));
+            const Guarded unchecked(5 * kCount * size_of(to));
+            const auto items = [&](const Guarded& into) {
+              const std::array<const void*, 5> sources{good.data(), nullptr, bad.data(), good.data(), bad.data()};
+              std::vector<CopyItem> list;
+              for (std::size_t i = 0; i < sources.size(); ++i) {
+                list.push_back({sources[i], into.data() + i * kCount * size_of(to), kCount, from, to});
+              }
+              return list;
+            };
+            path.run(items(unchecked), &factor, nullptr);
+            for (const std::int32_t before : {kNone, 2, 1}) {
+              std::int32_t first_bad = before;
+              path.run(items(target), &factor, &first_bad);
+              CHECK_EQ(first_bad, std::min(before, 2));
+              CHECK(std::memcmp(target.data(), unchecked.data(), 5 * kCount * size_of(to)) == 0);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// The source times the scale is looked at, in the type in which it is multiplied; not what the cast makes of it.
+TEST(pack_checks_before_the_cast) {
+  const auto stream = make_caller_stream();
+  const auto check_of = [] { return FiniteCheck{std::make_shared<std::int32_t>(kNone)}; };
+  const Layout layout({{1, DType::kInt64}, {1, DType::kFloat32}}, DType::kFloat16);
+  const Guarded buffer(layout.bytes());
+  const std::int64_t whole = -1;  // all ones, and no floating point number
+  const float large = 1e30F;
+  FiniteCheck check = check_of();
+  pack(*stream, layout, {&whole, &large}, buffer.view(), {}, nullptr, check);
+  CHECK_EQ(*check.first_bad, kNone);
+  CHECK(std::isinf(decode(DType::kFloat16, buffer.data() + 64)));
+  pack(*stream, layout, {&whole, &large}, buffer.view(), scale_of(1e10), nullptr, check);
+  CHECK_EQ(*check.first_bad, 1);
+
+  std::vector<float> values{1, 1e30F};
+  const std::vector<BufferView> views{{values.data(), 4, 1, DType::kFloat32, {}},
+                                      {values.data() + 1, 4, 1, DType::kFloat32, {}}};
+  check = check_of();
+  scale(*stream, views, scale_of(1e10), nullptr, check);
+  CHECK_EQ(*check.first_bad, 1);
+  CHECK(std::isinf(values[1]));
+  const Layout wide({{1, DType::kFloat64}, {1, DType::kFloat32}});
+  const Guarded target(wide.bytes());
+  const double huge = 1e300;
+  check = check_of();
+  pack(*stream, wide, {&huge, values.data()}, target.view(), scale_of(2), nullptr, check);
+  CHECK_EQ(*check.first_bad, kNone);
+}
+
+TEST(clear_fills_zeros) {
+  const auto stream = make_caller_stream();
+  const Guarded buffer(77, 0xff);
+  clear(*stream, buffer.view());
+  CHECK(std::all_of(buffer.data(), buffer.data() + 77, [](unsigned char byte) { return byte == 0; }));
+  CHECK(buffer.intact());
+  clear(*stream, BufferView{});
+}
+
+TEST(finish_loss_makes_the_factor) {
+  const auto stream = make_caller_stream();
+  std::array<double, 4> sums{10, 3, 2, 0};
+  double factor = -1;
+  finish_loss(*stream, sums.data(), &factor, true);
+  CHECK_EQ(factor, 1.0 / 3);
+  CHECK_EQ(sums, (std::array<double, 4>{10, 3, 2, 3}));
+  sums[LossSums::kWeight] = 5;
+  finish_loss(*stream, sums.data(), &factor, false);
+  CHECK_EQ(factor, 1.0 / 8);
+  CHECK_EQ(sums, (std::array<double, 4>{10, 5, 2, 0}));
+  sums[LossSums::kWeight] = 0;
+  finish_loss(*stream, sums.data(), &factor, false);
+  CHECK_EQ(factor, 0.0);
+}
+
+// In the stream's order: the sums that were there when it is its turn, and memory that lives until then.
+TEST(finish_loss_waits_for_its_turn) {
+  const auto stream = make_worker_stream("pack test");
+  const auto gate = std::make_shared<std::atomic<bool>>(false);
+  stream->enqueue([gate] {
+    while (!*gate) {
+      std::this_thread::yield();
+    }
+  });
+  auto sums = std::make_shared<std::array<double, 5>>();
+  const std::weak_ptr<std::array<double, 5>> watched = sums;
+  double* const data = sums->data();
+  finish_loss(*stream, data, data + 4, false, sums);
+  const auto factor = std::make_shared<double>(0);
+  stream->enqueue([data, factor] { *factor = data[4]; });
+  data[LossSums::kWeight] = 4;
+  stream->hold(std::move(sums));
+  CHECK(!watched.expired());
+  *gate = true;
+  stream->synchronize();
+  CHECK(watched.expired());
+  CHECK_EQ(*factor, 0.25);
 }
