@@ -1,0 +1,27 @@
+// Calls: operations in NCCL's terms, ready to be made together.
+#pragma once
+
+#include <vector>
+
+#include "comm/nccl/nccl_session.h"
+#include "comm/nccl/nccl_types.h"
+
+namespace hpcomm::nccl {
+
+struct Call {
+  enum class Kind { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kSend, kRecv };
+  Kind kind = Kind::kAllReduce;
+  const void* input = nullptr;
+  void* output = nullptr;
+  std::size_t count = 0;  // as NCCL counts: of reduce_scatter's output, of all_gather's input
+  DataType type = DataType::kUInt8;
+  RedOp op = RedOp::kSum;
+  int peer = -1;  // or root
+};
+
+// Makes `calls` on `stream`, as one group when there are several, and waits until NCCL has launched them. Throws
+// kTransport, kTimedOut, or why the session was aborted; the session is of no use then.
+void make_calls(Session& session, const std::vector<Call>& calls, StreamHandle stream, Deadline deadline,
+                const ErrorContext& what);
+
+}  // namespace hpcomm::nccl

@@ -1,0 +1,379 @@
+// The Communicator over NCCL: checks, order, launch, works. Its NCCL half is the Session (nccl_session.h).
+#include "comm/nccl/nccl_communicator.h"
+
+#include <cstdio>
+#include <utility>
+
+#include "base/fork.h"
+#include "comm/nccl/launch_order.h"
+#include "comm/nccl/nccl_calls.h"
+#include "comm/nccl/nccl_init.h"
+#include "comm/nccl/nccl_memory.h"
+#include "comm/nccl/teardown.h"
+#include "comm/nccl/watchdog.h"
+#include "stream/cuda_call.h"
+
+namespace hpcomm {
+
+namespace {
+
+using namespace nccl;
+
+constexpr std::size_t kMostInGroup = 256;
+// Longer than a finalisation waits for peers, and an abort after it.
+constexpr std::chrono::seconds kTeardown{8};
+
+class NcclCommunicator final : public Communicator {
+ public:
+  NcclCommunicator(CommunicatorConfig config, const NcclOptions& options, SessionPtr session, bool launch_order)
+      : Communicator(std::move(config)),
+        options_(options),
+        session_(std::move(session)),
+        order_(LaunchOrder::of(session_->device)),
+        nccl_keeps_order_(launch_order) {
+    watch(session_);
+  }
+
+  // The rest of construction, which may fail: by then the destructor is there to clean up.
+  void complete() { scratch_ = nccl::allocate(session_, 1); }
+
+  ~NcclCommunicator() override {
+    if (forked()) {
+      return;  // threads, locks and the device are the parent's
+    }
+    try {
+      if (session_->busy() && !session_->is_aborted()) {
+        const Error why(ErrorKind::kClosed, "the communicator was destroyed while operations were pending",
+                        context("close", -1, 0));
+        std::fprintf(stderr, "hpcomm: rank %d: %s on lane %s\n", why.context().rank, why.what(), lane().c_str());
+        abort(why);
+      }
+      end();
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "hpcomm: an NCCL communicator of lane %s ends badly: %s\n", lane().c_str(), error.what());
+    }
+    session_->stop_listening();
+  }
+
+  [[nodiscard]] const char* transport() const noexcept override { return "nccl"; }
+  [[nodiscard]] Device device() const noexcept override { return {DeviceType::kCuda, session_->device}; }
+  [[nodiscard]] bool averages_well() const noexcept override { return true; }
+  [[nodiscard]] Buffer allocate(std::size_t bytes) override {
+    require_open(context("allocate", -1, 0));
+    return nccl::allocate(session_, bytes);
+  }
+
+  void group(const std::function<void()>& issue) override {
+    if (Group::current != nullptr && Group::current->owner == this) {
+      issue();  // a group within a group is part of it
+      return;
+    }
+    Group collected{this, Group::current, {}};
+    Group::current = &collected;
+    try {
+      issue();
+    } catch (const std::exception& error) {
+      Group::current = collected.outer;
+      // Nothing was launched. What the caller may hold ends with the same words.
+      for (const Issue& entry : collected.issues) {
+        entry.work->fail(Error(ErrorKind::kClosed, str("its group was given up: ", error.what())));
+      }
+      throw;
+    }
+    Group::current = collected.outer;
+    launch(collected.issues);
+  }
+
+  [[nodiscard]] WorkPtr follow(const WorkPtr& operation, ErrorContext what, Keepalive held) override {
+    auto work = std::make_shared<NcclWork>(std::move(what), lane(), device(), timeout(), operation);
+    const auto issuing = order_.issue();
+    try {
+      const cuda::DeviceGuard guard(session_->device);
+      record({work}, std::move(held));
+    } catch (const Error& error) {
+      work->fail(error);
+    }
+    return work;
+  }
+
+  void close() override {
+    if (forked()) {
+      return;
+    }
+    session_->refuse_more();
+    if (!session_->idle_until(deadline_after(timeout()))) {
+      return;  // aborted: the works say why; or the watchdog is about to
+    }
+    end();
+  }
+
+  void abort(const Error& why) noexcept override {
+    if (forked()) {
+      return;
+    }
+    session_->abort(why, true);
+    wake_watchdog();
+  }
+
+  [[nodiscard]] std::optional<Error> aborted() const override { return session_->aborted(); }
+
+ protected:
+  void require_open(const ErrorContext& what) const override {
+    if (forked()) {
+      throw Error(ErrorKind::kClosed,
+                  str(what.operation, " on lane ", lane(), " in a forked child: CUDA and NCCL belong to its parent. ",
+                      "Communicate from the process that called init(), or start workers by spawn"),
+                  what);
+    }
+    session_->require_open(what);
+  }
+
+  WorkPtr submit(Operation operation) override {
+    ErrorContext what = context(operation_name(operation.kind), operation.peer, operation.sequence);
+    require_open(what);
+    Issue issue;
+    issue.calls = calls_of(operation, what);
+    issue.keepalive = std::move(operation.options.keepalive);
+    const auto limit = operation.options.timeout.count() > 0 ? operation.options.timeout : timeout();
+    issue.work = std::make_shared<NcclWork>(std::move(what), lane(), device(), limit);
+    WorkPtr work = issue.work;
+    if (issue.calls.empty()) {
+      issue.work->finished();
+      return work;
+    }
+    if (Group::current != nullptr && Group::current->owner == this) {
+      Group::current->add(std::move(issue));
+      return work;
+    }
+    std::vector<Issue> alone;
+    alone.push_back(std::move(issue));
+    launch(alone);
+    return work;
+  }
+
+  [[nodiscard]] std::shared_ptr<Communicator> make_child(CommunicatorConfig child) override {
+    return make_nccl_communicator(std::move(child), options_);
+  }
+
+  [[nodiscard]] std::shared_ptr<Communicator> make_part(CommunicatorConfig part, int, int) override {
+    // NCCL wants colors of zero and above, and keys in our order: the first member's rank names the part.
+    int color = 0;
+    while (ranks()[static_cast<std::size_t>(color)] != part.ranks.front()) {
+      ++color;
+    }
+    const bool launch_order = ask_for_launch_order();
+    SessionPtr session = nccl::split(*session_, part, color, options_, launch_order);
+    return finish(std::move(part), options_, std::move(session), launch_order);
+  }
+
+ public:
+  [[nodiscard]] static std::shared_ptr<Communicator> finish(CommunicatorConfig config, const NcclOptions& options,
+                                                            SessionPtr session, bool launch_order) {
+    auto made = std::make_shared<NcclCommunicator>(std::move(config), options, std::move(session), launch_order);
+    made->complete();
+    return made;
+  }
+
+ private:
+  struct Issue {
+    std::vector<Call> calls;
+    NcclWorkPtr work;
+    Keepalive keepalive;
+  };
+
+  // What a thread collects between the begin and the end of a group.
+  struct Group {
+    const NcclCommunicator* owner;
+    Group* outer;
+    std::vector<Issue> issues;
+
+    void add(Issue issue) {
+      std::size_t calls = issue.calls.size();
+      for (const Issue& entry : issues) {
+        calls += entry.calls.size();
+      }
+      HPCOMM_REQUIRE(calls <= kMostInGroup, "a group of more than ", kMostInGroup, " operations on lane ",
+                     owner->lane(), ": make several groups, in the same way on both ends");
+      issues.push_back(std::move(issue));
+    }
+
+    static thread_local Group* current;
+  };
+
+  [[nodiscard]] bool forked() const noexcept { return fork_generation() != session_->generation; }
+
+  void require_buffer(const BufferView& buffer, const ErrorContext& what) const {
+    HPCOMM_REQUIRE(buffer.count == 0 || (buffer.data != nullptr && buffer.device == device()), what.operation, " #",
+                   what.sequence, " on lane ", lane(), ": a buffer is not on CUDA device ", session_->device);
+  }
+
+  // Nothing for an operation that has nothing to do.
+  [[nodiscard]] std::vector<Call> calls_of(const Operation& operation, const ErrorContext& what) const {
+    using Kind = Operation::Kind;
+    if (operation.kind == Kind::kBarrier) {
+      void* one = scratch_.view.data;
+      return {{Call::Kind::kAllReduce, one, one, 1, DataType::kUInt8, RedOp::kMax, -1}};
+    }
+    const BufferView& input = operation.input;
+    const BufferView& output = operation.output;
+    require_buffer(input, what);
+    require_buffer(output, what);
+    const auto ranks_in_group = static_cast<std::size_t>(size());
+    switch (operation.kind) {
+      case Kind::kAllReduce:
+      case Kind::kReduceScatter: {
+        const Reduction reduction = reduced(input.dtype, operation.op, what);
+        if (input.count == 0) {
+          return {};
+        }
+        const bool scatters = operation.kind == Kind::kReduceScatter;
+        return {{scatters ? Call::Kind::kReduceScatter : Call::Kind::kAllReduce, input.data, output.data,
+                 output.count * reduction.elements.per_element, reduction.elements.type, reduction.op, -1}};
+      }
+      case Kind::kAllGather:
+      case Kind::kBroadcast: {
+        if (input.count == 0) {
+          return {};
+        }
+        const Elements elements = copied(input.dtype);
+        const bool gathers = operation.kind == Kind::kAllGather;
+        return {{gathers ? Call::Kind::kAllGather : Call::Kind::kBroadcast, input.data, output.data,
+                 input.count * elements.per_element, elements.type, RedOp::kSum, operation.peer}};
+      }
+      case Kind::kSend:
+      case Kind::kRecv: {
+        const bool sends = operation.kind == Kind::kSend;
+        const BufferView& buffer = sends ? input : output;
+        if (buffer.count == 0) {
+          return {};
+        }
+        const Elements elements = copied(buffer.dtype);
+        return {{sends ? Call::Kind::kSend : Call::Kind::kRecv, buffer.data, buffer.data,
+                 buffer.count * elements.per_element, elements.type, RedOp::kSum, operation.peer}};
+      }
+      case Kind::kAllToAll: {
+        if (input.count == 0) {
+          return {};
+        }
+        const auto* from = static_cast<const char*>(input.data);
+        auto* to = static_cast<char*>(output.data);
+        HPCOMM_REQUIRE(from + input.bytes <= to || to + output.bytes <= from, what.operation, " #", what.sequence,
+                       " on lane ", lane(), ": input and output overlap, and NCCL needs two buffers");
+        const Elements elements = copied(input.dtype);
+        const std::size_t part = input.bytes / ranks_in_group;
+        const std::size_t count = input.count / ranks_in_group * elements.per_element;
+        std::vector<Call> calls;
+        for (std::size_t r = 0; r < ranks_in_group; ++r) {
+          const int peer = static_cast<int>(r);
+          calls.push_back({Call::Kind::kSend, from + r * part, nullptr, count, elements.type, RedOp::kSum, peer});
+          calls.push_back({Call::Kind::kRecv, nullptr, to + r * part, count, elements.type, RedOp::kSum, peer});
+        }
+        return calls;
+      }
+      case Kind::kBarrier:
+        break;
+    }
+    return {};
+  }
+
+  // One thread at a time issues on a device: what it launches here starts in this order.
+  void launch(std::vector<Issue>& issues) {
+    if (issues.empty()) {
+      return;
+    }
+    std::vector<Call> calls;
+    std::vector<NcclWorkPtr> works;
+    auto keepalives = std::make_shared<std::vector<Keepalive>>();
+    for (Issue& issue : issues) {
+      calls.insert(calls.end(), issue.calls.begin(), issue.calls.end());
+      works.push_back(issue.work);
+      if (issue.keepalive != nullptr) {
+        keepalives->push_back(std::move(issue.keepalive));
+      }
+    }
+    const ErrorContext& what = works.front()->what();
+    const auto issuing = order_.issue();
+    try {
+      const cuda::DeviceGuard guard(session_->device);
+      if (!nccl_keeps_order_ && !cuda::is_capturing(handle())) {
+        order_.before(stream());
+      }
+      make_calls(*session_, calls, stream().native_handle(), works.front()->deadline(), what);
+      const Event launched = record(works, keepalives->empty() ? nullptr : keepalives);
+      if (!nccl_keeps_order_ && !cuda::is_capturing(handle())) {
+        order_.after(stream(), launched);
+      }
+    } catch (const Error& error) {
+      // Some of it may have been launched, and what the peers did is unknown: this communicator cannot go on.
+      session_->keep(std::move(keepalives));
+      session_->abort(error, true);
+      wake_watchdog();
+      for (const NcclWorkPtr& work : works) {
+        work->doom(error);
+      }
+      // The caller will free its buffers: not before the kernels have given up, if they do.
+      (void)session_->wait_gone(Clock::now() + std::chrono::seconds(1));
+      for (const NcclWorkPtr& work : works) {
+        work->fail(error);
+      }
+      throw;
+    }
+  }
+
+  // An event behind what was issued up to here, which ends `works`.
+  Event record(const std::vector<NcclWorkPtr>& works, Keepalive held) {
+    const bool captured = cuda::is_capturing(handle());
+    Event event = stream().record();
+    for (const NcclWorkPtr& work : works) {
+      if (captured) {
+        work->captured(event);
+      } else {
+        work->launched(event);
+      }
+    }
+    if (!captured) {
+      session_->watch(works);
+    }
+    if (held != nullptr) {
+      stream().hold(std::move(held));
+    }
+    return event;
+  }
+
+  [[nodiscard]] cudaStream_t handle() const { return static_cast<cudaStream_t>(stream().native_handle()); }
+
+  // Waits, with a bound, until the communicator is gone.
+  void end() {
+    if (session_->begin_finalize()) {
+      start_finalize(session_);
+    }
+    if (session_->wait_gone(Clock::now() + kTeardown)) {
+      scratch_ = {};
+    } else {
+      // A barrier may still run on it.
+      (void)new Keepalive(std::move(scratch_.owner));
+    }
+  }
+
+  const NcclOptions options_;
+  const SessionPtr session_;
+  LaunchOrder& order_;
+  const bool nccl_keeps_order_;
+  Buffer scratch_;
+};
+
+thread_local NcclCommunicator::Group* NcclCommunicator::Group::current = nullptr;
+
+}  // namespace
+
+std::shared_ptr<Communicator> make_nccl_communicator(CommunicatorConfig config, const NcclOptions& options) {
+  HPCOMM_REQUIRE(config.rank >= 0 && config.rank < static_cast<int>(config.ranks.size()), "communicator: rank ",
+                 config.rank, " of ", config.ranks.size());
+  HPCOMM_REQUIRE(config.stream != nullptr && config.control != nullptr, "communicator: no stream or no Control");
+  HPCOMM_REQUIRE(config.stream->device().type == DeviceType::kCuda, "NCCL needs a CUDA stream, for lane ", config.lane);
+  const bool launch_order = ask_for_launch_order();  // before anything of NCCL runs here
+  SessionPtr session = connect(config, options, launch_order);
+  return NcclCommunicator::finish(std::move(config), options, std::move(session), launch_order);
+}
+
+}  // namespace hpcomm

@@ -1,0 +1,139 @@
+// Id, initialisation and split of communicators.
+#include "comm/nccl/nccl_init.h"
+
+#include <cstring>
+#include <utility>
+
+#include "base/hash.h"
+#include "comm/nccl/teardown.h"
+#include "stream/cuda_call.h"
+
+namespace hpcomm::nccl {
+
+namespace {
+
+void check_options(const NcclOptions& options) {
+  HPCOMM_REQUIRE(options.min_ctas >= 0 && options.max_ctas >= 0 &&
+                     (options.min_ctas == 0 || options.max_ctas == 0 || options.min_ctas <= options.max_ctas),
+                 "NcclOptions: min_ctas is ", options.min_ctas, ", max_ctas ", options.max_ctas,
+                 "; give 0 <= min_ctas <= max_ctas, where 0 leaves it to NCCL");
+  HPCOMM_REQUIRE(options.cga_cluster_size >= -1 && options.cga_cluster_size <= 8, "NcclOptions: cga_cluster_size is ",
+                 options.cga_cluster_size, "; give 0 to 8, or -1");
+}
+
+// What must be the same on all ranks, so that a difference is an error with words and not a hang.
+std::string terms(const Library& nccl, const NcclOptions& options) {
+  return str("NCCL ", nccl.version_text(), ", min_ctas ", options.min_ctas, ", max_ctas ", options.max_ctas,
+             ", cga_cluster_size ", options.cga_cluster_size);
+}
+
+// Group rank 0's id and terms.
+UniqueId agree_on_id(const Library& nccl, const CommunicatorConfig& config, const NcclOptions& options,
+                     Deadline deadline, const ErrorContext& what) {
+  const std::uint64_t channel = Fingerprint().add(config.name).add("nccl id").value();
+  const std::string mine = terms(nccl, options);
+  UniqueId id{};
+  if (config.rank == 0) {
+    const Result made = nccl.GetUniqueId(&id);
+    if (made != Result::kSuccess) {
+      throw Error(ErrorKind::kTransport, str("ncclGetUniqueId: ", nccl.words(made)), what);
+    }
+    for (std::size_t r = 1; r < config.ranks.size(); ++r) {
+      config.control->send(config.ranks[r], channel, std::string(id.bytes, sizeof id.bytes) + mine);
+    }
+    return id;
+  }
+  const std::string message = config.control->receive(config.ranks.front(), channel, deadline);
+  if (message.size() < sizeof id.bytes) {
+    throw Error(ErrorKind::kProtocol, "the id of an NCCL communicator is too short", what);
+  }
+  std::memcpy(id.bytes, message.data(), sizeof id.bytes);
+  const std::string theirs = message.substr(sizeof id.bytes);
+  if (theirs != mine) {
+    throw Error(ErrorKind::kSchemaMismatch,
+                str("ranks want different NCCL communicators: rank ", config.ranks.front(), " has ", theirs, "; rank ",
+                    what.rank, " has ", mine),
+                what);
+  }
+  return id;
+}
+
+ErrorContext context_of(const CommunicatorConfig& config, const char* operation) {
+  return {config.ranks[static_cast<std::size_t>(config.rank)], -1, 0, operation};
+}
+
+SessionPtr make_session(const Library& nccl, const CommunicatorConfig& config) {
+  auto session = std::make_shared<Session>(nccl, config.stream->device().index, config.lane, config.control);
+  session->listen();
+  return session;
+}
+
+// A session whose communicator did not come about.
+void give_up(const SessionPtr& session, const Error& why) {
+  session->stop_listening();
+  session->abort(why, false);
+  if (session->begin_abort()) {
+    start_abort({session});
+    (void)session->wait_gone(Clock::now() + std::chrono::seconds(2));
+  }
+}
+
+}  // namespace
+
+SessionPtr connect(const CommunicatorConfig& config, const NcclOptions& options, bool launch_order) {
+  check_options(options);
+  const Deadline deadline = deadline_after(config.timeout);
+  const ErrorContext what = context_of(config, "ncclCommInitRank");
+  const Library& nccl = library();
+  const UniqueId id = agree_on_id(nccl, config, options, deadline, what);
+  const SessionPtr session = make_session(nccl, config);
+  try {
+    const cuda::DeviceGuard device(session->device);
+    const std::lock_guard inside(session->api);
+    Config wanted = make_config(nccl, options, launch_order);
+    const Result begun =
+        nccl.CommInitRankConfig(&session->comm, static_cast<int>(config.ranks.size()), id, config.rank, &wanted);
+    session->settle(begun, session->comm, deadline, what);
+  } catch (const Error& error) {
+    give_up(session, error);
+    throw;
+  }
+  return session;
+}
+
+SessionPtr split(Session& parent, const CommunicatorConfig& part, int color, const NcclOptions& options,
+                 bool launch_order) {
+  const Deadline deadline = deadline_after(part.timeout);
+  const ErrorContext what = context_of(part, "ncclCommSplit");
+  // NCCL: no operation of the parent may be outstanding.
+  if (!parent.idle_until(deadline) && !parent.is_aborted()) {
+    throw Error(ErrorKind::kTimedOut, str("split on lane ", parent.lane, ": operations before it are not done"), what);
+  }
+  const SessionPtr session = make_session(parent.nccl, part);
+  try {
+    const cuda::DeviceGuard device(session->device);
+    const std::lock_guard inside(session->api);
+    {
+      const std::lock_guard inside_parent(parent.api);
+      parent.require_open(what);
+      HPCOMM_ASSERT(parent.comm != nullptr, "an open session without a communicator");
+      Config wanted = make_config(parent.nccl, options, launch_order);
+      const Result begun = parent.nccl.CommSplit(parent.comm, color, part.rank, &session->comm, &wanted);
+      parent.settle(begun, parent.comm, deadline, what);
+    }
+    HPCOMM_ASSERT(session->comm != nullptr, "ncclCommSplit made no communicator");
+    session->settle(Result::kInProgress, session->comm, deadline, what);
+    int size = -1;
+    int rank = -1;
+    session->settle(session->nccl.CommCount(session->comm, &size), session->comm, deadline, what);
+    session->settle(session->nccl.CommUserRank(session->comm, &rank), session->comm, deadline, what);
+    HPCOMM_ASSERT(size == static_cast<int>(part.ranks.size()) && rank == part.rank, "ncclCommSplit made rank ", rank,
+                  " of ", size, ", not ", part.rank, " of ", part.ranks.size());
+  } catch (const Error& error) {
+    give_up(session, error);
+    throw;
+  }
+  return session;
+}
+
+}  // namespace hpcomm::nccl

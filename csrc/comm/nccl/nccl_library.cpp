@@ -1,0 +1,156 @@
+// Finds NCCL, reads its functions and fills its config struct by version.
+#include "comm/nccl/nccl_library.h"
+
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "base/error.h"
+
+namespace hpcomm::nccl {
+
+namespace {
+
+// Fields that a version does not have end the struct it is told of.
+constexpr std::size_t kSize227 = offsetof(Config, n_channels_per_net_peer);
+constexpr int kOrderInConfig = version_code(2, 31, 0);
+
+template <typename Function>
+void look_up(void* handle, const char* name, Function& function) {
+  // POSIX: a function's address travels as void*.
+  void* address = dlsym(handle, name);
+  std::memcpy(&function, &address, sizeof address);
+}
+
+std::string last_dl_error() {
+  const char* text = dlerror();
+  return text == nullptr ? "not found" : text;
+}
+
+void* open_library(std::string& path) {
+  const char* named = std::getenv("HPCOMM_NCCL_LIBRARY");
+  if (named != nullptr && *named != '\0') {
+    path = named;
+    if (void* handle = dlopen(named, RTLD_NOW | RTLD_LOCAL)) {
+      return handle;
+    }
+    throw Error(ErrorKind::kTransport, str("HPCOMM_NCCL_LIBRARY=", named, " cannot be loaded: ", last_dl_error()));
+  }
+  constexpr const char* kName = "libnccl.so.2";
+  path = str(kName, " (loaded already)");
+  if (void* handle = dlopen(kName, RTLD_NOW | RTLD_NOLOAD)) {
+    return handle;
+  }
+  path = kName;
+  if (void* handle = dlopen(kName, RTLD_NOW | RTLD_LOCAL)) {
+    return handle;
+  }
+  throw Error(ErrorKind::kTransport,
+              str("no NCCL: the process has loaded no ", kName,
+                  " (a torch with CUDA brings one) and the dynamic loader ", "finds none: ", last_dl_error(),
+                  ". Import torch first, or put the folder of ", kName, " into LD_LIBRARY_PATH"));
+}
+
+}  // namespace
+
+std::string Library::version_text() const { return str(version / 10000, '.', version / 100 % 100, '.', version % 100); }
+
+std::string Library::words(Result result, CommHandle comm) const {
+  std::string text = str("NCCL ", version_text(), ": ", GetErrorString(result));
+  const char* last = GetLastError(comm);
+  if (last != nullptr && *last != '\0') {
+    text += str(" (", last, ")");
+  }
+  return text;
+}
+
+Library read_library(void* handle, const std::string& path) {
+  Library nccl;
+  nccl.path = path;
+  std::string missing;
+#define HPCOMM_NCCL_LOOK_UP(name, result, parameters) look_up(handle, "nccl" #name, nccl.name);
+#define HPCOMM_NCCL_REQUIRE(name, result, parameters) \
+  HPCOMM_NCCL_LOOK_UP(name, result, parameters)       \
+  if (nccl.name == nullptr) {                         \
+    missing += " nccl" #name;                         \
+  }
+  HPCOMM_NCCL_REQUIRED(HPCOMM_NCCL_REQUIRE)
+  HPCOMM_NCCL_OPTIONAL(HPCOMM_NCCL_LOOK_UP)
+#undef HPCOMM_NCCL_REQUIRE
+#undef HPCOMM_NCCL_LOOK_UP
+  if (nccl.GetVersion == nullptr || nccl.GetVersion(&nccl.version) != Result::kSuccess) {
+    throw Error(ErrorKind::kTransport, str(path, " is no NCCL: it does not tell its version"));
+  }
+  if (nccl.version < kOldestVersion) {
+    throw Error(ErrorKind::kTransport, str(path, " is NCCL ", nccl.version_text(),
+                                           "; hpcomm needs 2.27 or newer, which torch 2.9 and later bring"));
+  }
+  if (!missing.empty()) {
+    throw Error(ErrorKind::kTransport, str(path, " says it is NCCL ", nccl.version_text(), " and lacks", missing));
+  }
+  return nccl;
+}
+
+const Library& library() {
+  // Never destroyed: teardown threads may call NCCL until the process is gone.
+  static std::mutex& mutex = *new std::mutex;
+  static const Library* loaded = nullptr;
+  const std::lock_guard lock(mutex);
+  if (loaded == nullptr) {
+    std::string path;
+    void* handle = open_library(path);
+    loaded = std::make_unique<Library>(read_library(handle, path)).release();
+  }
+  return *loaded;
+}
+
+Config make_config(const Library& nccl, const NcclOptions& options, bool launch_order_implicit) {
+  Config config{};
+  config.size = nccl.version >= kOrderInConfig ? sizeof(Config) : kSize227;
+  config.magic = kConfigMagic;
+  config.version = static_cast<unsigned>(nccl.version >= kOrderInConfig ? kOrderInConfig : kOldestVersion);
+  config.blocking = 0;  // only then can a communicator that waits for its peers be aborted
+  config.cga_cluster_size = options.cga_cluster_size >= 0 ? options.cga_cluster_size : kUndefined;
+  config.min_ctas = options.min_ctas > 0 ? options.min_ctas : kUndefined;
+  config.max_ctas = options.max_ctas > 0 ? options.max_ctas : kUndefined;
+  config.split_share = kUndefined;
+  config.traffic_class = kUndefined;
+  config.collnet_enable = kUndefined;
+  config.cta_policy = kUndefined;
+  config.shrink_share = kUndefined;
+  config.nvls_ctas = kUndefined;
+  config.n_channels_per_net_peer = kUndefined;
+  config.nvlink_centric_sched = kUndefined;
+  config.graph_usage_mode = kUndefined;
+  config.num_rma_ctx = kUndefined;
+  config.max_p2p_peers = kUndefined;
+  config.graph_stream_ordering = kUndefined;
+  config.launch_order_implicit = launch_order_implicit ? 1 : kUndefined;
+  return config;
+}
+
+bool ask_for_launch_order() {
+  // Not overwritten: whoever sets it to 0 gets the order from events instead (launch_order.h).
+  ::setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0);
+  const char* asked = std::getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+  return asked != nullptr && std::atoi(asked) != 0;
+}
+
+}  // namespace hpcomm::nccl
+
+namespace hpcomm {
+
+std::string nccl_version() {
+  try {
+    const nccl::Library& nccl = nccl::library();
+    return str(nccl.version_text(), ", ", nccl.path);
+  } catch (const Error&) {
+    return "";
+  }
+}
+
+}  // namespace hpcomm

@@ -1,0 +1,119 @@
+// Allocation, registration, and their end in the right order.
+#include "comm/nccl/nccl_memory.h"
+
+#include <cstdio>
+#include <thread>
+#include <utility>
+
+#include "base/fork.h"
+#include "stream/cuda_call.h"
+
+namespace hpcomm::nccl {
+
+namespace {
+
+// Owned by the buffers that point into it.
+class Memory {
+ public:
+  Memory(SessionPtr session, std::size_t bytes) : session_(std::move(session)) {
+    const Library& nccl = session_->nccl;
+    if (nccl.MemAlloc != nullptr && nccl.MemFree != nullptr && nccl.MemAlloc(&data_, bytes) == Result::kSuccess) {
+      from_nccl_ = true;
+      enroll(bytes);
+      return;
+    }
+    data_ = nullptr;
+    cuda::check(cudaMalloc(&data_, bytes), "cudaMalloc");
+  }
+
+  ~Memory() {
+    if (fork_generation() != session_->generation) {
+      return;  // the parent's
+    }
+    int ignored = 0;
+    if (cudaGetDevice(&ignored) == cudaErrorCudartUnloading) {
+      return;  // the process ends and CUDA went first
+    }
+    try {
+      const cuda::DeviceGuard device(session_->device);
+      if (!dismiss()) {
+        return;
+      }
+      if (from_nccl_) {
+        const Result freed = session_->nccl.MemFree(data_);
+        if (freed != Result::kSuccess) {
+          std::fprintf(stderr, "hpcomm: ncclMemFree: %s\n", session_->nccl.words(freed).c_str());
+        }
+      } else {
+        cuda::check(cudaFree(data_), "cudaFree");
+      }
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "hpcomm: memory of lane %s is not freed: %s\n", session_->lane.c_str(), error.what());
+    }
+  }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  [[nodiscard]] void* data() const noexcept { return data_; }
+
+ private:
+  // Without it the memory works as well; NCCL then copies through buffers of its own.
+  void enroll(std::size_t bytes) {
+    const Library& nccl = session_->nccl;
+    if (nccl.CommRegister == nullptr || nccl.CommDeregister == nullptr) {
+      return;
+    }
+    const std::lock_guard inside(session_->api);
+    void* handle = nullptr;
+    if (session_->comm != nullptr && nccl.CommRegister(session_->comm, data_, bytes, &handle) == Result::kSuccess &&
+        handle != nullptr) {
+      session_->registered[data_] = handle;
+    }
+  }
+
+  // False when it must not be freed: NCCL may still use it.
+  [[nodiscard]] bool dismiss() {
+    const Deadline deadline = Clock::now() + std::chrono::seconds(10);
+    for (; Clock::now() < deadline; std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
+      const std::unique_lock inside(session_->api, std::try_to_lock);  // polled: sanitizers do not know timed locks
+      if (!inside.owns_lock()) {
+        continue;
+      }
+      const auto entry = session_->registered.find(data_);
+      if (entry == session_->registered.end()) {
+        return true;  // never registered, or the communicator is gone
+      }
+      if (session_->comm == nullptr) {
+        continue;  // it is being aborted
+      }
+      const Result done = session_->nccl.CommDeregister(session_->comm, entry->second);
+      session_->registered.erase(entry);
+      if (done != Result::kSuccess) {
+        std::fprintf(stderr, "hpcomm: ncclCommDeregister: %s; the memory stays\n", session_->nccl.words(done).c_str());
+      }
+      return done == Result::kSuccess;
+    }
+    std::fprintf(stderr, "hpcomm: memory of lane %s is not freed: its communicator does not end\n",
+                 session_->lane.c_str());
+    return false;
+  }
+
+  const SessionPtr session_;
+  void* data_ = nullptr;
+  bool from_nccl_ = false;
+};
+
+}  // namespace
+
+Buffer allocate(const SessionPtr& session, std::size_t bytes) {
+  const Device device{DeviceType::kCuda, session->device};
+  if (bytes == 0) {
+    return {{nullptr, 0, 0, DType::kUInt8, device}, nullptr};
+  }
+  const cuda::DeviceGuard guard(session->device);
+  auto memory = std::make_shared<Memory>(session, bytes);
+  void* data = memory->data();
+  return {{data, bytes, bytes, DType::kUInt8, device}, std::move(memory)};
+}
+
+}  // namespace hpcomm::nccl

@@ -1,0 +1,290 @@
+// What is pending, what went wrong, and who ends it.
+#include "comm/nccl/nccl_session.h"
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include "base/fork.h"
+#include "comm/nccl/watchdog.h"
+
+namespace hpcomm::nccl {
+
+namespace {
+
+// An abort takes milliseconds. Who waits for an operation hears of an error no later than this.
+constexpr std::chrono::seconds kPatience{1};
+
+}  // namespace
+
+Session::Session(const Library& library, int device_index, std::string lane_name, std::shared_ptr<Control> controls)
+    : nccl(library),
+      device(device_index),
+      lane(std::move(lane_name)),
+      control(std::move(controls)),
+      generation(fork_generation()) {}
+
+void Session::settle(Result result, CommHandle polled, Deadline deadline, const ErrorContext& what) const {
+  for (int round = 0; result == Result::kInProgress; ++round) {
+    if (is_aborted()) {
+      throw error_of_operation(*aborted(), what, lane);
+    }
+    if (Clock::now() >= deadline) {
+      throw Error(ErrorKind::kTimedOut,
+                  str(what.operation, " #", what.sequence, " on lane ", lane,
+                      ": NCCL is still at it when the time is up; ", "did every rank come here?"),
+                  what);
+    }
+    // Launches take microseconds, connections to peers milliseconds and more.
+    if (round < 100) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(round < 1000 ? 20 : 500));
+    }
+    const Result asked = nccl.CommGetAsyncError(polled, &result);
+    if (asked != Result::kSuccess) {
+      result = asked;
+    }
+  }
+  if (result != Result::kSuccess) {
+    throw Error(ErrorKind::kTransport,
+                str(what.operation, " #", what.sequence, " on lane ", lane, ": ", nccl.words(result, polled)), what);
+  }
+}
+
+void Session::watch(const std::vector<NcclWorkPtr>& works) {
+  const std::lock_guard lock(mutex_);
+  if (aborted_) {
+    for (const NcclWorkPtr& work : works) {  // the sweep over what is pending may be over
+      if (gone_) {
+        work->fail(*aborted_);
+      } else {
+        work->doom(*aborted_);
+        doomed_.push_back(work);
+      }
+    }
+    return;
+  }
+  pending_.insert(pending_.end(), works.begin(), works.end());
+}
+
+bool Session::busy() {
+  // Outside the lock: looking at an event may take a while.
+  std::deque<NcclWorkPtr> works;
+  {
+    const std::lock_guard lock(mutex_);
+    works = pending_;
+  }
+  return !std::all_of(works.begin(), works.end(), [](const NcclWorkPtr& work) { return work->done(); });
+}
+
+bool Session::idle_until(Deadline deadline) {
+  std::deque<NcclWorkPtr> works;
+  {
+    const std::lock_guard lock(mutex_);
+    works = pending_;
+  }
+  for (const NcclWorkPtr& work : works) {
+    try {
+      if (!work->wait_until(deadline)) {
+        return false;
+      }
+    } catch (const Error&) {
+      return false;  // its owner hears of it
+    }
+  }
+  return !is_aborted();
+}
+
+void Session::require_open(const ErrorContext& what) const {
+  if (is_aborted()) {
+    throw error_of_operation(*aborted(), what, lane);
+  }
+  const std::lock_guard lock(mutex_);
+  if (closed_) {
+    throw Error(ErrorKind::kClosed, str(what.operation, " on a closed communicator"), what);
+  }
+}
+
+void Session::refuse_more() {
+  const std::lock_guard lock(mutex_);
+  closed_ = true;
+}
+
+void Session::abort(const Error& why, bool tell) {
+  const std::lock_guard lock(mutex_);
+  if (aborted_ || ending_) {
+    return;
+  }
+  aborted_ = why;
+  if (tell) {
+    message_ = why.what();
+  }
+  is_aborted_.store(true, std::memory_order_release);
+}
+
+void Session::listen() {
+  // Runs on Control's thread, which must not wait: the watchdog does the rest. Weak, as the session holds Control.
+  listener_ = control->on_failure([weak = weak_from_this()](const Error& error) {
+    if (const auto session = weak.lock()) {
+      session->abort(error, false);
+      wake_watchdog();
+    }
+  });
+}
+
+void Session::stop_listening() {
+  if (const std::uint64_t listener = std::exchange(listener_, 0); listener != 0) {
+    control->remove_listener(listener);
+  }
+}
+
+std::optional<Error> Session::aborted() const {
+  const std::lock_guard lock(mutex_);
+  return aborted_;
+}
+
+std::optional<std::string> Session::take_message() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(message_, std::nullopt);
+}
+
+std::optional<Error> Session::async_error() {
+  // Somebody inside NCCL sees the error himself.
+  const std::unique_lock inside(api, std::try_to_lock);
+  if (!inside.owns_lock() || comm == nullptr) {
+    return std::nullopt;
+  }
+  Result state = Result::kSuccess;
+  const Result asked = nccl.CommGetAsyncError(comm, &state);
+  if (asked != Result::kSuccess) {
+    state = asked;
+  }
+  if (state == Result::kSuccess || state == Result::kInProgress) {
+    return std::nullopt;
+  }
+  return Error(ErrorKind::kTransport, nccl.words(state, comm), {control->rank(), -1, -1, "nccl"});
+}
+
+std::optional<Error> Session::overdue() {
+  const auto now = Clock::now();
+  const std::lock_guard lock(mutex_);
+  const auto late = std::find_if(pending_.begin(), pending_.end(),
+                                 [now](const NcclWorkPtr& work) { return work->deadline() <= now; });
+  if (late == pending_.end()) {
+    return std::nullopt;
+  }
+  // Operations end in order: the oldest is what all of them wait for.
+  const NcclWork& oldest = *pending_.front();
+  std::string text = str(oldest.name(), " is not done, ", (*late)->limit().count(), " ms after ");
+  text += *late == pending_.front() ? std::string("it was issued") : str((*late)->name(), " was issued behind it");
+  text += last_done_.empty() ? "; nothing before it has ended" : str("; the last to end was ", last_done_);
+  if (pending_.size() > 1) {
+    text += str("; ", pending_.size() - 1, " more wait behind it");
+  }
+  text += ". Did every rank issue it, in the same order over all lanes?";
+  return Error(ErrorKind::kTimedOut, text, oldest.what());
+}
+
+void Session::look() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (ending_ || aborted_) {
+      return;
+    }
+  }
+  for (;;) {
+    NcclWorkPtr front;
+    {
+      const std::lock_guard lock(mutex_);
+      if (pending_.empty()) {
+        break;
+      }
+      front = pending_.front();
+    }
+    if (!front->done()) {
+      break;
+    }
+    const std::lock_guard lock(mutex_);
+    last_done_ = front->name();
+    pending_.pop_front();  // only the watchdog takes from it
+  }
+  if (auto error = async_error()) {
+    abort(*error, true);
+  } else if (auto late = overdue()) {
+    abort(*late, true);
+  }
+}
+
+bool Session::begin_abort() {
+  std::deque<NcclWorkPtr> works;
+  std::optional<Error> why;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!aborted_ || ending_) {
+      return false;
+    }
+    ending_ = true;
+    works.swap(pending_);
+    why = aborted_;
+  }
+  for (const NcclWorkPtr& work : works) {
+    if (!work->done()) {  // what has ended by itself has ended well
+      work->doom(*why);
+    }
+  }
+  const std::lock_guard lock(mutex_);
+  doomed_.insert(doomed_.end(), works.begin(), works.end());
+  patience_ = Clock::now() + kPatience;
+  return true;
+}
+
+bool Session::begin_finalize() {
+  const std::lock_guard lock(mutex_);
+  if (aborted_ || ending_) {
+    return false;
+  }
+  closed_ = true;
+  ending_ = true;
+  return true;
+}
+
+void Session::give_up_waiting() {
+  const std::lock_guard lock(mutex_);
+  if (aborted_ && ending_ && Clock::now() >= patience_) {
+    for (const NcclWorkPtr& work : doomed_) {
+      work->fail(*aborted_);
+    }
+    doomed_.clear();
+  }
+}
+
+void Session::gone() {
+  std::vector<Keepalive> freed;
+  {
+    const std::lock_guard lock(mutex_);
+    freed.swap(kept_);
+  }
+  freed.clear();  // outside the lock: memory of this session comes back to it; and before anybody hears of the end
+  const std::lock_guard lock(mutex_);
+  gone_ = true;
+  for (const NcclWorkPtr& work : doomed_) {
+    work->fail(*aborted_);
+  }
+  doomed_.clear();
+  changed_.notify_all();
+}
+
+bool Session::wait_gone(Deadline deadline) {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_until(lock, deadline, [this] { return gone_; });
+}
+
+void Session::keep(Keepalive memory) {
+  const std::lock_guard lock(mutex_);
+  if (!gone_) {
+    kept_.push_back(std::move(memory));
+  }
+}
+
+}  // namespace hpcomm::nccl

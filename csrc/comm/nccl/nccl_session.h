@@ -1,0 +1,101 @@
+// Session: one ncclComm_t with everything that must outlive its Communicator: works, registered memory, the abort.
+//
+// Three parties use it: the thread that issues, the watchdog, and the thread that tears it down. `api` is held by
+// whoever is inside NCCL with this communicator; nothing but NCCL is called under it (a stream may free memory, whose
+// release comes back here).
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/nccl/nccl_library.h"
+#include "comm/nccl/nccl_work.h"
+#include "control/control.h"
+
+namespace hpcomm::nccl {
+
+class Session : public std::enable_shared_from_this<Session> {
+ public:
+  Session(const Library& nccl, int device, std::string lane, std::shared_ptr<Control> control);
+
+  const Library& nccl;
+  const int device;
+  const std::string lane;
+  const std::shared_ptr<Control> control;
+  const std::uint32_t generation;  // fork_generation() of the process that owns it
+
+  std::mutex api;
+  CommHandle comm = nullptr;          // under api; null before it is made and once it is gone
+  std::map<void*, void*> registered;  // under api: memory and NCCL's handle for it
+
+  // Polls until NCCL has done what returned `result`. Throws kTimedOut, kTransport, or why the session was aborted.
+  // Under api. `polled` is the communicator whose state tells: of a split, the parent.
+  void settle(Result result, CommHandle polled, Deadline deadline, const ErrorContext& what) const;
+
+  // --- What was issued --------------------------------------------------------------------------------------------
+  void watch(const std::vector<NcclWorkPtr>& works);
+  // Blocks until nothing is pending; false when the deadline came first, or the session was aborted.
+  [[nodiscard]] bool idle_until(Deadline deadline);
+  [[nodiscard]] bool busy();
+
+  // --- Its end ------------------------------------------------------------------------------------------------------
+  void require_open(const ErrorContext& what) const;
+  void refuse_more();  // close() was called
+  // The first reason counts. Later calls raise it; the watchdog ends what is pending and aborts the communicator.
+  // `tell`: the other ranks have to hear it through Control.
+  void abort(const Error& why, bool tell);
+  [[nodiscard]] std::optional<Error> aborted() const;
+  [[nodiscard]] bool is_aborted() const noexcept { return is_aborted_.load(std::memory_order_acquire); }
+
+  // A failure of the job aborts this session. stop_listening() before whoever made it is gone; not by a listener.
+  void listen();
+  void stop_listening();
+
+  // --- For the watchdog ---------------------------------------------------------------------------------------------
+  // Drops works that have ended; an asynchronous error of NCCL, or a time-out, becomes an abort.
+  void look();
+  // The message that other ranks have to be told, once.
+  [[nodiscard]] std::optional<std::string> take_message();
+  // True once, when the session was aborted and its communicator has to be: what is pending is doomed then.
+  [[nodiscard]] bool begin_abort();
+  // True once, for an orderly end.
+  [[nodiscard]] bool begin_finalize();
+  // The communicator is gone: waiters hear what became of their operations.
+  void gone();
+  // So do they when an abort takes too long.
+  void give_up_waiting();
+  [[nodiscard]] bool wait_gone(Deadline deadline);
+
+  // Kept until the communicator is gone: buffers of operations whose launch failed half way.
+  void keep(Keepalive memory);
+
+ private:
+  [[nodiscard]] std::optional<Error> async_error();
+  [[nodiscard]] std::optional<Error> overdue();
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::optional<Error> aborted_;
+  std::atomic<bool> is_aborted_ = false;
+  std::optional<std::string> message_;
+  bool closed_ = false;
+  bool ending_ = false;  // begin_abort() or begin_finalize() was true
+  bool gone_ = false;
+  std::deque<NcclWorkPtr> pending_;
+  std::vector<NcclWorkPtr> doomed_;
+  Deadline patience_{};
+  std::string last_done_;
+  std::vector<Keepalive> kept_;
+  std::uint64_t listener_ = 0;
+};
+
+using SessionPtr = std::shared_ptr<Session>;
+
+}  // namespace hpcomm::nccl

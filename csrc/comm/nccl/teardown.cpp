@@ -1,0 +1,197 @@
+// Abort and finalisation, each on a detached thread that owns its sessions.
+#include "comm/nccl/teardown.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstdio>
+#include <list>
+#include <thread>
+#include <utility>
+
+namespace hpcomm::nccl {
+
+namespace {
+
+// Whoever is inside NCCL polls and looks for an abort: it leaves within milliseconds, unless NCCL itself is stuck.
+constexpr std::chrono::seconds kForeignCall{2};
+constexpr std::chrono::seconds kPeersFollow{5};
+constexpr std::chrono::seconds kSlow{10};
+
+struct Ongoing {
+  std::string what;
+  Clock::time_point since = Clock::now();
+  bool reported = false;
+};
+
+// Never destroyed: detached threads use it until the process is gone.
+struct Registry {
+  std::mutex mutex;
+  std::list<Ongoing> ongoing;
+  std::atomic<bool> exiting = false;
+};
+
+Registry& registry() {
+  static Registry& the = *new Registry;
+  return the;
+}
+
+template <typename Body>
+void run_detached(std::string what, Body body) {
+  Registry& all = registry();
+  std::list<Ongoing>::iterator entry;
+  {
+    const std::lock_guard lock(all.mutex);
+    entry = all.ongoing.insert(all.ongoing.end(), Ongoing{std::move(what)});
+  }
+  std::thread([&all, entry, body = std::move(body)]() mutable {
+    if (!all.exiting.load()) {
+      body();
+    }
+    body = {};  // sessions end before this counts as done
+    const std::lock_guard lock(all.mutex);
+    all.ongoing.erase(entry);
+  }).detach();
+}
+
+// The lock, or none when somebody stays inside NCCL. By polling: sanitizers do not know timed locks.
+std::unique_lock<std::mutex> enter(Session& session) {
+  std::unique_lock inside(session.api, std::defer_lock);
+  const Deadline deadline = Clock::now() + kForeignCall;
+  while (!inside.try_lock() && Clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  if (!inside.owns_lock()) {
+    std::fprintf(stderr, "hpcomm: a thread does not come back from NCCL on lane %s; aborting it there\n",
+                 session.lane.c_str());
+  }
+  return inside;
+}
+
+void complain(const char* call, const Session& session, Result result) {
+  if (result != Result::kSuccess && result != Result::kInProgress) {
+    std::fprintf(stderr, "hpcomm: %s on lane %s failed: %s\n", call, session.lane.c_str(),
+                 session.nccl.words(result).c_str());
+  }
+}
+
+void abort_now(const std::vector<SessionPtr>& sessions) {
+  const Library& nccl = sessions.front()->nccl;
+  (void)cudaSetDevice(sessions.front()->device);
+  std::vector<std::pair<Session*, CommHandle>> comms;
+  for (const SessionPtr& session : sessions) {
+    const auto inside = enter(*session);
+    if (CommHandle comm = std::exchange(session->comm, nullptr)) {
+      comms.emplace_back(session.get(), comm);
+    }
+  }
+  if (!comms.empty()) {
+    const bool grouped = comms.size() > 1 && nccl.GroupStart() == Result::kSuccess;
+    for (const auto& [session, comm] : comms) {
+      complain("ncclCommAbort", *session, nccl.CommAbort(comm));
+    }
+    if (grouped) {
+      complain("ncclGroupEnd of aborts", *comms.front().first, nccl.GroupEnd());
+    }
+  }
+  for (const SessionPtr& session : sessions) {
+    {
+      const auto inside = enter(*session);
+      session->registered.clear();  // forgotten with the communicator: now it may be freed
+    }
+    session->gone();
+  }
+}
+
+// What is left of a session's NCCL state; false when it has to be aborted instead.
+bool finalize_now(Session& session) {
+  const Library& nccl = session.nccl;
+  {
+    const auto inside = enter(session);
+    if (session.comm == nullptr) {
+      return true;
+    }
+    for (const auto& [memory, handle] : session.registered) {
+      complain("ncclCommDeregister", session, nccl.CommDeregister(session.comm, handle));
+    }
+    session.registered.clear();
+    const Result begun = nccl.CommFinalize(session.comm);
+    if (begun != Result::kSuccess && begun != Result::kInProgress) {
+      complain("ncclCommFinalize", session, begun);
+      return false;
+    }
+  }
+  const Deadline deadline = Clock::now() + kPeersFollow;
+  Result state = Result::kInProgress;
+  while (state == Result::kInProgress && Clock::now() < deadline && !registry().exiting.load()) {
+    {
+      const auto inside = enter(session);
+      const Result asked = nccl.CommGetAsyncError(session.comm, &state);
+      state = asked == Result::kSuccess ? state : asked;
+    }
+    if (state == Result::kInProgress) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+  if (state != Result::kSuccess) {
+    complain("the finalisation of a communicator", session, state);
+    return false;
+  }
+  const auto inside = enter(session);
+  complain("ncclCommDestroy", session, nccl.CommDestroy(std::exchange(session.comm, nullptr)));
+  return true;
+}
+
+std::string lanes(const std::vector<SessionPtr>& sessions) {
+  std::string text = "aborting NCCL communicators of lanes";
+  for (const SessionPtr& session : sessions) {
+    text += " " + session->lane;
+  }
+  return text;
+}
+
+}  // namespace
+
+void start_abort(std::vector<SessionPtr> sessions) {
+  std::string what = lanes(sessions);
+  run_detached(std::move(what), std::function<void()>([sessions = std::move(sessions)] { abort_now(sessions); }));
+}
+
+void start_finalize(SessionPtr session) {
+  std::string what = "finalizing an NCCL communicator of lane " + session->lane;
+  run_detached(std::move(what), std::function<void()>([session = std::move(session)] {
+                 (void)cudaSetDevice(session->device);
+                 if (finalize_now(*session)) {
+                   session->gone();
+                 } else {
+                   abort_now({session});
+                 }
+               }));
+}
+
+bool report_slow_teardowns() noexcept {
+  Registry& all = registry();
+  const std::lock_guard lock(all.mutex);
+  for (Ongoing& entry : all.ongoing) {
+    if (!entry.reported && Clock::now() - entry.since > kSlow) {
+      entry.reported = true;
+      std::fprintf(stderr, "hpcomm: %s takes longer than 10 s; going on without it\n", entry.what.c_str());
+    }
+  }
+  return !all.ongoing.empty();
+}
+
+void stop_teardowns(Deadline deadline) noexcept {
+  Registry& all = registry();
+  all.exiting = true;
+  while (Clock::now() < deadline) {
+    {
+      const std::lock_guard lock(all.mutex);
+      if (all.ongoing.empty()) {
+        return;
+      }
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+}  // namespace hpcomm::nccl

@@ -1,0 +1,154 @@
+// A job whose ranks are threads with a device each: the transport nccl over the fakes of NCCL and CUDA.
+#pragma once
+
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/nccl/nccl_communicator.h"
+#include "native/check.h"
+#include "native/fake/cuda/fake_cuda.h"
+#include "native/fake/nccl/fake_nccl.h"
+#include "native/thread_communicator.h"
+#include "stream/cuda_stream.h"
+
+namespace hpcomm::testing {
+
+// A stream of `device` from a pool that lives as long as the process, as PyTorch's does.
+inline void* pooled_stream(int device) {
+  int before = 0;
+  (void)cudaGetDevice(&before);
+  (void)cudaSetDevice(device);
+  cudaStream_t stream = nullptr;
+  CHECK_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+  (void)cudaSetDevice(before);
+  return stream;
+}
+
+// Memory of a device; the fake's is the host's, so that a test can look into it once it is ordered after its writers.
+template <typename T>
+class DeviceVector {
+ public:
+  DeviceVector(int device, std::size_t count, T value = T{}) : device_(device), count_(count) {
+    (void)cudaSetDevice(device);
+    CHECK_EQ(cudaMalloc(&data_, count * sizeof(T) + 1), cudaSuccess);
+    for (std::size_t i = 0; i < count; ++i) {
+      (*this)[i] = value;
+    }
+  }
+  ~DeviceVector() { (void)cudaFree(data_); }
+  DeviceVector(const DeviceVector&) = delete;
+  DeviceVector& operator=(const DeviceVector&) = delete;
+
+  T& operator[](std::size_t i) { return static_cast<T*>(data_)[i]; }
+  [[nodiscard]] std::size_t size() const { return count_; }
+  [[nodiscard]] BufferView view(DType dtype, std::size_t elements_per_value = 1) {
+    return {data_, count_ * sizeof(T), count_ / elements_per_value, dtype, {DeviceType::kCuda, device_}};
+  }
+  [[nodiscard]] BufferView view()
+    requires std::is_same_v<T, float>
+  {
+    return view(DType::kFloat32);
+  }
+
+ private:
+  int device_;
+  std::size_t count_;
+  void* data_ = nullptr;
+};
+
+class NcclJob {
+ public:
+  explicit NcclJob(int size, const fake_nccl::Rules& rules = {}, milliseconds timeout = milliseconds(20000),
+                   unsigned seed = 1)
+      : size_(size), timeout_(timeout) {
+    ::setenv("HPCOMM_NCCL_LIBRARY", HPCOMM_TEST_NCCL_LIBRARY, 1);
+    ::unsetenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+    fake_cuda::reset(seed, 100);
+    fake_cuda::set_device_count(size);
+    fake_nccl::reset(rules);
+    bytes_before_ = fake_cuda::live_bytes();
+    controls_ = size > 1 ? connect_controls(size) : std::vector{make_solo_control()};
+  }
+  // What every test demands, whatever went wrong in it: no rule of NCCL broken, nothing left behind.
+  ~NcclJob() {
+    if (clean_) {
+      for (const std::string& what : fake_nccl::violations()) {
+        check::fail(__FILE__, __LINE__, "the fake NCCL complains: " + what);
+      }
+    }
+    if (may_leak_) {
+      return;
+    }
+    CHECK_EQ(fake_nccl::live_communicators(), 0);
+    CHECK_EQ(fake_nccl::live_allocations(), 0);
+    CHECK_EQ(fake_nccl::live_registrations(), 0);
+    CHECK_EQ(fake_nccl::live_operators(), 0);
+    CHECK_EQ(fake_cuda::live_bytes(), bytes_before_);
+  }
+  NcclJob(const NcclJob&) = delete;
+  NcclJob& operator=(const NcclJob&) = delete;
+
+  // Rules will be broken, and the test looks at that itself.
+  void expect_violations() { clean_ = false; }
+  // A call that frees something was made to fail.
+  void expect_leaks() { may_leak_ = true; }
+
+  [[nodiscard]] int size() const { return size_; }
+  [[nodiscard]] const std::shared_ptr<Control>& control(int rank) const {
+    return controls_[static_cast<std::size_t>(rank)];
+  }
+  [[nodiscard]] CommunicatorConfig config(int rank, const std::string& name = "world") const {
+    CommunicatorConfig config;
+    config.name = name;
+    for (int r = 0; r < size_; ++r) {
+      config.ranks.push_back(r);
+    }
+    config.rank = rank;
+    config.lane = name;
+    config.stream = make_cuda_stream(pooled_stream(rank), rank);
+    config.make_stream = [rank](const std::string&) { return make_cuda_stream(pooled_stream(rank), rank); };
+    config.control = control(rank);
+    config.timeout = timeout_;
+    return config;
+  }
+  [[nodiscard]] std::shared_ptr<Communicator> communicator(int rank, const std::string& name = "world",
+                                                           const NcclOptions& options = {}) const {
+    return make_nccl_communicator(config(rank, name), options);
+  }
+
+  // Runs body(rank) on every rank, in a thread of its own whose device is the rank's.
+  template <typename Body>
+  void run_threads(const Body& body) const {
+    run_ranks(size_, [&](int rank) {
+      (void)cudaSetDevice(rank);
+      body(rank);
+    });
+  }
+  // Runs body(world communicator) on every rank. A rank that throws fails the test and ends the others.
+  template <typename Body>
+  void run(const Body& body) const {
+    run_threads([&](int rank) {
+      try {
+        const auto world = communicator(rank);
+        body(*world);
+        world->close();
+      } catch (const std::exception& error) {
+        control(rank)->abort(error.what());
+        throw;
+      }
+    });
+  }
+
+ private:
+  int size_;
+  milliseconds timeout_;
+  bool clean_ = true;
+  bool may_leak_ = false;
+  std::uint64_t bytes_before_ = 0;
+  std::vector<std::shared_ptr<Control>> controls_;
+};
+
+}  // namespace hpcomm::testing

@@ -1,0 +1,408 @@
+// comm/nccl: what goes wrong, and that it ends on all ranks, with words, with nothing left behind.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "native/nccl_job.h"
+
+using namespace hpcomm;
+using namespace hpcomm::testing;
+using namespace std::chrono_literals;
+
+namespace {
+
+constexpr int kSystemError = 2;
+constexpr int kRemoteError = 6;
+
+std::string words_of(const std::optional<Error>& error) { return error ? error->what() : "no error"; }
+
+bool has(const std::string& text, const std::string& part) {
+  if (text.find(part) == std::string::npos) {
+    check::fail(__FILE__, __LINE__, str("no \"", part, "\" in: ", text));
+    return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+TEST(nccl_timeout_names_the_operation_and_the_last_that_ended) {
+  NcclJob job(2);
+  job.run_threads([&](int rank) {
+    const auto world = job.communicator(rank);
+    DeviceVector<float> values(rank, 4);
+    DeviceVector<float> eight(rank, 8);
+    world->all_gather(eight.view(), values.view())->wait();
+    if (rank == 1) {
+      // Never comes; hears of it.
+      CHECK(eventually([&] { return world->aborted().has_value(); }, 20s));
+      const auto why = world->aborted();
+      CHECK(why && why->kind() == ErrorKind::kPeerError && why->context().peer == 0);
+      has(words_of(why), "all_reduce #1 is not done, 200 ms after it was issued");
+      CHECK_THROWS(ErrorKind::kPeerError, world->barrier(), "barrier #1 on lane world: ");
+      return;
+    }
+    OpOptions options;
+    options.timeout = 200ms;
+    const WorkPtr first = world->all_reduce(values.view(), ReduceOp::kSum, options);
+    const WorkPtr second = world->barrier();
+    const auto error = error_of(*first);
+    CHECK(error && error->kind() == ErrorKind::kTimedOut);
+    CHECK(error && error->context().operation == "all_reduce" && error->context().sequence == 1);
+    has(words_of(error), "all_reduce #1 on lane world: ");
+    has(words_of(error), "the last to end was all_gather #0; 1 more wait behind it");
+    has(words_of(error_of(*second)), "barrier #2 on lane world: all_reduce #1 is not done");
+    first->event().wait();
+    CHECK_THROWS(ErrorKind::kTimedOut, world->barrier(), "barrier #3 on lane world: all_reduce #1 is not done");
+    CHECK_THROWS(ErrorKind::kTimedOut, world->split(0, 0), "split #0");
+  });
+}
+
+TEST(nccl_asynchronous_errors_end_all_ranks) {
+  NcclJob job(3);
+  job.run_threads([&](int rank) {
+    const auto world = job.communicator(rank);
+    const auto other = job.communicator(rank, "other");
+    DeviceVector<float> values(rank, 4);
+    WorkPtr work;
+    if (rank != 1) {
+      work = world->all_reduce(values.view(), ReduceOp::kSum);
+    } else {
+      fake_nccl::break_communicators(1, kRemoteError);
+    }
+    CHECK(eventually([&] { return world->aborted() && other->aborted(); }, 20s));
+    const auto why = world->aborted();
+    CHECK(why && why->kind() == (rank == 1 ? ErrorKind::kTransport : ErrorKind::kPeerError));
+    has(words_of(why), "remote process exited or there was a network error");
+    if (work != nullptr) {
+      const auto error = error_of(*work);
+      has(words_of(error), "all_reduce #0 on lane world: ");
+      CHECK(error && error->context().peer == 1);
+    }
+  });
+}
+
+TEST(nccl_a_failed_peer_ends_what_waits) {
+  NcclJob job(3);
+  job.run_threads([&](int rank) {
+    const auto world = job.communicator(rank);
+    if (rank == 2) {
+      std::this_thread::sleep_for(5ms);
+      job.control(2)->abort("out of memory");
+      return;
+    }
+    DeviceVector<float> values(rank, 4);
+    const WorkPtr running = world->all_reduce(values.view(), ReduceOp::kSum);
+    const WorkPtr queued = world->barrier();
+    const WorkPtr behind = world->follow(queued, {rank, -1, 0, "unpack"}, nullptr);
+    for (const WorkPtr& work : {running, queued, behind}) {
+      const auto error = error_of(*work);
+      CHECK(error && error->kind() == ErrorKind::kPeerError);
+      has(words_of(error), "out of memory");
+      CHECK(work->done());
+      work->event().wait();
+    }
+    CHECK_THROWS(ErrorKind::kPeerError, world->barrier(), "out of memory");
+    CHECK_THROWS(ErrorKind::kPeerError, job.communicator(rank, "later"), "out of memory");
+  });
+}
+
+TEST(nccl_abort_ends_all_ranks_and_streams_go_on) {
+  NcclJob job(2);
+  job.run_threads([&](int rank) {
+    const auto world = job.communicator(rank);
+    DeviceVector<float> values(rank, 4);
+    std::vector<WorkPtr> works;
+    if (rank == 0) {
+      for (int i = 0; i < 5; ++i) {
+        works.push_back(world->all_reduce(values.view(), ReduceOp::kSum));
+      }
+      CHECK(!works[0]->wait_until(Clock::now() + 2ms));
+      world->abort(Error(ErrorKind::kClosed, "enough"));
+      world->abort(Error(ErrorKind::kInternal, "the first reason counts"));
+      CHECK_THROWS(ErrorKind::kClosed, world->barrier(), "enough");
+    }
+    for (const WorkPtr& work : works) {
+      const auto error = error_of(*work);
+      CHECK(error && error->kind() == ErrorKind::kClosed);
+      has(words_of(error), "enough");
+    }
+    CHECK(eventually([&] { return world->aborted().has_value(); }, 20s));
+    has(words_of(world->aborted()), "enough");
+    // What comes behind the aborted kernels on the same stream runs.
+    std::atomic<bool> ran = false;
+    CHECK_EQ(fake_cuda_enqueue(static_cast<cudaStream_t>(world->stream().native_handle()), [&ran] { ran = true; }),
+             cudaSuccess);
+    world->stream().synchronize();
+    CHECK(ran);
+    world->close();
+  });
+}
+
+TEST(nccl_close_finishes_what_was_issued) {
+  NcclJob job(2);
+  job.run_threads([&](int rank) {
+    const auto world = job.communicator(rank);
+    DeviceVector<float> values(rank, 4, 1);
+    std::vector<WorkPtr> works;
+    for (int i = 0; i < 10; ++i) {
+      works.push_back(world->all_reduce(values.view(), ReduceOp::kSum));
+    }
+    world->close();
+    world->close();
+    for (const WorkPtr& work : works) {
+      CHECK(work->done() && !error_of(*work));
+    }
+    CHECK_EQ(values[0], 1024.0F);
+    CHECK_THROWS(ErrorKind::kClosed, world->barrier(), "barrier on a closed communicator");
+    CHECK(!world->aborted());
+  });
+  CHECK_EQ(fake_nccl::calls("ncclCommDestroy"), 2);
+  CHECK_EQ(fake_nccl::calls("ncclCommAbort"), 0);
+}
+
+TEST(nccl_close_without_the_peer_turns_into_an_abort) {
+  fake_nccl::Rules rules;
+  rules.finalize_hangs = true;
+  NcclJob job(2, rules);
+  CapturedStderr captured;
+  job.run_threads([&](int rank) {
+    const auto world = job.communicator(rank);
+    world->barrier()->wait();
+    world->close();
+    CHECK(!world->aborted());
+  });
+  CHECK_EQ(fake_nccl::calls("ncclCommAbort"), 2);
+}
+
+TEST(nccl_destruction_ends_what_is_pending) {
+  for (int round = 0; round < 3; ++round) {
+    NcclJob job(2);
+    CapturedStderr captured;
+    job.run_threads([&](int rank) {
+      auto world = job.communicator(rank);
+      DeviceVector<float> values(rank, 4);
+      std::vector<WorkPtr> works;
+      auto held = std::make_shared<int>(1);
+      const std::weak_ptr<int> watched = held;
+      OpOptions options;
+      options.keepalive = std::move(held);
+      if (rank == 0) {
+        works.push_back(world->all_reduce(values.view(), ReduceOp::kSum, options));
+        works.push_back(world->barrier());
+        options.keepalive.reset();
+        world.reset();
+        CHECK(watched.expired());
+      } else {
+        CHECK(eventually([&] { return world->aborted().has_value(); }, 20s));
+      }
+      for (const WorkPtr& work : works) {
+        CHECK(work->done());
+        has(words_of(error_of(*work)), "was destroyed while operations were pending");
+      }
+    });
+    has(captured.text(), "rank 0: the communicator was destroyed while operations were pending on lane world");
+  }
+}
+
+TEST(nccl_initialisation_that_never_completes) {
+  NcclJob job(2, {}, 300ms);
+  job.run_threads([&](int rank) {
+    if (rank == 0) {
+      const auto before = Clock::now();
+      CHECK_THROWS(ErrorKind::kTimedOut, job.communicator(0), "ncclCommInitRank #0 on lane world: NCCL is still at it");
+      CHECK(Clock::now() - before > 200ms);
+    }
+  });
+  // A peer that fails ends it at once.
+  NcclJob patient(2);
+  patient.run_threads([&](int rank) {
+    if (rank == 0) {
+      CHECK_THROWS(ErrorKind::kPeerError, patient.communicator(0), "no GPU here");
+    } else {
+      std::this_thread::sleep_for(20ms);
+      patient.control(1)->abort("no GPU here");
+    }
+  });
+}
+
+TEST(nccl_split_that_a_peer_does_not_join) {
+  NcclJob job(2, {}, 500ms);
+  job.run_threads([&](int rank) {
+    const auto world = job.communicator(rank);
+    if (rank == 0) {
+      CHECK_THROWS(ErrorKind::kPeerError, world->split(0, 0), "rank 1");
+    } else {
+      job.control(1)->abort("no");
+    }
+  });
+}
+
+TEST(nccl_mismatches_name_both_sides) {
+  NcclJob job(2);
+  job.expect_violations();
+  job.run_threads([&](int rank) {
+    const auto world = job.communicator(rank);
+    DeviceVector<float> values(rank, 4 + static_cast<std::size_t>(rank));
+    const auto error = error_of(*world->all_reduce(values.view(), ReduceOp::kSum));
+    CHECK(error.has_value());
+    has(words_of(error), "rank 0 issued ncclAllReduce(4 ");
+    has(words_of(error), "rank 1 ncclAllReduce(5 ");
+  });
+  CHECK_EQ(fake_nccl::violations().size(), 1);
+}
+
+TEST(nccl_mismatches_hang_as_they_do_and_time_out) {
+  fake_nccl::Rules rules;
+  rules.strict = false;
+  NcclJob job(2, rules, 200ms);
+  job.run_threads([&](int rank) {
+    const auto world = job.communicator(rank);
+    DeviceVector<float> values(rank, 4);
+    const WorkPtr work =
+        rank == 0 ? world->all_reduce(values.view(), ReduceOp::kSum) : world->all_reduce(values.view(), ReduceOp::kMax);
+    has(words_of(error_of(*work)), "all_reduce #0 is not done");
+  });
+}
+
+TEST(nccl_an_abort_that_hangs_does_not_hang_us) {
+  fake_nccl::Rules rules;
+  rules.abort_hangs = true;
+  NcclJob job(2, rules);
+  job.expect_leaks();  // what a kernel may still write to is never freed
+  CapturedStderr captured;
+  job.run_threads([&](int rank) {
+    auto world = job.communicator(rank);
+    DeviceVector<float> values(rank, 4);
+    if (rank == 0) {
+      const WorkPtr work = world->all_reduce(values.view(), ReduceOp::kSum);
+      world->abort(Error(ErrorKind::kClosed, "enough"));
+      has(words_of(error_of(*work)), "enough");
+    }
+    CHECK(eventually([&] { return world->aborted().has_value(); }, 20s));
+    world->close();
+    world.reset();  // gives up after some seconds
+  });
+  fake_nccl::rules().abort_hangs = false;
+  CHECK(eventually([] { return fake_nccl::live_communicators() == 0; }, 20s));
+}
+
+TEST(nccl_a_device_that_breaks_is_reported) {
+  NcclJob job(2);
+  CapturedStderr captured;
+  job.run_threads([&](int rank) {
+    const auto world = job.communicator(rank);
+    if (rank == 0) {
+      fake_cuda::fail("cudaEventRecord", 1, cudaErrorIllegalAddress);
+      CHECK_THROWS(ErrorKind::kTransport, world->barrier(), "illegal");
+      CHECK_THROWS(ErrorKind::kTransport, world->barrier(), "barrier #1 on lane world: ");
+    }
+    CHECK(eventually([&] { return world->aborted().has_value(); }, 20s));
+    has(words_of(world->aborted()), "cudaEventRecord");
+  });
+}
+
+TEST(nccl_a_forked_child_is_told) {
+  NcclJob job(1);
+  job.run([](Communicator& world) {
+    world.barrier()->wait();
+    const pid_t child = ::fork();
+    if (child == 0) {
+      int status = 1;
+      try {
+        (void)world.barrier();
+      } catch (const Error& error) {
+        const bool told = std::string(error.what()).find("in a forked child") != std::string::npos;
+        status = error.kind() == ErrorKind::kClosed && told ? 0 : 2;
+      }
+      world.close();
+      world.abort(Error(ErrorKind::kClosed, "not mine"));
+      ::_exit(status);
+    }
+    int status = 0;
+    CHECK_EQ(::waitpid(child, &status, 0), child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    world.barrier()->wait();
+  });
+}
+
+// --- Every call fails in turn ----------------------------------------------------------------------------------------
+
+namespace {
+
+// Everything a rank does, as far as it gets.
+void use_everything(const NcclJob& job, int rank) {
+  std::vector<WorkPtr> works;
+  try {
+    const auto world = job.communicator(rank);
+    const Buffer buffer = world->allocate(64);
+    const BufferView half{buffer.view.data, 32, 8, DType::kFloat32, world->device()};
+    BufferView rest = half;
+    rest.data = static_cast<char*>(half.data) + 32;
+    OpOptions options;
+    options.keepalive = buffer.owner;
+    works.push_back(world->all_reduce(half, ReduceOp::kSum, options));
+    works.push_back(world->all_to_all(half, rest, options));
+    world->group([&] {
+      works.push_back(world->send(half, 1 - rank, options));
+      works.push_back(world->recv(rest, 1 - rank, options));
+    });
+    const auto child = world->split(0, -rank);
+    works.push_back(child->barrier());
+    for (const WorkPtr& work : works) {
+      work->wait();
+    }
+    child->close();
+    world->close();
+  } catch (const Error& error) {
+    CHECK(error.kind() != ErrorKind::kInternal);
+    job.control(rank)->abort(error.what());
+  }
+  for (const WorkPtr& work : works) {
+    (void)error_of(*work);
+    CHECK(work->done());
+  }
+}
+
+}  // namespace
+
+TEST(nccl_every_call_of_nccl_may_fail) {
+  bool failed = true;
+  for (std::uint64_t n = 1; failed; ++n) {
+    NcclJob job(2, {}, 5s);
+    CapturedStderr captured;
+    fake_nccl::fail("", n, kSystemError);
+    job.run_threads([&](int rank) { use_everything(job, rank); });
+    failed = !fake_nccl::failure_waits();
+    fake_nccl::fail("", 0, 0);
+    CHECK(n < 500);
+    if (failed && fake_nccl::history().size() >= n) {
+      const std::string which = fake_nccl::history()[n - 1];
+      // NCCL's own refusal to free something cannot be mended; everything else leaves nothing behind.
+      if (which == "ncclMemFree" || which == "ncclCommDeregister" || which == "ncclCommDestroy" ||
+          which == "ncclCommAbort") {
+        job.expect_leaks();
+        job.expect_violations();
+      }
+    }
+  }
+}
+
+TEST(nccl_every_call_of_cuda_may_fail) {
+  for (const char* function : {"cudaGetDevice", "cudaSetDevice", "cudaEventCreateWithFlags", "cudaEventRecord",
+                               "cudaEventQuery", "cudaStreamIsCapturing", "fake_cuda_enqueue", "cudaMalloc"}) {
+    for (std::uint64_t n : {1U, 2U, 3U, 7U, 15U}) {
+      NcclJob job(2, {}, 5s);
+      job.expect_leaks();
+      job.expect_violations();
+      CapturedStderr captured;
+      fake_cuda::fail(function, n, cudaErrorUnknown);
+      job.run_threads([&](int rank) { use_everything(job, rank); });
+      fake_cuda::fail(function, 0, cudaSuccess);
+    }
+  }
+}

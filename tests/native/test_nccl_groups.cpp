@@ -1,0 +1,169 @@
+// comm/nccl: groups, memory, and the helper for scaled sums.
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "comm/nccl/nccl_calls.h"
+#include "comm/nccl/nccl_init.h"
+#include "comm/nccl/nccl_memory.h"
+#include "comm/nccl/premul_sum.h"
+#include "comm/nccl/teardown.h"
+#include "native/nccl_job.h"
+
+using namespace hpcomm;
+using namespace hpcomm::testing;
+using namespace std::chrono_literals;
+
+TEST(nccl_group_exchanges_in_both_directions) {
+  // Far more than any buffer of NCCL's holds: outside of a group this hangs, and the fake buffers nothing at all.
+  NcclJob(2).run([](Communicator& world) {
+    constexpr std::size_t kCount = std::size_t{128} << 20 >> 2;
+    const Buffer out = world.allocate(kCount * 4);
+    const Buffer in = world.allocate(kCount * 4);
+    const auto view = [&](const Buffer& buffer) {
+      return BufferView{buffer.view.data, kCount * 4, kCount, DType::kFloat32, world.device()};
+    };
+    static_cast<float*>(out.view.data)[kCount - 1] = static_cast<float>(10 + world.rank());
+    WorkPtr sent;
+    WorkPtr received;
+    world.group([&] {
+      sent = world.send(view(out), 1 - world.rank());
+      received = world.recv(view(in), 1 - world.rank());
+      CHECK(!sent->done());
+      CHECK_THROWS(ErrorKind::kInvalidArgument, sent->event(), "when its group ends");
+      CHECK(!received->wait_until(Clock::now() + 2ms));
+    });
+    sent->wait();
+    received->wait();
+    CHECK_EQ(static_cast<float*>(in.view.data)[kCount - 1], static_cast<float>(11 - world.rank()));
+  });
+}
+
+TEST(nccl_without_a_group_two_senders_hang) {
+  // What the group is for; the watchdog ends it.
+  NcclJob job(2, {}, 300ms);
+  job.run_threads([&](int rank) {
+    const auto world = job.communicator(rank);
+    DeviceVector<float> values(rank, 4);
+    const WorkPtr sent = world->send(values.view(), 1 - rank);
+    const WorkPtr received = world->recv(values.view(), 1 - rank);
+    const auto error = error_of(*sent);
+    CHECK(error && (error->kind() == ErrorKind::kTimedOut || error->kind() == ErrorKind::kPeerError));
+    CHECK(error_of(*received).has_value());
+    world->close();
+  });
+}
+
+TEST(nccl_groups_have_a_limit) {
+  NcclJob(2).run([](Communicator& world) {
+    DeviceVector<float> values(world.rank(), 300);
+    const auto exchange = [&](std::size_t count) {
+      std::vector<WorkPtr> works;
+      world.group([&] {
+        for (std::size_t i = 0; i < count; ++i) {
+          BufferView one = values.view();
+          one.data = &values[i];
+          one.count = 1;
+          one.bytes = sizeof(float);
+          works.push_back(world.rank() == 0 ? world.send(one, 1) : world.recv(one, 0));
+        }
+      });
+      return works;
+    };
+    exchange(256).back()->wait();
+    const std::size_t largest = fake_nccl::largest_group();
+    CHECK_EQ(largest, 256);
+    CHECK_THROWS(ErrorKind::kInvalidArgument, exchange(257), "more than 256 operations");
+    CHECK_EQ(fake_nccl::largest_group(), largest);
+    exchange(2).back()->wait();  // nothing of the refused group was launched
+  });
+}
+
+TEST(nccl_a_group_that_throws_launches_nothing) {
+  NcclJob(2).run([](Communicator& world) {
+    DeviceVector<float> values(world.rank(), 4);
+    WorkPtr given_up;
+    CHECK_THROWS(ErrorKind::kTransport, world.group([&] {
+      given_up = world.send(values.view(), 1 - world.rank());
+      world.group([&] { (void)world.recv(values.view(), 1 - world.rank()); });  // part of the outer one
+      throw Error(ErrorKind::kTransport, "no more");
+    }),
+                 "no more");
+    CHECK_THROWS(ErrorKind::kClosed, given_up->wait(), "its group was given up: no more");
+    CHECK_EQ(fake_nccl::calls("ncclGroupStart"), 0);
+    world.barrier()->wait();
+    world.group([] {});
+    world.barrier()->wait();
+  });
+}
+
+TEST(nccl_memory_is_registered_and_freed_in_order) {
+  NcclJob job(2);
+  job.run_threads([&](int rank) {
+    const auto world = job.communicator(rank);
+    Buffer outlives;
+    {
+      const Buffer buffer = world->allocate(1 << 20);
+      CHECK(buffer.view.device == world->device());
+      CHECK_EQ(buffer.view.bytes, 1 << 20);
+      std::memset(buffer.view.data, 1, buffer.view.bytes);
+      outlives = world->allocate(64);
+      CHECK(world->allocate(0).view.data == nullptr);
+      CHECK(fake_nccl::live_registrations() >= 3);  // and what the barrier uses
+    }
+    world->barrier()->wait();
+    world->close();
+    outlives = {};  // after the communicator
+    CHECK_THROWS(ErrorKind::kClosed, world->allocate(1), "closed");
+  });
+  // The fake complains of memory that is freed while registered, and of a communicator that ends with some.
+  CHECK_EQ(fake_nccl::calls("ncclMemAlloc"), fake_nccl::calls("ncclMemFree"));
+  CHECK_EQ(fake_nccl::calls("ncclCommRegister"), fake_nccl::calls("ncclCommDeregister"));
+}
+
+TEST(nccl_memory_falls_back) {
+  for (const bool registers : {false, true}) {
+    fake_nccl::Rules rules;
+    rules.mem_alloc_works = registers;
+    rules.register_works = !registers;
+    NcclJob job(2, rules);
+    job.run([](Communicator& world) {
+      const Buffer buffer = world.allocate(4096);
+      std::memset(buffer.view.data, 1, buffer.view.bytes);
+      world.barrier()->wait();
+    });
+    CHECK_EQ(fake_nccl::calls("ncclMemFree") > 0, registers);
+    CHECK_EQ(fake_nccl::calls("ncclCommDeregister"), 0);
+  }
+}
+
+TEST(nccl_premultiplied_sum_scales_on_the_way) {
+  NcclJob job(2);
+  job.run_threads([&](int rank) {
+    const CommunicatorConfig config = job.config(rank);
+    const nccl::SessionPtr session = nccl::connect(config, {}, true);
+    {
+      DeviceVector<float> values(rank, 10, static_cast<float>(rank + 1));
+      DeviceVector<float> factor(rank, 1, rank == 0 ? 0.5F : 4.0F);
+      const ErrorContext what{rank, -1, 0, "scaled"};
+      cudaStream_t stream = static_cast<cudaStream_t>(config.stream->native_handle());
+      {
+        const std::unique_lock inside(session->api);
+        const nccl::PreMulSum scaled(*session, DType::kFloat32, &factor[0]);
+        CHECK(static_cast<int>(scaled.op()) >= 5);
+        const nccl::Result begun = session->nccl.AllReduce(
+            &values[0], &values[0], values.size(), nccl::DataType::kFloat32, scaled.op(), session->comm, stream);
+        session->settle(begun, session->comm, Clock::now() + 20s, what);
+        CHECK_THROWS(ErrorKind::kInvalidArgument, nccl::PreMulSum(*session, DType::kInt32, &factor[0]), "only floats");
+      }
+      config.stream->synchronize();
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        CHECK_EQ(values[i], 0.5F * 1 + 4.0F * 2);
+      }
+    }
+    CHECK(session->begin_finalize());
+    nccl::start_finalize(session);
+    CHECK(session->wait_gone(Clock::now() + 20s));
+    session->stop_listening();
+  });
+}

@@ -1,0 +1,150 @@
+// comm/nccl: several lanes on a device, several host threads, graph captures.
+#include <cstdlib>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "native/nccl_job.h"
+
+using namespace hpcomm;
+using namespace hpcomm::testing;
+using namespace std::chrono_literals;
+
+namespace {
+
+// Both lanes of all ranks, `rounds` times, in the same order everywhere.
+void use_two_lanes(const NcclJob& job, int rounds) {
+  job.run_threads([&](int rank) {
+    const auto a = job.communicator(rank, "a");
+    const auto b = job.communicator(rank, "b");
+    DeviceVector<float> first(rank, 64);
+    DeviceVector<float> second(rank, 64);
+    std::vector<WorkPtr> works;
+    for (int i = 0; i < rounds; ++i) {
+      works.push_back(a->all_reduce(first.view(), ReduceOp::kSum));
+      works.push_back(b->all_reduce(second.view(), ReduceOp::kSum));
+    }
+    for (const WorkPtr& work : works) {
+      CHECK(!error_of(*work));
+    }
+    a->close();
+    b->close();
+  });
+}
+
+}  // namespace
+
+TEST(nccl_lanes_start_in_the_order_of_issue) {
+  // One kernel at a time on a device, and streams that start when they please: without an order this hangs.
+  NcclJob job(2);
+  use_two_lanes(job, 30);
+  CHECK_EQ(std::string(std::getenv("NCCL_LAUNCH_ORDER_IMPLICIT")), "1");
+  CHECK(fake_nccl::last_config().launch_order);
+}
+
+TEST(nccl_lanes_are_ordered_by_events_where_nccl_is_told_not_to) {
+  for (int version : {22707, 23107}) {
+    fake_nccl::Rules rules;
+    rules.version = version;
+    NcclJob job(2, rules);
+    ::setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0", 1);
+    use_two_lanes(job, 30);
+    CHECK(!fake_nccl::last_config().launch_order);
+    CHECK_EQ(std::string(std::getenv("NCCL_LAUNCH_ORDER_IMPLICIT")), "0");
+    CHECK(fake_cuda::calls("cudaStreamWaitEvent") >= 100);
+  }
+}
+
+TEST(nccl_crossed_lanes_hang_and_are_ended_on_all_ranks) {
+  NcclJob job(2, {}, 400ms);
+  job.run_threads([&](int rank) {
+    const auto a = job.communicator(rank, "a");
+    const auto b = job.communicator(rank, "b");
+    DeviceVector<float> first(rank, 4);
+    DeviceVector<float> second(rank, 4);
+    const WorkPtr ended = a->all_reduce(first.view(), ReduceOp::kSum);
+    ended->wait();
+    std::vector<WorkPtr> works(2);
+    if (rank == 0) {
+      works[0] = a->all_reduce(first.view(), ReduceOp::kSum);
+      works[1] = b->all_reduce(second.view(), ReduceOp::kSum);
+    } else {
+      works[1] = b->all_reduce(second.view(), ReduceOp::kSum);
+      works[0] = a->all_reduce(first.view(), ReduceOp::kSum);
+    }
+    for (std::size_t i = 0; i < 2; ++i) {
+      const auto error = error_of(*works[i]);
+      const std::string words = error ? error->what() : "";
+      CHECK(error && error->kind() != ErrorKind::kInternal);
+      CHECK_EQ(words.find(i == 0 ? "all_reduce #1 on lane a: " : "all_reduce #0 on lane b: "), 0);
+      CHECK(words.find("400 ms after it was issued") != std::string::npos);
+      CHECK(words.find("in the same order over all lanes?") != std::string::npos);
+      CHECK(works[i]->done());
+      works[i]->event().wait();  // the kernels have ended, so streams go on
+    }
+    CHECK(!error_of(*ended));
+    const auto why = a->aborted();
+    CHECK(why.has_value());
+    CHECK_THROWS(why ? why->kind() : ErrorKind::kInternal, a->barrier(), "barrier #2 on lane a: ");
+    a->close();
+    b->close();
+  });
+  CHECK_EQ(fake_nccl::calls("ncclCommAbort"), 4);
+}
+
+TEST(nccl_several_threads_issue_one_at_a_time) {
+  // On different lanes. The order between the lanes is nobody's, so only a device with room for both can take it.
+  fake_nccl::Rules rules;
+  rules.device = fake_nccl::Device::kManyKernels;
+  NcclJob job(2, rules);
+  job.run_threads([&](int rank) {
+    std::vector<std::thread> threads;
+    for (const char* name : {"a", "b", "c"}) {
+      threads.emplace_back([&, name] {
+        (void)cudaSetDevice(rank);
+        const auto lane = job.communicator(rank, name);
+        DeviceVector<float> values(rank, 16, 1);
+        for (int i = 0; i < 20; ++i) {
+          CHECK(!error_of(*lane->all_reduce(values.view(), ReduceOp::kAverage)));
+        }
+        CHECK_EQ(values[3], 1.0F);
+        lane->close();
+      });
+    }
+    for (std::thread& thread : threads) {
+      thread.join();
+    }
+  });
+}
+
+TEST(nccl_operations_can_be_captured) {
+  NcclJob job(2);
+  job.run([](Communicator& world) {
+    const int device = world.rank();
+    auto* stream = static_cast<cudaStream_t>(world.stream().native_handle());
+    DeviceVector<float> values(device, 8, 1);
+    world.all_reduce(values.view(), ReduceOp::kSum)->wait();
+    world.barrier()->wait();
+    CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
+    OpOptions options;
+    options.timeout = 50ms;  // nobody watches it: it runs when the graph does
+    const WorkPtr captured = world.all_reduce(values.view(), ReduceOp::kSum, options);
+    std::this_thread::sleep_for(120ms);
+    cudaGraph_t graph = nullptr;
+    CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+    CHECK_THROWS(ErrorKind::kInvalidArgument, captured->wait(), "part of a CUDA graph");
+    CHECK_EQ(values[0], 2.0F);
+    cudaGraphExec_t executable = nullptr;
+    CHECK_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
+    for (int i = 0; i < 3; ++i) {
+      CHECK_EQ(cudaGraphLaunch(executable, stream), cudaSuccess);
+    }
+    world.stream().synchronize();
+    CHECK_EQ(values[7], 16.0F);
+    CHECK_EQ(cudaGraphExecDestroy(executable), cudaSuccess);
+    CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
+    CHECK(!world.aborted());
+    world.barrier()->wait();
+  });
+  CHECK_EQ(fake_cuda::queries_in_captures(), 0);
+}
