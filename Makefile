@@ -2,7 +2,10 @@
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
+CUDA_TORCH ?= 2.11.0
+COMPAT ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 PIP_ARGS ?=
+CUDA_PIP_ARGS ?=
 NPROC ?= 4
 DP ?=
 PP ?=
@@ -10,7 +13,7 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 SANITIZE ?= thread
 
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_ARGS)
 REQUIREMENTS := $(BIN)/python scripts/requirements.py
@@ -26,7 +29,7 @@ BUILD_DIR := build/torch-$(TORCH)
 MADE_NATIVE := $(BUILD_DIR)/.made-native
 SETTINGS := build/settings
 
-NATIVE_SOURCES := CMakeLists.txt setup.py $(wildcard cmake/*) $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
+NATIVE_SOURCES := CMakeLists.txt setup.py scripts/cuda_choice.py $(wildcard cmake/*) $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 FORMATTED := csrc tests/native
 
 SHELL := bash
@@ -36,12 +39,13 @@ SHELL := bash
 .NOTPARALLEL:
 MAKEFLAGS += --no-builtin-rules
 .DEFAULT_GOAL := help
-.PHONY: help build test demo lint format sanitize tsan asan clean check-machine FORCE
+.PHONY: help build test demo lint format sanitize tsan asan wheel cuda-build cuda-wheel compat clean check-machine FORCE
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 	@echo
-	@echo "  Variables: PYTHON=$(PYTHON) TORCH=$(TORCH) PIP_ARGS='$(PIP_ARGS)' (a package index, say) MAX_JOBS CXX USE_CUDA=auto|0|1"
+	@echo "  Variables: PYTHON=$(PYTHON) TORCH=$(TORCH) PIP_ARGS='$(PIP_ARGS)' (a package index, say) MAX_JOBS CXX"
+	@echo "  USE_CUDA=auto|0|1 TORCH_CUDA_ARCH_LIST CUDA_HOME; see docs/how-to/build-from-source.md"
 
 build: $(MADE_NATIVE) $(MADE_EDITABLE) ## make .venv, install torch into it, compile hpcomm in place
 	@echo "hpcomm is built; $(BIN)/python imports it."
@@ -81,7 +85,25 @@ tsan: ## the C++ tests under ThreadSanitizer
 asan: ## the C++ tests under AddressSanitizer and LeakSanitizer
 	$(MAKE) sanitize SANITIZE=address
 
-clean: ## remove what was built (not .venv: rm -rf .venv for that)
+wheel: $(MADE_TORCH) $(MADE_TOOLS) ## make dist/: a source archive, a wheel for the torch of .venv; check and try it
+	$(BIN)/python scripts/make_wheel.py -- $(PIP_ARGS)
+
+# Not in .venv and not in place: the module for CPU, which the tests use, stays as it is. The native tests of the layers
+# run in `make test`; of this build the module is compiled, nothing else.
+cuda-build: | check-machine ## compile the CUDA half against CUDA_TORCH in .venv-cuda; needs nvcc, but no GPU
+	@if [ -z "$$('$(PYTHON)' scripts/cuda_choice.py)" ]; then \
+	  echo '*** SKIPPED: there is no nvcc (CUDA_HOME, PATH, /usr/local/cuda). The CUDA half was NOT compiled. ***'; \
+	else \
+	  $(MAKE) --no-print-directory VENV=.venv-cuda TORCH=$(CUDA_TORCH) PIP_ARGS='$(CUDA_PIP_ARGS)' cuda-wheel; \
+	fi
+
+cuda-wheel: $(MADE_TORCH) $(MADE_TOOLS)
+	USE_CUDA=1 $(BIN)/python scripts/make_wheel.py --try-here
+
+compat: | check-machine ## build and try hpcomm under every torch of COMPAT, one after the other (gigabytes each)
+	PIP_ARGS='$(PIP_ARGS)' '$(PYTHON)' scripts/compat.py $(COMPAT)
+
+clean: ## remove what was built (not .venv and .venv-cuda: rm -rf .venv* for those)
 	rm -rf build dist hpcomm.egg-info hpcomm/_build.py hpcomm/_C.*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f $(MADE_EDITABLE)
 	find hpcomm tests examples benchmarks scripts -name __pycache__ -prune -exec rm -rf {} +
@@ -101,6 +123,8 @@ $(MADE_TOOLS): $(MADE_VENV) pyproject.toml
 	@touch $@
 
 $(MADE_TORCH): $(MADE_VENV)
+# An installed hpcomm requires the torch it was built for; it comes back below, built for the new one.
+	$(BIN)/python -m pip --disable-pip-version-check uninstall --quiet --yes hpcomm 2> /dev/null
 	$(PIP) torch==$(TORCH)
 	@rm -f $(VENV)/.made-torch-*
 	@touch $@
@@ -116,8 +140,8 @@ $(MADE_DEMO): $(MADE_VENV) pyproject.toml
 # Other choices than last time are a reason to build again.
 $(SETTINGS): FORCE
 	@mkdir -p build
-	@printf '%s\n' "$$USE_CUDA" "$$CXX" "$$CXXFLAGS" "$$CMAKE_ARGS" '$(TORCH)' | cmp -s - $@ || \
-	printf '%s\n' "$$USE_CUDA" "$$CXX" "$$CXXFLAGS" "$$CMAKE_ARGS" '$(TORCH)' > $@
+	@printf '%s\n' "$$USE_CUDA" "$$TORCH_CUDA_ARCH_LIST" "$$CUDA_HOME" "$$CXX" "$$CXXFLAGS" "$$CMAKE_ARGS" '$(TORCH)' | cmp -s - $@ || \
+	printf '%s\n' "$$USE_CUDA" "$$TORCH_CUDA_ARCH_LIST" "$$CUDA_HOME" "$$CXX" "$$CXXFLAGS" "$$CMAKE_ARGS" '$(TORCH)' > $@
 
 $(MADE_NATIVE): $(MADE_TORCH) $(MADE_TOOLS) $(SETTINGS) $(NATIVE_SOURCES) $(if $(wildcard hpcomm/_C.*.so),,FORCE)
 	HPCOMM_BUILD_DIR=$(BUILD_DIR) CMAKE_ARGS="-DHPCOMM_BUILD_TESTS=ON $$CMAKE_ARGS" \

@@ -1,12 +1,15 @@
 """Builds hpcomm's native module with CMake and Ninja against the torch that is installed.
 
-Environment: USE_CUDA=auto|0|1, MAX_JOBS, CXX, CXXFLAGS, CMAKE_ARGS, HPCOMM_BUILD_DIR.
+Environment: USE_CUDA=auto|0|1, TORCH_CUDA_ARCH_LIST, CUDA_HOME, MAX_JOBS, CXX, CXXFLAGS, CMAKE_ARGS, HPCOMM_BUILD_DIR.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -19,12 +22,14 @@ from typing import TYPE_CHECKING
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
-from setuptools.command.dist_info import dist_info
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import cuda_choice  # noqa: E402
 
 if TYPE_CHECKING:
     from types import ModuleType
-
-ROOT = Path(__file__).resolve().parent
 
 NO_TORCH = """
 hpcomm is compiled against the torch that it will run with, and there is no torch in this build environment.
@@ -43,14 +48,6 @@ def import_torch() -> ModuleType:
     except ImportError as error:
         raise SystemExit(f"{NO_TORCH}\n({type(error).__name__}: {error})") from None
     return torch
-
-
-class DistInfo(dist_info):
-    """Metadata, the first thing that pip asks for: the place to stop before it downloads dependencies."""
-
-    def run(self) -> None:
-        import_torch()
-        super().run()
 
 
 class BuildPy(build_py):
@@ -72,6 +69,8 @@ class CMakeBuild(build_ext):
         write_build_info(package / "_build.py", torch, self.build_dir)
 
     def build_extension(self, ext: Extension) -> None:
+        if not cuda().on:
+            print(f"hpcomm: building without CUDA ({cuda().why_not})", flush=True)
         in_place = bool(self.inplace) or self.editable_mode
         configure(self.build_dir, editable=in_place)
         jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
@@ -90,12 +89,51 @@ def build_dir(torch_version: str) -> Path:
     return ROOT / (chosen or f"build/{sys.implementation.cache_tag}-torch-{torch_version}")
 
 
-def use_cuda() -> bool:
-    """USE_CUDA=auto|0|1. There are no CUDA sources yet: auto is CPU, 1 is refused by CMake in plain words."""
-    choice = os.environ.get("USE_CUDA", "auto").lower() or "auto"
-    if choice not in {"auto", "0", "1", "off", "on"}:
-        raise SystemExit(f"USE_CUDA={choice}: use auto, 0 or 1.")
-    return choice in {"1", "on"}
+@functools.cache
+def cuda() -> cuda_choice.Choice:
+    """USE_CUDA=auto|0|1, decided from what is installed."""
+    torch = import_torch()
+    found = cuda_choice.Found(
+        torch=str(torch.__version__), torch_cuda=torch.version.cuda or "", nvcc=nvcc(), nvcc_release=nvcc_release()
+    )
+    return cuda_choice.choose(cuda_choice.read_wish(os.environ.get("USE_CUDA", "")), found)
+
+
+@functools.cache
+def nvcc() -> str:
+    """Path of the CUDA compiler, empty when there is none."""
+    return cuda_choice.find_nvcc(os.environ)
+
+
+@functools.cache
+def nvcc_release() -> str:
+    """Its version, "13.0"; empty without nvcc."""
+    return cuda_choice.nvcc_release(output([nvcc(), "--version"])) if nvcc() else ""
+
+
+@functools.cache
+def architectures() -> str:
+    """CMAKE_CUDA_ARCHITECTURES, empty in builds without CUDA."""
+    if not cuda().on:
+        return ""
+    known = cuda_choice.known_to(output([nvcc(), "--list-gpu-arch"]))
+    return cuda_choice.architectures(os.environ.get("TORCH_CUDA_ARCH_LIST", ""), known)
+
+
+def cuda_settings() -> dict[str, str]:
+    """What CMake is told about CUDA."""
+    if not cuda().on:
+        return {"HPCOMM_USE_CUDA": "OFF"}
+    # Namespace package of NVIDIA's wheels: cu13/ for CUDA 13, a folder for each library before.
+    wheels = importlib.util.find_spec("nvidia")
+    folders = list(wheels.submodule_search_locations or []) if wheels else []
+    headers = sorted(str(path) for folder in folders for path in Path(folder).glob("*/include"))
+    return {
+        "HPCOMM_USE_CUDA": "ON",
+        "HPCOMM_CUDA_WHEEL_INCLUDE_DIRS": ";".join(headers),
+        "CMAKE_CUDA_COMPILER": nvcc(),
+        "CMAKE_CUDA_ARCHITECTURES": architectures(),
+    }
 
 
 def configure(folder: Path, *, editable: bool) -> None:
@@ -105,13 +143,13 @@ def configure(folder: Path, *, editable: bool) -> None:
 
     libraries = cpp_extension.library_paths()
     settings = {
-        "HPCOMM_USE_CUDA": "ON" if use_cuda() else "OFF",
         "HPCOMM_TORCH_INCLUDE_DIRS": ";".join(cpp_extension.include_paths()),
         "HPCOMM_TORCH_LIBRARY_DIRS": ";".join(libraries),
         "HPCOMM_TORCH_CXX11_ABI": str(int(torch.compiled_with_cxx11_abi())),
         "HPCOMM_PYTHON_INCLUDE_DIR": sysconfig.get_path("include"),
         "HPCOMM_MODULE_SUFFIX": sysconfig.get_config_var("EXT_SUFFIX"),
         "HPCOMM_EXTRA_RPATH": ";".join(libraries) if editable else "",
+        **cuda_settings(),
     }
     command = ["cmake", "-S", str(ROOT), "-B", str(folder), "-G", "Ninja"]
     if compiler_changed(folder):
@@ -121,9 +159,10 @@ def configure(folder: Path, *, editable: bool) -> None:
 
 
 def compiler_changed(folder: Path) -> bool:
-    """CMake looks at CXX and CXXFLAGS in its first run only."""
+    """CMake looks at CXX, CXXFLAGS and the like in its first run only."""
     marker = folder / "compiler.txt"
-    now = f"{os.environ.get('CXX', '')}\n{os.environ.get('CXXFLAGS', '')}\n"
+    names = ("CXX", "CXXFLAGS", "CUDAHOSTCXX", "CUDAFLAGS")
+    now = "".join(f"{os.environ.get(name, '')}\n" for name in names) + f"{nvcc() if cuda().on else ''}\n"
     changed = marker.exists() and marker.read_text() != now
     folder.mkdir(parents=True, exist_ok=True)
     marker.write_text(now)
@@ -136,7 +175,9 @@ def write_build_info(path: Path, torch: ModuleType, folder: Path) -> None:
         "TORCH_VERSION": str(torch.__version__),
         "TORCH_CUDA": str(torch.version.cuda or ""),
         "PYTHON": str(sys.implementation.cache_tag),
-        "USE_CUDA": use_cuda(),
+        "USE_CUDA": cuda().on,
+        "CUDA_VERSION": nvcc_release() if cuda().on else "",
+        "CUDA_ARCHITECTURES": architectures(),
         "CXX": compiler_version(folder),
         "REVISION": output(["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]),
     }
@@ -174,7 +215,33 @@ def call(command: list[str]) -> None:
         raise SystemExit(f"hpcomm: {shlex.join(command[:3])} ... failed with {error.returncode}, see above.") from None
 
 
+def is_binary() -> bool:
+    """Whether the metadata being made are those of a build, which fits one torch, and not those of the sources."""
+    return not {"bdist_wheel", "dist_info", "editable_wheel"}.isdisjoint(sys.argv)
+
+
+def version() -> str:
+    """0.1.0, and 0.1.0+cu130.torch2.11 or 0.1.0+cpu.torch2.13 of a build."""
+    text = (ROOT / "hpcomm/_version.py").read_text()
+    number = str(re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)[0])
+    if not is_binary():
+        return number
+    return f"{number}+{cuda_choice.local_version(torch_version(), nvcc_release() if cuda().on else '')}"
+
+
+def requirements() -> list[str]:
+    """A build needs the minor version of torch that it was compiled against: c10d's classes change with it."""
+    return [f"torch=={cuda_choice.minor(torch_version())}.*"] if is_binary() else ["torch>=2.11"]
+
+
+def torch_version() -> str:
+    """That of the torch to build against."""
+    return str(import_torch().__version__)
+
+
 setup(
+    version=version(),
+    install_requires=requirements(),
     ext_modules=[Extension("hpcomm._C", sources=[])],
-    cmdclass={"build_ext": CMakeBuild, "build_py": BuildPy, "dist_info": DistInfo},
+    cmdclass={"build_ext": CMakeBuild, "build_py": BuildPy},
 )

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
+import hpcomm
 from hpcomm import _build, _native
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -137,10 +138,79 @@ def test_another_pybind11_is_refused(tmp_path: Path, variable: str) -> None:
     assert f"{other}/pybind11/pybind11.h" in result.stderr
 
 
-def test_cuda_is_refused_in_plain_words(tmp_path: Path) -> None:
-    result = configure(tmp_path, "-DHPCOMM_USE_CUDA=ON")
+def test_a_missing_function_of_ours_is_found_when_linking(tmp_path: Path) -> None:
+    compiler = shutil.which("c++") or "c++"
+    for name, body in {"whole": "{ return 1; }", "lacking": ";"}.items():
+        source = tmp_path / f"{name}.cpp"
+        source.write_text(f"namespace hpcomm {{ int part() {body} }}\nint whole() {{ return hpcomm::part(); }}\n")
+        module = tmp_path / f"{name}.so"
+        subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(module)], check=True, timeout=60)
+        path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
+        command = [shutil.which("cmake", path=path) or "cmake", f"-DNM={shutil.which('nm')}", f"-DMODULE={module}"]
+        command += ["-P", str(ROOT / "cmake/CheckUndefined.cmake")]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert (result.returncode == 0) is (name == "whole"), result.stderr
+        assert ("hpcomm::part()" in result.stderr) is (name == "lacking")
+
+
+def test_what_ptxas_says_is_kept_in_a_file(tmp_path: Path) -> None:
+    says = "ptxas info    : Used 12 registers\n    0 bytes stack frame, 0 bytes spill stores\nfile.cu(3): warning: odd"
+    nvcc = fake(tmp_path / "nvcc", f"printf '%s\\n' '{says}' >&2; exit 3")
+    command = [shutil.which("sh") or "/bin/sh", str(ROOT / "cmake/ptxas_log.sh"), str(tmp_path / "logs"), nvcc]
+    command += ["-c", "pack.cu", "-o", "folder/pack.cu.o"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (3, "file.cu(3): warning: odd\n")
+    assert (tmp_path / "logs/pack.cu.log").read_text() == says + "\n"
+
+
+# --- setup.py ---------------------------------------------------------------------------------------------------------
+
+
+def setup(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """setup.py's answer; the commands used here compile nothing."""
+    return subprocess.run(
+        [sys.executable, "setup.py", "--quiet", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def metadata(folder: Path) -> str:
+    """The METADATA or PKG-INFO below a folder."""
+    (found,) = [path for path in folder.rglob("*") if path.name in {"METADATA", "PKG-INFO"}]
+    return found.read_text()
+
+
+def test_cuda_is_refused_where_something_is_missing(tmp_path: Path) -> None:
+    result = setup(
+        "build_ext", "--build-lib", str(tmp_path), USE_CUDA="1", CUDA_HOME=str(tmp_path), HPCOMM_BUILD_DIR=str(tmp_path)
+    )
     assert result.returncode != 0
-    assert "CUDA half is not part of this version" in " ".join(result.stderr.split())
+    lack = "there is no nvcc" if torch.version.cuda else f"({torch.__version__}) is a build without CUDA"
+    assert "hpcomm: USE_CUDA=1, but " in result.stderr
+    assert lack in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_build_says_which_torch_it_fits(tmp_path: Path) -> None:
+    minor = ".".join(torch.__version__.split(".")[:2])
+    built = setup("dist_info", "--output-dir", str(tmp_path), USE_CUDA="0")
+    assert built.returncode == 0, built.stderr
+    text = metadata(tmp_path)
+    assert f"\nVersion: {hpcomm.__version__}+cpu.torch{minor}\n" in text
+    assert f"\nRequires-Dist: torch=={minor}.*\n" in text
+
+
+def test_sources_fit_every_torch_that_is_supported(tmp_path: Path) -> None:
+    made = setup("egg_info", "--egg-base", str(tmp_path), USE_CUDA="1", CUDA_HOME=str(tmp_path))
+    assert made.returncode == 0, made.stderr
+    text = metadata(tmp_path)
+    assert f"\nVersion: {hpcomm.__version__}\n" in text
+    assert "\nRequires-Dist: torch>=2.11\n" in text
 
 
 # --- hpcomm/_native.py ------------------------------------------------------------------------------------------------

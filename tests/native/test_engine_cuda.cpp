@@ -1,0 +1,371 @@
+// engine/ on CUDA streams and NCCL, both fakes on host threads: what is computed by a kernel is not touched before it
+// has run, nothing is given back before it has been read, and the host waits for nothing on the way.
+#include <atomic>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/communicator_allocator.h"
+#include "engine/device_step_loss.h"
+#include "engine/edge.h"
+#include "engine/reducer.h"
+#include "native/nccl_job.h"
+
+using namespace hpcomm;
+using namespace hpcomm::testing;
+using namespace std::chrono_literals;
+
+namespace {
+
+// What one rank has: a stream that it computes on, and lanes.
+class Gpu {
+ public:
+  Gpu(const NcclJob& job, int rank) : job_(job), rank_(rank), compute_(make_cuda_stream(pooled_stream(rank), rank)) {}
+
+  [[nodiscard]] Stream& compute() const { return *compute_; }
+  [[nodiscard]] std::shared_ptr<Communicator> lane(const std::string& name) const {
+    CommunicatorConfig config = job_.config(rank_, name);
+    config.compute = compute_;
+    return make_nccl_communicator(config);
+  }
+  // A kernel of the compute stream. As kernels do, it owns nothing: what it touches is held for it.
+  void launch(std::function<void()> kernel) const {
+    CHECK_EQ(fake_cuda_enqueue(static_cast<cudaStream_t>(compute_->native_handle()), std::move(kernel)), cudaSuccess);
+  }
+  void hold(Keepalive memory) const { compute_->hold(std::move(memory)); }
+  // What the Python seam does with a Work.
+  void wait(const WorkPtr& work) const {
+    work->check();
+    compute_->wait(work->event());
+  }
+  void synchronize() const { compute_->synchronize(); }
+
+ private:
+  const NcclJob& job_;
+  int rank_;
+  std::shared_ptr<Stream> compute_;
+};
+
+using Floats = std::shared_ptr<DeviceVector<float>>;
+Floats floats(int rank, std::size_t count, float value = -1) {
+  return std::make_shared<DeviceVector<float>>(rank, count, value);
+}
+
+// Different for every rank, parameter, place and step; sums of a few are exact.
+float value(int rank, std::size_t param, std::size_t j, int step) {
+  return static_cast<float>((rank + 1) * 1000 + static_cast<int>(param) * 100 + static_cast<int>(j % 50) + step * 7);
+}
+
+// Bucket 0: three small parameters; bucket 1: a single one, reduced where it lies; bucket 2: two.
+struct Model {
+  std::vector<std::size_t> counts{5, 70, 33, 1000, 8, 17};
+  std::vector<TensorSize> params;
+  BucketPlan plan;
+
+  Model() {
+    const std::vector<std::vector<int>> buckets{{0, 1, 2}, {3}, {4, 5}};
+    for (const std::size_t count : counts) {
+      params.push_back({count, DType::kFloat32});
+    }
+    for (const auto& bucket : buckets) {
+      std::vector<TensorSize> sizes;
+      for (const int param : bucket) {
+        sizes.push_back(params[static_cast<std::size_t>(param)]);
+      }
+      plan.buckets.push_back({bucket, Layout(sizes), DType::kFloat32});
+    }
+  }
+};
+
+}  // namespace
+
+TEST(engine_cuda_gradients_are_reduced_behind_the_backward) {
+  const Model model;
+  constexpr int kRanks = 3;
+  constexpr int kSteps = 12;
+  const NcclJob job(kRanks);
+  job.run_threads([&](int rank) {
+    const Gpu gpu(job, rank);
+    const auto gradient_lane = gpu.lane("gradient");
+    const auto loss_lane = gpu.lane("loss");
+    CommunicatorAllocator memory(loss_lane);
+    DeviceStepLoss loss(loss_lane, memory);
+    Reducer reducer(gradient_lane, model.plan, model.params, std::make_shared<CommunicatorAllocator>(gradient_lane));
+    auto* numbers = static_cast<double*>(loss.numbers().data);
+    std::atomic<int> wrong = 0;
+    for (int step = 0; step < kSteps; ++step) {
+      // Weights of 1, 2, 3: the factor is 1/6, and 1/12 where a step was accumulated before.
+      const bool accumulate = step % 3 == 0;
+      gpu.launch([numbers, rank, accumulate] {
+        numbers[0] = 10.0 * (rank + 1);
+        numbers[1] = rank + 1;
+        numbers[2] = accumulate ? 0 : 1;
+      });
+      loss.issue(accumulate);
+      if (accumulate) {
+        gpu.wait(loss.work());
+        continue;
+      }
+      const double weight = step % 3 == 1 ? 12.0 : 6.0;
+      reducer.arm(loss.scale(), loss.ready());
+      std::vector<Floats> gradients;
+      for (std::size_t p = model.counts.size(); p-- > 0;) {
+        const Floats gradient = floats(rank, model.counts[p]);
+        gradients.insert(gradients.begin(), gradient);
+        // Parameter 1 has no gradient on rank 0, parameter 3 none on rank 1.
+        if ((p == 1 && rank == 0) || (p == 3 && rank == 1)) {
+          reducer.mark_ready(static_cast<int>(p), nullptr, nullptr);
+          continue;
+        }
+        gpu.launch([to = &(*gradient)[0], count = gradient->size(), rank, p, step] {
+          for (std::size_t j = 0; j < count; ++j) {
+            to[j] = value(rank, p, j, step);
+          }
+        });
+        reducer.mark_ready(static_cast<int>(p), &(*gradient)[0], gradient);
+      }
+      for (const WorkPtr& work : reducer.flush()) {
+        gpu.wait(work);
+      }
+      gpu.wait(loss.work());
+      // The optimizer's kernel reads what was reduced; the host lets go of the gradients at once.
+      std::vector<const float*> reduced;
+      for (const Floats& gradient : gradients) {
+        reduced.push_back(&(*gradient)[0]);
+      }
+      gpu.launch([&model, &wrong, reduced, numbers, rank, step, weight] {
+        wrong += numbers[0] != 60.0 || numbers[1] != 6.0;
+        const auto factor = static_cast<float>(1.0 / weight);
+        for (std::size_t p = 0; p < reduced.size(); ++p) {
+          if ((p == 1 && rank == 0) || (p == 3 && rank == 1)) {
+            continue;
+          }
+          for (std::size_t j = 0; j < model.counts[p]; ++j) {
+            float want = 0;
+            for (int r = 0; r < kRanks; ++r) {
+              const bool silent = (p == 1 && r == 0) || (p == 3 && r == 1);
+              want += silent ? 0.0F : value(r, p, j, step) * factor;
+            }
+            const float got = reduced[p][j];
+            wrong += !(got <= want * 1.0001F && got >= want * 0.9999F);
+          }
+        }
+      });
+      gpu.hold(std::make_shared<std::vector<Floats>>(std::move(gradients)));
+    }
+    gpu.synchronize();
+    CHECK_EQ(wrong.load(), 0);
+    gradient_lane->close();
+    loss_lane->close();
+  });
+  CHECK_EQ(fake_cuda::queries_in_captures(), 0);
+}
+
+TEST(engine_cuda_step_does_not_block_the_host) {
+  const Model model;
+  const NcclJob job(2);
+  std::atomic<std::uint64_t> before = 0;
+  std::atomic<int> there = 0;
+  job.run_threads([&](int rank) {
+    const Gpu gpu(job, rank);
+    const auto lane = gpu.lane("gradient");
+    Reducer reducer(lane, model.plan, model.params, std::make_shared<CommunicatorAllocator>(lane));
+    gpu.synchronize();
+    ++there;
+    CHECK(eventually([&] { return there >= 2; }));
+    if (rank == 0) {
+      before = fake_cuda::synchronising_calls();
+    }
+    ++there;
+    CHECK(eventually([&] { return there >= 4; }));
+    // The device stands still until the host has issued everything: a host that waited for it would hang here.
+    auto released = std::make_shared<std::atomic<bool>>(false);
+    gpu.launch([released] {
+      while (!*released) {
+        std::this_thread::yield();
+      }
+    });
+    std::vector<Floats> gradients;
+    reducer.arm({}, {});
+    for (std::size_t p = 0; p < model.counts.size(); ++p) {
+      gradients.push_back(floats(rank, model.counts[p], 1));
+      reducer.mark_ready(static_cast<int>(p), &(*gradients[p])[0], gradients[p]);
+    }
+    const auto works = reducer.flush();
+    CHECK_EQ(works.size(), model.plan.buckets.size());
+    for (const WorkPtr& work : works) {
+      CHECK(!work->done());
+      gpu.wait(work);
+    }
+    if (rank == 0) {
+      CHECK_EQ(fake_cuda::synchronising_calls(), before.load());
+    }
+    ++there;
+    CHECK(eventually([&] { return there >= 6; }));
+    *released = true;
+    gpu.synchronize();
+    for (const WorkPtr& work : works) {
+      CHECK(work->done());
+    }
+    for (const Floats& gradient : gradients) {
+      CHECK_EQ((*gradient)[0], 2.0F);
+    }
+    lane->close();
+  });
+}
+
+namespace {
+
+// A message whose values tell its number; sent from tensors that a kernel writes.
+Schema schema_of(const std::vector<std::size_t>& counts) {
+  Schema schema;
+  schema.structure = "s";
+  for (const std::size_t count : counts) {
+    schema.tensors.push_back({DType::kFloat32, false, {static_cast<std::int64_t>(count)}});
+  }
+  return schema;
+}
+
+WorkPtr send_from_kernel(const Gpu& gpu, SendEdge& edge, int rank, const std::vector<std::size_t>& counts,
+                         int message) {
+  auto held = std::make_shared<std::vector<Floats>>();
+  std::vector<const void*> data;
+  for (const std::size_t count : counts) {
+    held->push_back(floats(rank, count));
+    data.push_back(&(*held->back())[0]);
+  }
+  gpu.launch([data, counts, message, rank] {
+    for (std::size_t t = 0; t < data.size(); ++t) {
+      for (std::size_t j = 0; j < counts[t]; ++j) {
+        const_cast<float*>(static_cast<const float*>(data[t]))[j] = value(rank, t, j, message);
+      }
+    }
+  });
+  gpu.hold(held);
+  return edge.send(schema_of(counts), data, held, message);
+}
+
+// Reads the message by a kernel, and lets go of its slot when that is issued, not when it has run.
+void read_by_kernel(const Gpu& gpu, const Receipt& receipt, int from, int message,
+                    const std::shared_ptr<std::atomic<int>>& wrong) {
+  gpu.wait(receipt.work);
+  const auto layout = receipt.message->layout;
+  const auto* bytes = static_cast<const char*>(receipt.message->payload.view.data);
+  gpu.launch([layout, bytes, from, message, wrong] {
+    for (std::size_t t = 0; t < layout->entries().size(); ++t) {
+      const auto& entry = layout->entries()[t];
+      for (std::size_t j = 0; j < entry.count; ++j) {
+        float got = 0;
+        std::memcpy(&got, bytes + entry.offset + j * sizeof got, sizeof got);
+        *wrong += got != value(from, t, j, message);
+      }
+    }
+  });
+}
+
+void messages_both_ways(SchemaMode mode, const std::function<std::vector<std::size_t>(int)>& counts_of) {
+  constexpr int kMessages = 40;
+  const NcclJob job(2);
+  job.run_threads([&](int rank) {
+    const Gpu gpu(job, rank);
+    const int peer = 1 - rank;
+    // A lane for each direction, made in one order on both ranks.
+    const auto up = gpu.lane("up");
+    const auto down = gpu.lane("down");
+    const auto& out = rank == 0 ? up : down;
+    const auto& in = rank == 0 ? down : up;
+    auto wrong = std::make_shared<std::atomic<int>>(0);
+    {
+      SendEdge sender({out, peer, mode}, std::make_shared<CommunicatorAllocator>(out));
+      RecvEdge receiver({in, peer, mode}, std::make_shared<CommunicatorAllocator>(in));
+      for (int message = 0; message < kMessages; ++message) {
+        // Both orders of issue, as a plan would have them: the lower rank sends first.
+        if (rank == 0) {
+          (void)send_from_kernel(gpu, sender, rank, counts_of(message), message);
+        }
+        Receipt receipt = receiver.recv(message);
+        if (rank == 1) {
+          (void)send_from_kernel(gpu, sender, rank, counts_of(message), message);
+        }
+        read_by_kernel(gpu, receipt, peer, message, wrong);
+      }
+      gpu.synchronize();
+    }
+    CHECK_EQ(wrong->load(), 0);
+    up->close();
+    down->close();
+  });
+}
+
+}  // namespace
+
+TEST(engine_cuda_messages_of_changing_shapes) {
+  messages_both_ways(SchemaMode::kPerMessage, [](int message) -> std::vector<std::size_t> {
+    switch (message % 4) {
+      case 0:
+        return {10, 300, 7};
+      case 1:
+        return {1000};  // one tensor travels where it lies
+      case 2:
+        return {10, 300, 7};
+      default:
+        return {64, static_cast<std::size_t>(message + 1)};
+    }
+  });
+}
+
+TEST(engine_cuda_messages_of_a_frozen_schema) {
+  messages_both_ways(SchemaMode::kFrozen, [](int) -> std::vector<std::size_t> { return {33, 120, 8}; });
+}
+
+TEST(engine_cuda_message_that_does_not_come) {
+  NcclJob job(2, {}, 300ms);
+  job.run_threads([&](int rank) {
+    const Gpu gpu(job, rank);
+    const auto lane = gpu.lane("up");
+    if (rank == 1) {
+      RecvEdge receiver({lane, 0}, std::make_shared<CommunicatorAllocator>(lane));
+      const Receipt receipt = receiver.recv(-1);
+      CHECK_THROWS(ErrorKind::kTimedOut, receipt.work->wait(), "no message came in time");
+      CHECK_THROWS(ErrorKind::kTimedOut, receipt.work->check(), "no message came in time");
+      const Receipt next = receiver.recv(-1);
+      CHECK_THROWS(ErrorKind::kTimedOut, next.work->wait(), "no message came in time");
+    }
+    lane->close();
+  });
+}
+
+TEST(engine_cuda_peer_that_fails_ends_a_step) {
+  NcclJob job(2);
+  job.expect_violations();
+  const Model model;
+  std::atomic<int> there = 0;
+  std::atomic<int> left = 2;
+  job.run_threads([&](int rank) {
+    const Gpu gpu(job, rank);
+    const auto lane = gpu.lane("gradient");
+    Reducer reducer(lane, model.plan, model.params, std::make_shared<CommunicatorAllocator>(lane));
+    gpu.synchronize();
+    ++there;
+    CHECK(eventually([&] { return there == 2; }));
+    if (rank == 1) {
+      job.control(rank)->abort("rank 1 ran out of ideas");
+    } else {
+      reducer.arm({}, {});
+      std::vector<Floats> gradients;
+      try {
+        for (std::size_t p = 0; p < model.counts.size(); ++p) {
+          gradients.push_back(floats(rank, model.counts[p], 1));
+          reducer.mark_ready(static_cast<int>(p), &(*gradients[p])[0], gradients[p]);
+        }
+      } catch (const Error& error) {
+        CHECK(error.kind() == ErrorKind::kPeerError);
+      }
+      CHECK_THROWS(ErrorKind::kPeerError, reducer.finish(), "ran out of ideas");
+    }
+    --left;
+    CHECK(eventually([&] { return left == 0; }, 20000ms));
+  });
+}
