@@ -1,6 +1,7 @@
 """Types of the native module. Kept by hand beside csrc/torch/bind_*.cpp; tests/test_stub.py compares the names."""
 
 from collections.abc import Callable, Sequence
+from os import PathLike
 from typing import ClassVar
 
 import torch
@@ -257,7 +258,8 @@ class BackendJob:
 def backend(communicator: Communicator, job: BackendJob) -> c10d.Backend: ...
 
 # --- csrc/torch/bind_plan.cpp ---
-# Enums are pybind11 enums: compare with ==, not with `is`.
+# Enums are pybind11 enums: compare with ==, not with `is`. Attributes of everything but StepPlan, CompileSpec and
+# CostModel are read-only; written as plain ones for brevity.
 
 class OpKind:
     FORWARD: ClassVar[OpKind]
@@ -267,6 +269,7 @@ class OpKind:
     TRANSFER: ClassVar[OpKind]
     REDUCE: ClassVar[OpKind]
     LOSS: ClassVar[OpKind]
+    TIED: ClassVar[OpKind]
     __members__: ClassVar[dict[str, OpKind]]
     @property
     def name(self) -> str: ...
@@ -282,6 +285,7 @@ class ActionKind:
     RECV: ClassVar[ActionKind]
     REDUCE: ClassVar[ActionKind]
     LOSS: ClassVar[ActionKind]
+    TIED: ClassVar[ActionKind]
     __members__: ClassVar[dict[str, ActionKind]]
     @property
     def name(self) -> str: ...
@@ -310,8 +314,19 @@ class Lane:
     @property
     def value(self) -> int: ...
 
+class Schema:
+    FROZEN: ClassVar[Schema]
+    PER_MESSAGE: ClassVar[Schema]
+    __members__: ClassVar[dict[str, Schema]]
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
 class ReducePolicy:
-    INSIDE: ClassVar[ReducePolicy]
+    EAGER: ClassVar[ReducePolicy]
+    SLACK: ClassVar[ReducePolicy]
+    END: ClassVar[ReducePolicy]
     __members__: ClassVar[dict[str, ReducePolicy]]
     @property
     def name(self) -> str: ...
@@ -331,78 +346,58 @@ class Operation:
         communicator: int = -1,
         participants: Sequence[int] = ...,
         bytes: int = 0,
+        group: int = -1,
     ) -> None: ...
-    @property
-    def kind(self) -> OpKind: ...
-    @property
-    def stage(self) -> int: ...
-    @property
-    def peer_stage(self) -> int: ...
-    @property
-    def microbatch(self) -> int: ...
-    @property
-    def bucket(self) -> int: ...
-    @property
-    def payload(self) -> Payload: ...
-    @property
-    def communicator(self) -> int: ...
-    @property
-    def participants(self) -> list[int]: ...
-    @property
-    def bytes(self) -> int: ...
+    group: int
+    kind: OpKind
+    stage: int
+    peer_stage: int
+    microbatch: int
+    bucket: int
+    payload: Payload
+    communicator: int
+    participants: list[int]
+    bytes: int
     def __eq__(self, other: object) -> bool: ...
 
 class Issue:
     def __init__(self, op: int, host: int = -1) -> None: ...
-    @property
-    def op(self) -> int: ...
-    @property
-    def host(self) -> int: ...
+    op: int
+    host: int
     def __eq__(self, other: object) -> bool: ...
 
 class CommunicatorSpec:
     def __init__(self, ranks: Sequence[int], lane: Lane) -> None: ...
-    @property
-    def ranks(self) -> list[int]: ...
-    @property
-    def lane(self) -> Lane: ...
+    ranks: list[int]
+    lane: Lane
+    def __eq__(self, other: object) -> bool: ...
+
+class Tie:
+    def __init__(self, stages: Sequence[int], bytes: int) -> None: ...
+    stages: list[int]
+    bytes: int
     def __eq__(self, other: object) -> bool: ...
 
 class Action:
-    @property
-    def kind(self) -> ActionKind: ...
-    @property
-    def op(self) -> int: ...
-    @property
-    def stage(self) -> int: ...
-    @property
-    def peer_stage(self) -> int: ...
-    @property
-    def microbatch(self) -> int: ...
-    @property
-    def bucket(self) -> int: ...
-    @property
-    def payload(self) -> Payload: ...
-    @property
-    def peer(self) -> int: ...
-    @property
-    def communicator(self) -> int: ...
-    @property
-    def lane(self) -> Lane: ...
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def inside(self) -> list[Action]: ...
+    group: int
+    kind: ActionKind
+    op: int
+    stage: int
+    peer_stage: int
+    microbatch: int
+    bucket: int
+    payload: Payload
+    peer: int
+    communicator: int
+    lane: Lane
+    bytes: int
+    inside: list[Action]
 
 class VerifyResult:
-    @property
-    def operations(self) -> int: ...
-    @property
-    def ranks(self) -> int: ...
-    @property
-    def edges(self) -> int: ...
-    @property
-    def start_order(self) -> str: ...
+    operations: int
+    ranks: int
+    edges: int
+    start_order: str
 
 class StepPlan:
     pp: int
@@ -412,6 +407,8 @@ class StepPlan:
     # Lists are copies: to edit a plan, assign a changed list.
     stage_to_rank: list[int]
     buckets: list[list[int]]
+    ties: list[Tie]
+    schema: Schema
     communicators: list[CommunicatorSpec]
     operations: list[Operation]
     lists: list[list[Issue]]
@@ -427,8 +424,58 @@ class StepPlan:
     def actions(self, rank: int) -> list[Action]: ...
     def describe(self, op: int, seen_by_rank: int = -1) -> str: ...
     def require_well_formed(self) -> None: ...
-    def verify(self) -> VerifyResult: ...
+    def verify(self, *, slots: bool = False, max_activations: int = 0) -> VerifyResult: ...
+    def simulate(self, costs: CostModel | None = None) -> Timeline: ...
+    def peak_activations(self) -> list[int]: ...
+    def to_svg(self, path: str | PathLike[str], costs: CostModel | None = None) -> None: ...
+    def to_chrome_trace(self, path: str | PathLike[str], costs: CostModel | None = None) -> None: ...
     def __eq__(self, other: object) -> bool: ...
+
+class StageCost:
+    def __init__(
+        self,
+        forward_seconds: float = 1.0,
+        backward_seconds: float = 2.0,
+        input_grad_seconds: float | None = None,
+        weight_grad_seconds: float | None = None,
+        activation_bytes: float = 1.0,
+    ) -> None: ...
+    forward_seconds: float
+    backward_seconds: float
+    input_grad_seconds: float
+    weight_grad_seconds: float
+    activation_bytes: float
+
+class CostModel:
+    # The list and the dict are copies: assign a changed one.
+    stages: list[StageCost]
+    links: dict[tuple[int, int], tuple[float, float]]
+    link_latency_seconds: float
+    link_bytes_per_second: float
+    collective_latency_seconds: float
+    collective_bytes_per_second: float
+    header_seconds: float
+    pack_bytes_per_second: float
+    ranks_per_host: int
+    cores_per_host: int
+    host_waits: bool
+    def __init__(self) -> None: ...
+
+class RankTimes:
+    compute_seconds: float
+    exposed_seconds: float
+    bubble_seconds: float
+    first_seconds: float
+    last_seconds: float
+    peak_activations: float
+
+class Timeline:
+    makespan_seconds: float
+    bubble_share: float
+    exposed_share: float
+    ranks: list[RankTimes]
+    start: list[float]
+    end: list[float]
 
 class CompileSpec:
     pp: int
@@ -437,11 +484,13 @@ class CompileSpec:
     stage_to_rank: list[int]
     buckets: list[list[int]]
     reduce: ReducePolicy
+    ties: list[Tie]
+    loss_stages: list[int]
+    schema: Schema
+    cost: CostModel
     slot_depth: int
     def __init__(self) -> None: ...
     def add_compute(self, actions: Sequence[tuple[OpKind, int, int]]) -> None: ...
-    def add_link(self, from_stage: int, to_stage: int, bytes: int) -> None: ...
-    def add_stage_cost(self, forward_seconds: float, backward_seconds: float) -> None: ...
-    def set_link_cost(self, latency_seconds: float, bytes_per_second: float) -> None: ...
+    def add_link(self, from_stage: int, to_stage: int, bytes: int, differentiable: bool = True) -> None: ...
 
 def compile_plan(spec: CompileSpec) -> StepPlan: ...

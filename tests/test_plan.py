@@ -90,7 +90,7 @@ def test_schedules_refuse_sizes_and_names() -> None:
         gpipe(2, 0)
     with pytest.raises(ValueError, match="at least 1 stage"):
         one_f_one_b(0, 2)
-    with pytest.raises(ValueError, match="unknown schedule '2f2b'; known: 1f1b, gpipe"):
+    with pytest.raises(ValueError, match="unknown schedule '2f2b'; known: 1f1b, .*gpipe"):
         plan_of("2f2b", 2, 1, 4)
 
 
@@ -194,7 +194,7 @@ def test_compile_refuses_lengths_that_do_not_fit() -> None:
         plan_of("1f1b", 2, 1, 4, activation_bytes=[8, 8])
     with pytest.raises(ValueError, match="forward_cost has 1 costs; there are 2 stages"):
         plan_of("1f1b", 2, 1, 4, forward_cost=[1.0])
-    with pytest.raises(ValueError, match="puts stage s on pipeline rank s"):
+    with pytest.raises(ValueError, match=r"puts its stages on \[0, 1\]; stage_to_rank is \[0, 1, 0, 1\]"):
         plan_of("1f1b", 2, 1, 4, stage_to_rank=[0, 1, 0, 1])
     with pytest.raises(InvalidArgument, match="buckets are given for 1 stages"):
         hpcomm.plan.compile("1f1b", pp=2, num_microbatches=4, bucket_bytes=[[8]])
@@ -579,7 +579,7 @@ def test_json_names_what_is_damaged() -> None:
     ]:
         with pytest.raises(ValueError, match=match):
             from_json(broken)
-    refused("version 2; this hpcomm reads version 1", version=2)
+    refused("version 3; this hpcomm reads version 2", version=3)
     refused('"columns" must be', columns=[])
     refused("its hash is", hash="0" * 16)
     refused("its hash is .*, the text says None", hash=None)
@@ -590,7 +590,7 @@ def test_json_names_what_is_damaged() -> None:
     refused("stage_to_rank: expected a list, found None", stage_to_rank=None)
     refused(r"buckets\[0\]: expected an integer of 64 bits", buckets=[[2**63]])
     refused(r"communicators\[0\]: expected one of COMPUTE, .*found 'WARP'", communicators=[["WARP", [0, 1]]])
-    refused(r"operations\[0\]: expected a list of 9, found \[\]", operations=[[]])
+    refused(r"operations\[0\]: expected a list of 10, found \[\]", operations=[[]])
     refused(
         r"operations\[0\]: expected one of FORWARD, .*found 7",
         operations=[[7, *document["operations"][0][1:]]],

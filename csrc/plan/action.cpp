@@ -26,6 +26,8 @@ ActionKind kind_seen_by(const Operation& op, int rank) {
       return ActionKind::kReduce;
     case OpKind::kLoss:
       return ActionKind::kLoss;
+    case OpKind::kTied:
+      return ActionKind::kTied;
   }
   HPCOMM_ASSERT(false, "operation kind ", static_cast<int>(op.kind));
   return ActionKind::kForward;
@@ -51,6 +53,7 @@ Action seen_by(const StepPlan& plan, int index, int rank) {
                 .communicator = op.communicator,
                 .lane = lane_of(op),
                 .bytes = op.bytes,
+                .group = op.group,
                 .inside = {}};
   if (action.kind == ActionKind::kSend) {
     action.peer = ranks[1];

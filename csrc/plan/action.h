@@ -17,6 +17,7 @@ enum class ActionKind {
   kRecv = 5,
   kReduce = 6,
   kLoss = 7,
+  kTied = 8,
 };
 
 struct Action {
@@ -25,12 +26,13 @@ struct Action {
   int stage = -1;       // this rank's stage; -1 for the loss
   int peer_stage = -1;  // SEND, RECV: the stage on the other side
   int microbatch = -1;
-  int bucket = -1;
+  int bucket = -1;  // REDUCE; TIED: the index of the tie
   Payload payload = Payload::kNone;
   int peer = -1;          // SEND, RECV: the global rank on the other side
   int communicator = -1;  // index into StepPlan::communicators
   Lane lane = Lane::kCompute;
   std::int64_t bytes = 0;
+  int group = -1;              // issued as one with its neighbours of that number
   std::vector<Action> inside;  // issued while this backward runs, in order
 };
 

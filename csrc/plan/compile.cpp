@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <iterator>
-#include <numeric>
+#include <map>
+#include <tuple>
 #include <utility>
 
 #include "plan/compile_spec.h"
+#include "plan/place.h"
 #include "plan/replica.h"
 
 namespace hpcomm::plan {
@@ -23,25 +25,21 @@ class Writer {
     plan_.slot_depth = spec.slot_depth;
     plan_.stage_to_rank = spec.stage_to_rank;
     plan_.buckets = spec.buckets;
+    plan_.ties = spec.ties;
+    plan_.schema = spec.schema;
     plan_.lists.resize(plan_.world());
     first_op_.resize(replica.operations().size(), -1);
     add_communicators();
   }
 
-  StepPlan write(const std::vector<int>& order) {
-    for (const int task : order) {
-      first_op_[task] = static_cast<int>(plan_.operations.size());
-      if (task == replica_.loss()) {
-        add_loss();
-      } else {
-        add_task(task);
+  StepPlan write(const ReadyOrder& ready) {
+    const auto reductions = place_reductions(spec_, replica_, ready);
+    for (std::size_t position = 0; position <= ready.order.size(); ++position) {
+      for (const PlacedReduction& reduction : reductions[position]) {
+        add_reduction(reduction);
       }
-      if (replica_.is_last_backward(task)) {
-        switch (spec_.reduce) {
-          case ReducePolicy::kInside:
-            // Directly behind their hosts: nothing may come between a backward and its issue points.
-            add_reductions(task);
-        }
+      if (position < ready.order.size()) {
+        add_task(ready.order[position]);
       }
     }
     add_dependencies();
@@ -49,35 +47,46 @@ class Writer {
   }
 
  private:
-  int add_communicator(int first, int count, int stride, Lane lane) {
-    CommunicatorSpec spec{std::vector<int>(count), lane};
+  static std::vector<int> ranks(int first, int count, int stride) {
+    std::vector<int> result(count);
     for (int i = 0; i < count; ++i) {
-      spec.ranks[i] = first + i * stride;
+      result[i] = first + i * stride;
     }
-    plan_.communicators.push_back(std::move(spec));
-    return static_cast<int>(plan_.communicators.size()) - 1;
+    return result;
+  }
+
+  // One for each (ranks, lane); a single rank needs none.
+  int communicator(std::vector<int> ranks, Lane lane) {
+    if (ranks.size() < 2) {
+      return -1;
+    }
+    const auto [at, fresh] = communicator_of_.try_emplace({lane, ranks}, static_cast<int>(plan_.communicators.size()));
+    if (fresh) {
+      plan_.communicators.push_back({std::move(ranks), lane});
+    }
+    return at->second;
   }
 
   // Each costs device memory: only those that something travels on.
   void add_communicators() {
-    const bool messages = std::any_of(replica_.operations().begin(), replica_.operations().end(),
-                                      [](const Operation& op) { return op.kind == OpKind::kTransfer; });
-    for (const auto& [lane, of_replica] :
-         {std::pair{Lane::kForward, &forward_}, std::pair{Lane::kBackward, &backward_}}) {
-      for (int replica = 0; messages && replica < spec_.dp; ++replica) {
-        of_replica->push_back(add_communicator(replica, spec_.pp, spec_.dp, lane));
+    for (const auto& [payload, lane, of_replica] : {std::tuple{Payload::kActivation, Lane::kForward, &forward_},
+                                                    std::tuple{Payload::kGradient, Lane::kBackward, &backward_}}) {
+      const bool used =
+          std::any_of(replica_.operations().begin(), replica_.operations().end(),
+                      [&](const Operation& op) { return op.kind == OpKind::kTransfer && op.payload == payload; });
+      for (int replica = 0; used && replica < spec_.dp; ++replica) {
+        of_replica->push_back(communicator(ranks(replica, spec_.pp, spec_.dp), lane));
       }
     }
-    gradient_.resize(spec_.pp, -1);
-    for (std::size_t stage = 0; stage < spec_.buckets.size() && spec_.dp > 1; ++stage) {
-      int& communicator = gradient_[spec_.stage_to_rank[stage]];
-      if (communicator == -1 && !spec_.buckets[stage].empty()) {
-        communicator = add_communicator(plan_.rank_of(static_cast<int>(stage), 0), spec_.dp, 1, Lane::kGradient);
-      }
+    for (int stage = 0; stage < std::ssize(spec_.buckets); ++stage) {
+      gradient_.push_back(spec_.buckets[stage].empty()
+                              ? -1
+                              : communicator(ranks(plan_.rank_of(stage, 0), spec_.dp, 1), Lane::kGradient));
     }
-    if (plan_.world() > 1) {
-      scalar_ = add_communicator(0, plan_.world(), 1, Lane::kScalar);
+    for (const Tie& tie : spec_.ties) {
+      tied_.push_back(communicator(plan_.owners(tie), Lane::kGradient));
     }
+    scalar_ = communicator(ranks(0, plan_.world(), 1), Lane::kScalar);
   }
 
   int append(Operation op) {
@@ -86,55 +95,50 @@ class Writer {
   }
 
   void add_task(int task) {
-    for (int replica = 0; replica < spec_.dp; ++replica) {
+    first_op_[task] = static_cast<int>(plan_.operations.size());
+    for (int replica = 0; replica < (replica_.is_shared(task) ? 1 : spec_.dp); ++replica) {
       Operation op = replica_.operations()[task];
       for (int& rank : op.participants) {
         rank = rank * spec_.dp + replica;
       }
       if (op.kind == OpKind::kTransfer) {
         op.communicator = (op.payload == Payload::kActivation ? forward_ : backward_)[replica];
+      } else if (op.kind == OpKind::kLoss) {
+        op.communicator = scalar_;
+        op.participants = ranks(0, plan_.world(), 1);
+      } else if (op.kind == OpKind::kTied) {
+        op.communicator = tied_[op.bucket];
+        op.participants = plan_.owners(spec_.ties[op.bucket]);
       }
-      const int index = append(std::move(op));
-      for (const int rank : plan_.operations[index].participants) {
-        plan_.lists[rank].push_back({index, -1});
-      }
+      issue(std::move(op), -1);
     }
   }
 
-  void add_loss() {
-    Operation op = replica_.operations()[replica_.loss()];
-    op.communicator = scalar_;
-    op.participants.resize(plan_.world());
-    std::iota(op.participants.begin(), op.participants.end(), 0);
+  void issue(Operation op, int host) {
     const int index = append(std::move(op));
-    for (auto& list : plan_.lists) {
-      list.push_back({index, -1});
+    for (const int rank : plan_.operations[index].participants) {
+      plan_.lists[rank].push_back({index, host == -1 ? -1 : host + rank % spec_.dp});
     }
   }
 
-  void add_reductions(int host) {
-    const int stage = replica_.operations()[host].stage;
-    for (std::size_t bucket = 0; bucket < spec_.buckets[stage].size(); ++bucket) {
-      Operation op{.kind = OpKind::kReduce,
-                   .stage = stage,
-                   .bucket = static_cast<int>(bucket),
-                   .communicator = gradient_[spec_.stage_to_rank[stage]],
-                   .participants = std::vector<int>(spec_.dp),
-                   .bytes = spec_.buckets[stage][bucket]};
-      std::iota(op.participants.begin(), op.participants.end(), plan_.rank_of(stage, 0));
-      const int index = append(std::move(op));
-      for (int replica = 0; replica < spec_.dp; ++replica) {
-        plan_.lists[plan_.rank_of(stage, replica)].push_back({index, first_op_[host] + replica});
-      }
-    }
+  void add_reduction(const PlacedReduction& reduction) {
+    const int stage = reduction.stage;
+    issue({.kind = OpKind::kReduce,
+           .stage = stage,
+           .bucket = reduction.bucket,
+           .communicator = gradient_[stage],
+           .participants = ranks(plan_.rank_of(stage, 0), spec_.dp, 1),
+           .bytes = spec_.buckets[stage][reduction.bucket]},
+          reduction.host == -1 ? -1 : first_op_[reduction.host]);
   }
 
   void add_dependencies() {
     const auto in_replica = [&](int task, int replica) {
-      return first_op_[task] + (task == replica_.loss() ? 0 : replica);
+      return first_op_[task] + (replica_.is_shared(task) ? 0 : replica);
     };
     for (const Dependency& dependency : replica_.data()) {
-      for (int replica = 0; replica < spec_.dp; ++replica) {
+      const bool once = replica_.is_shared(dependency.before) && replica_.is_shared(dependency.after);
+      for (int replica = 0; replica < (once ? 1 : spec_.dp); ++replica) {
         plan_.dependencies.push_back({in_replica(dependency.before, replica), in_replica(dependency.after, replica)});
       }
     }
@@ -150,8 +154,10 @@ class Writer {
   StepPlan plan_;
   std::vector<int> first_op_;            // task -> its operation in replica 0; the other replicas' follow it
   std::vector<int> forward_, backward_;  // replica -> communicator
-  std::vector<int> gradient_;            // pipeline rank -> communicator
+  std::vector<int> gradient_;            // stage -> communicator
+  std::vector<int> tied_;                // tie -> communicator
   int scalar_ = -1;
+  std::map<std::pair<Lane, std::vector<int>>, int> communicator_of_;
 };
 
 }  // namespace

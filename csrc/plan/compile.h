@@ -2,9 +2,9 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 #include <vector>
 
+#include "plan/cost_model.h"
 #include "plan/step_plan.h"
 
 namespace hpcomm::plan {
@@ -15,29 +15,20 @@ struct ComputeAction {
   int microbatch = -1;
 };
 
-// The forward value of `from_stage` is an input of `to_stage`; its gradient travels back with as many bytes.
+// The forward value of `from_stage` is an input of `to_stage`; its gradient travels back with as many bytes, unless it
+// has none (token ids, masks, what a loader hands to later stages).
 struct Link {
   int from_stage = -1;
   int to_stage = -1;
   std::int64_t bytes = 0;
+  bool differentiable = true;
 };
 
-// Decides the order of what is independent, never whether a plan is right. A backward is given twice the time
-// of a forward, the usual ratio.
-struct StageCost {
-  double forward_seconds = 1;
-  double backward_seconds = 2;
-};
-
-struct CostModel {
-  std::vector<StageCost> stages;  // empty: the default for all
-  double link_latency_seconds = 0;
-  double link_bytes_per_second = std::numeric_limits<double>::infinity();
-};
-
-// Where a stage's buckets are reduced.
+// Where a stage's buckets are reduced, in ready order.
 enum class ReducePolicy {
-  kInside,  // at issue points inside the stage's last backward, in ready order
+  kEager,  // at issue points inside the stage's last backward
+  kSlack,  // in bubbles that follow it on its rank; kEager where none follows
+  kEnd,    // after the rank's last computation
 };
 
 struct CompileSpec {
@@ -49,7 +40,10 @@ struct CompileSpec {
   std::vector<Link> links;
   std::vector<std::vector<std::int64_t>> buckets;  // stage -> bytes of each bucket; index 0 is ready first
   CostModel cost;
-  ReducePolicy reduce = ReducePolicy::kInside;
+  std::vector<Tie> ties;
+  std::vector<int> loss_stages;  // whose outputs go into the loss; empty: the last stage's
+  Schema schema = Schema::kFrozen;
+  ReducePolicy reduce = ReducePolicy::kSlack;
   int slot_depth = 2;  // StepPlan::slot_depth
 };
 
@@ -57,6 +51,9 @@ struct CompileSpec {
 // before backward, earlier links and microbatches first: nothing that depends on the rank. A rank's issue
 // list is the restriction of that order, so the result verifies. All replicas of a stage are taken to cost
 // the same.
+//
+// The schedule has, for every stage and microbatch, a forward and either a backward or its two halves; or forwards
+// only, and then neither buckets nor ties.
 //
 // The reductions of a single replica and the loss of a single rank are operations too, without a
 // communicator: they apply the 1/weight scale. n log n in the number of operations. Throws kInvalidArgument

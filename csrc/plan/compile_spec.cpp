@@ -2,7 +2,7 @@
 #include "plan/compile_spec.h"
 
 #include <algorithm>
-#include <cmath>
+#include <functional>
 #include <iterator>
 #include <limits>
 #include <set>
@@ -41,24 +41,17 @@ void check_links(const CompileSpec& spec) {
     HPCOMM_REQUIRE(link.bytes >= 0, "link ", link.from_stage, "->", link.to_stage, " has ", link.bytes, " bytes");
     HPCOMM_REQUIRE(seen.insert({link.from_stage, link.to_stage}).second, "link ", link.from_stage, "->", link.to_stage,
                    " is given twice: one message carries all tensors between two stages");
-    leads_on[link.from_stage] = true;
+    leads_on[link.from_stage] = leads_on[link.from_stage] || link.differentiable;
   }
+  for (const int stage : spec.loss_stages) {
+    HPCOMM_REQUIRE(stage >= 0 && stage < stages, "loss_stages names stage ", stage, " of ", stages);
+    leads_on[stage] = true;
+  }
+  HPCOMM_REQUIRE(spec.loss_stages.empty() || leads_on[stages - 1],
+                 "the last stage leads nowhere and is not one of the ", "loss_stages");
   for (int stage = 0; stage + 1 < stages; ++stage) {
     HPCOMM_REQUIRE(leads_on[stage], "stage ", stage, " has no link to a later stage: nothing would give it a gradient");
   }
-}
-
-void check_cost(const CompileSpec& spec) {
-  const CostModel& cost = spec.cost;
-  HPCOMM_REQUIRE(cost.stages.empty() || cost.stages.size() == spec.stage_to_rank.size(), "costs are given for ",
-                 cost.stages.size(), " stages, there are ", spec.stage_to_rank.size());
-  const auto is_time = [](double seconds) { return std::isfinite(seconds) && seconds >= 0; };
-  for (int stage = 0; stage < std::ssize(cost.stages); ++stage) {
-    HPCOMM_REQUIRE(is_time(cost.stages[stage].forward_seconds) && is_time(cost.stages[stage].backward_seconds),
-                   "costs of stage ", stage, " must be seconds, at least 0");
-  }
-  HPCOMM_REQUIRE(is_time(cost.link_latency_seconds), "link latency must be seconds, at least 0");
-  HPCOMM_REQUIRE(cost.link_bytes_per_second > 0, "link bandwidth must be bytes per second, above 0");
 }
 
 void check_buckets(const CompileSpec& spec) {
@@ -71,16 +64,26 @@ void check_buckets(const CompileSpec& spec) {
   }
 }
 
-// The schedule must be a permutation of one forward and one backward per stage and microbatch. Sorting what
-// is there keeps the check linear in the schedule, whatever num_microbatches claims.
-void check_compute(const CompileSpec& spec) {
+void check_ties(const CompileSpec& spec) {
+  for (int tie = 0; tie < std::ssize(spec.ties); ++tie) {
+    const auto& [stages, bytes] = spec.ties[tie];
+    const bool increasing = std::adjacent_find(stages.begin(), stages.end(), std::greater_equal<>()) == stages.end();
+    HPCOMM_REQUIRE(
+        increasing && stages.size() >= 2 && stages.front() >= 0 && stages.back() < std::ssize(spec.stage_to_rank),
+        "tie ", tie, " must name two or more different stages below ", spec.stage_to_rank.size(),
+        " in increasing order");
+    HPCOMM_REQUIRE(bytes >= 0, "tie ", tie, " has ", bytes, " bytes");
+  }
+}
+
+std::vector<ComputeAction> actions_of(const CompileSpec& spec) {
   HPCOMM_REQUIRE(std::ssize(spec.compute) == spec.pp, "the schedule has ", spec.compute.size(),
                  " lists of compute actions; pp ", spec.pp, " needs one per pipeline rank");
   std::vector<ComputeAction> all;
   for (int rank = 0; rank < spec.pp; ++rank) {
     for (const ComputeAction& action : spec.compute[rank]) {
-      HPCOMM_REQUIRE(action.kind == OpKind::kForward || action.kind == OpKind::kBackward, "pipeline rank ", rank,
-                     " schedules ", name(action), ": compile() takes forwards and undivided backwards");
+      HPCOMM_REQUIRE(is_compute(action.kind), "pipeline rank ", rank, " schedules ", name(action),
+                     ": compile() adds what is not computation");
       HPCOMM_REQUIRE(action.stage >= 0 && action.stage < std::ssize(spec.stage_to_rank) && action.microbatch >= 0 &&
                          action.microbatch < spec.num_microbatches,
                      "pipeline rank ", rank, " schedules ", name(action), "; there are ", spec.stage_to_rank.size(),
@@ -90,28 +93,73 @@ void check_compute(const CompileSpec& spec) {
       all.push_back(action);
     }
   }
+  return all;
+}
+
+// What the schedule computes of one microbatch on one stage, next in the sorted actions.
+class Cell {
+ public:
+  Cell(const std::vector<ComputeAction>& sorted, std::size_t& next, int stage, int microbatch)
+      : sorted_(sorted), next_(next), stage_(stage), microbatch_(microbatch) {}
+
+  // Takes the action of this kind if it is there.
+  bool take(OpKind kind) {
+    const auto is_it = [&](std::size_t at) {
+      return at < sorted_.size() && sorted_[at].stage == stage_ && sorted_[at].microbatch == microbatch_ &&
+             sorted_[at].kind == kind;
+    };
+    if (!is_it(next_)) {
+      return false;
+    }
+    ++next_;
+    HPCOMM_REQUIRE(!is_it(next_), "the schedule has ", name(sorted_[next_]), " twice");
+    return true;
+  }
+
+ private:
+  const std::vector<ComputeAction>& sorted_;
+  std::size_t& next_;
+  int stage_;
+  int microbatch_;
+};
+
+// One forward per stage and microbatch, and one backward or its two halves, or no backwards at all. Sorting what is
+// there keeps the check linear in the schedule, whatever num_microbatches claims.
+void check_compute(const CompileSpec& spec) {
+  using enum OpKind;
+  std::vector<ComputeAction> all = actions_of(spec);
+  const bool trains = std::any_of(all.begin(), all.end(), [](const auto& action) { return is_backward(action.kind); });
   const auto key = [](const ComputeAction& action) { return std::tie(action.stage, action.microbatch, action.kind); };
   std::sort(all.begin(), all.end(), [&](const auto& a, const auto& b) { return key(a) < key(b); });
   std::size_t next = 0;
   for (int stage = 0; stage < std::ssize(spec.stage_to_rank); ++stage) {
     for (int microbatch = 0; microbatch < spec.num_microbatches; ++microbatch) {
-      for (const OpKind kind : {OpKind::kForward, OpKind::kBackward}) {
-        const ComputeAction needed{kind, stage, microbatch};
-        HPCOMM_REQUIRE(next < all.size() && key(all[next]) <= key(needed), "the schedule leaves out ", name(needed),
-                       " on pipeline rank ", spec.stage_to_rank[stage]);
-        // Smaller than what is needed next: the one before it again.
-        HPCOMM_REQUIRE(key(all[next]) == key(needed), "the schedule has ", name(all[next]), " twice");
-        ++next;
-      }
+      Cell cell(all, next, stage, microbatch);
+      const auto leaves_out = [&](OpKind kind) {
+        return str("the schedule leaves out ", name({kind, stage, microbatch}), " on pipeline rank ",
+                   spec.stage_to_rank[stage]);
+      };
+      HPCOMM_REQUIRE(cell.take(kForward), leaves_out(kForward));
+      const bool whole = cell.take(kBackward);
+      const bool input = cell.take(kInputGrad);
+      const bool weight = cell.take(kWeightGrad);
+      HPCOMM_REQUIRE(!whole || (!input && !weight), "the schedule has ", name({kBackward, stage, microbatch}),
+                     " and also ", name({input ? kInputGrad : kWeightGrad, stage, microbatch}), ", a half of it");
+      HPCOMM_REQUIRE(!trains || whole || input, leaves_out(weight ? kInputGrad : kBackward));
+      HPCOMM_REQUIRE(!input || weight, leaves_out(kWeightGrad));
     }
   }
-  HPCOMM_REQUIRE(next == all.size(), "the schedule has ", name(all[next]), " twice");
+  HPCOMM_ASSERT(next == all.size(), "an action belongs to no stage and microbatch");
+  for (int stage = 0; !trains && stage < std::ssize(spec.buckets); ++stage) {
+    HPCOMM_REQUIRE(spec.buckets[stage].empty(), "stage ", stage, " has buckets, but the schedule has no backwards");
+  }
+  HPCOMM_REQUIRE(trains || spec.ties.empty(), "parameters are tied, but the schedule has no backwards");
 }
 
 // Operations and ranks are numbered with ints. After check_compute(): num_microbatches is what the schedule holds.
 void check_size(const CompileSpec& spec) {
-  const std::int64_t tasks = 2 * (std::ssize(spec.stage_to_rank) + std::ssize(spec.links)) * spec.num_microbatches;
-  std::int64_t reductions = 0;
+  const std::int64_t tasks = (3 * std::ssize(spec.stage_to_rank) + 2 * std::ssize(spec.links)) * spec.num_microbatches;
+  std::int64_t reductions = std::ssize(spec.ties);
   for (const auto& bytes : spec.buckets) {
     reductions += std::ssize(bytes);
   }
@@ -127,8 +175,9 @@ void check_size(const CompileSpec& spec) {
 void require_compilable(const CompileSpec& spec) {
   check_mesh(spec);
   check_links(spec);
-  check_cost(spec);
+  require_costs(spec.cost, static_cast<int>(spec.stage_to_rank.size()));
   check_buckets(spec);
+  check_ties(spec);
   check_compute(spec);
   check_size(spec);
 }

@@ -3,12 +3,9 @@
 
 #include <vector>
 
-namespace hpcomm::plan {
+#include "plan/incidence.h"
 
-struct Arc {
-  int from = -1;
-  int to = -1;
-};
+namespace hpcomm::plan {
 
 // The indices of the arcs of a shortest cycle, head to tail; empty when there is none. Nodes are
 // 0..num_nodes-1. Linear when there is none. When there is one, the search for the shortest stops at a work

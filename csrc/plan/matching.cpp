@@ -112,4 +112,42 @@ void require_matching(const StepPlan& plan, const Streams& streams) {
   require_each_once(plan);
 }
 
+std::vector<Dependency> slot_credits(const StepPlan& plan, const Streams& streams) {
+  std::vector<Dependency> credits;
+  if (plan.slot_depth == 0) {
+    return credits;
+  }
+  // Messages with one consumer, nearly all of them, stay out of the map.
+  std::vector<int> consumer(plan.operations.size(), -1);
+  std::map<int, std::vector<int>> others;
+  for (const auto& [before, after] : plan.dependencies) {
+    const Operation& message = plan.operations[before];
+    const auto& readers = plan.operations[after].participants;
+    if (message.kind != OpKind::kTransfer ||
+        std::find(readers.begin(), readers.end(), message.participants[1]) == readers.end()) {
+      continue;
+    }
+    if (consumer[before] == -1) {
+      consumer[before] = after;
+    } else {
+      others[before].push_back(after);
+    }
+  }
+  for (const Stream& edge : streams.edges) {
+    const std::vector<int>& messages = edge.ops[0];
+    for (std::size_t n = static_cast<std::size_t>(plan.slot_depth); n < messages.size(); ++n) {
+      const int oldest = messages[n - plan.slot_depth];
+      if (consumer[oldest] != -1) {
+        credits.push_back({consumer[oldest], messages[n]});
+      }
+      if (const auto more = others.find(oldest); more != others.end()) {
+        for (const int after : more->second) {
+          credits.push_back({after, messages[n]});
+        }
+      }
+    }
+  }
+  return credits;
+}
+
 }  // namespace hpcomm::plan

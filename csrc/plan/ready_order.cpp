@@ -55,11 +55,11 @@ class Simulation {
     if (order_.size() < tasks_.size()) {
       for (const Edge& edge : edges_) {
         if (!edge.waiting.empty()) {
-          return {order_, Arc{blocker(edge), edge.waiting.front()}};
+          return {order_, ready_, Arc{blocker(edge), edge.waiting.front()}};
         }
       }
     }
-    return {order_, std::nullopt};
+    return {order_, ready_, std::nullopt};
   }
 
  private:

@@ -16,7 +16,8 @@ struct Task {
 };
 
 struct ReadyOrder {
-  std::vector<int> order;  // a topological order of the arcs; shorter than the tasks when they cannot all run
+  std::vector<int> order;     // a topological order of the arcs; shorter than the tasks when they cannot all run
+  std::vector<double> ready;  // task -> when it was, in seconds; it ends that much later that it takes
   // The first message that found all slots taken for ever, and the task that would free the one it needs.
   std::optional<Arc> out_of_slots;
 };

@@ -1,6 +1,7 @@
 // Builds the task graph of one replica.
 #include "plan/replica.h"
 
+#include <algorithm>
 #include <iterator>
 
 #include "base/error.h"
@@ -13,21 +14,29 @@ namespace {
 constexpr std::int64_t kLossBytes = 24;
 
 constexpr int kSameRank = -1;
+constexpr int kNothing = -2;
 
 }  // namespace
 
 Replica::Replica(const CompileSpec& spec) : spec_(spec) {
+  has_backward_ = std::any_of(spec.compute.begin(), spec.compute.end(), [](const auto& actions) {
+    return std::any_of(actions.begin(), actions.end(), [](const ComputeAction& a) { return is_backward(a.kind); });
+  });
   add_messages(Payload::kActivation);
   add_messages(Payload::kGradient);
   loss_ = add({.kind = OpKind::kLoss, .bytes = kLossBytes}, 0);
+  first_tie_ = static_cast<int>(tasks_.size());
+  for (int tie = 0; tie < std::ssize(spec.ties); ++tie) {
+    add({.kind = OpKind::kTied, .bucket = tie, .bytes = spec.ties[tie].bytes}, 0);
+  }
   add_compute();
   connect_stages();
   connect_loss();
+  connect_ties();
 }
 
-bool Replica::is_last_backward(int task) const {
-  const Operation& op = operations_[task];
-  return is_backward(op.kind) && last_backward_[op.stage] == task;
+bool Replica::is_shared(int task) const noexcept {
+  return task == loss_ || (task >= first_tie_ && task < first_tie_ + std::ssize(spec_.ties));
 }
 
 int Replica::add(Operation op, double seconds) {
@@ -45,14 +54,18 @@ void Replica::add_messages(Payload payload) {
     const int source = spec_.stage_to_rank[stage];
     const int destination = spec_.stage_to_rank[peer_stage];
     const bool crosses = source != destination;
-    (forward ? activations_ : gradients_).push_back(crosses ? static_cast<int>(tasks_.size()) : kSameRank);
-    if (!crosses) {
+    const bool travels = forward || (has_backward_ && link.differentiable);
+    (forward ? activations_ : gradients_)
+        .push_back(!travels  ? kNothing
+                   : crosses ? static_cast<int>(tasks_.size())
+                             : kSameRank);
+    if (!crosses || !travels) {
       continue;
     }
     const auto [edge, fresh] = edges.try_emplace({source, destination}, num_edges_);
     num_edges_ += fresh ? 1 : 0;
-    const double seconds =
-        spec_.cost.link_latency_seconds + static_cast<double>(link.bytes) / spec_.cost.link_bytes_per_second;
+    const LinkCost cost = spec_.cost.link(source, destination);
+    const double seconds = cost.latency_seconds + static_cast<double>(link.bytes) / cost.bytes_per_second;
     for (int microbatch = 0; microbatch < spec_.num_microbatches; ++microbatch) {
       const int task = add({.kind = OpKind::kTransfer,
                             .stage = stage,
@@ -68,28 +81,29 @@ void Replica::add_messages(Payload payload) {
 }
 
 int& Replica::compute(OpKind kind, int stage, int microbatch) {
-  auto& tasks = kind == OpKind::kForward ? forwards_ : backwards_;
+  auto& tasks = kind == OpKind::kForward ? forwards_ : kind == OpKind::kWeightGrad ? weights_ : backwards_;
   return tasks[static_cast<std::size_t>(stage) * spec_.num_microbatches + microbatch];
 }
 
 void Replica::add_compute() {
   const std::size_t count = spec_.stage_to_rank.size() * spec_.num_microbatches;
-  forwards_.resize(count);
-  backwards_.resize(count);
-  last_backward_.resize(spec_.stage_to_rank.size());
+  for (auto* tasks : {&forwards_, &backwards_, &weights_}) {
+    tasks->resize(count, -1);
+  }
+  last_backward_.resize(spec_.stage_to_rank.size(), -1);
+  compute_of_.resize(spec_.pp);
   for (int rank = 0; rank < spec_.pp; ++rank) {
     int previous = -1;
     for (const ComputeAction& action : spec_.compute[rank]) {
-      const StageCost cost = spec_.cost.stages.empty() ? StageCost{} : spec_.cost.stages[action.stage];
-      const bool forward = action.kind == OpKind::kForward;
       const int task =
           add({.kind = action.kind, .stage = action.stage, .microbatch = action.microbatch, .participants = {rank}},
-              forward ? cost.forward_seconds : cost.backward_seconds);
+              spec_.cost.of(action.stage).seconds(action.kind));
+      compute_of_[rank].push_back(task);
       compute(action.kind, action.stage, action.microbatch) = task;
       if (previous != -1) {
         arcs_.push_back({previous, task});
       }
-      if (!forward) {
+      if (is_backward(action.kind)) {
         last_backward_[action.stage] = task;
       }
       previous = task;
@@ -102,7 +116,12 @@ void Replica::reads(int after, int before) {
   arcs_.push_back({before, after});
 }
 
+int Replica::message(int first, int microbatch) const { return first < 0 ? first : first + microbatch; }
+
 void Replica::hand_over(int producer, int consumer, int message) {
+  if (message == kNothing) {
+    return;
+  }
   if (message == kSameRank) {
     reads(consumer, producer);
     return;
@@ -113,10 +132,13 @@ void Replica::hand_over(int producer, int consumer, int message) {
 }
 
 void Replica::connect_stages() {
-  const auto message = [](int first, int microbatch) { return first == kSameRank ? kSameRank : first + microbatch; };
   for (int microbatch = 0; microbatch < spec_.num_microbatches; ++microbatch) {
-    for (int stage = 0; stage < std::ssize(spec_.stage_to_rank); ++stage) {
-      reads(compute(OpKind::kBackward, stage, microbatch), compute(OpKind::kForward, stage, microbatch));
+    for (int stage = 0; has_backward_ && stage < std::ssize(spec_.stage_to_rank); ++stage) {
+      const int backward = compute(OpKind::kBackward, stage, microbatch);
+      reads(backward, compute(OpKind::kForward, stage, microbatch));
+      if (const int weight = compute(OpKind::kWeightGrad, stage, microbatch); weight != -1) {
+        reads(weight, backward);
+      }
     }
     for (std::size_t i = 0; i < spec_.links.size(); ++i) {
       const Link& link = spec_.links[i];
@@ -129,20 +151,36 @@ void Replica::connect_stages() {
 }
 
 void Replica::connect_loss() {
-  const int last_stage = static_cast<int>(spec_.stage_to_rank.size()) - 1;
+  std::vector<int> stages = spec_.loss_stages;
+  if (stages.empty()) {
+    stages.push_back(static_cast<int>(spec_.stage_to_rank.size()) - 1);
+  }
   for (int microbatch = 0; microbatch < spec_.num_microbatches; ++microbatch) {
-    reads(loss_, compute(OpKind::kForward, last_stage, microbatch));
+    for (const int stage : stages) {
+      reads(loss_, compute(OpKind::kForward, stage, microbatch));
+    }
   }
   // The reductions inside it read the scale; the backward itself only has to come later in the order.
   for (const int host : last_backward_) {
-    arcs_.push_back({loss_, host});
+    if (host != -1) {
+      arcs_.push_back({loss_, host});
+    }
   }
 }
 
-std::vector<int> Replica::order() const {
+void Replica::connect_ties() {
+  for (int tie = 0; tie < std::ssize(spec_.ties); ++tie) {
+    reads(first_tie_ + tie, loss_);
+    for (const int stage : spec_.ties[tie].stages) {
+      arcs_.push_back({last_backward_[stage], first_tie_ + tie});
+    }
+  }
+}
+
+ReadyOrder Replica::order() const {
   ReadyOrder ready = ready_order(tasks_, arcs_, num_edges_, spec_.slot_depth);
   if (ready.order.size() == tasks_.size()) {
-    return std::move(ready.order);
+    return ready;
   }
   const std::vector<int> cycle = shortest_cycle(static_cast<int>(tasks_.size()), arcs_);
   if (!cycle.empty()) {

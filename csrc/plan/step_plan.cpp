@@ -1,6 +1,8 @@
 // Names and hash of a StepPlan.
 #include "plan/step_plan.h"
 
+#include <algorithm>
+
 #include "base/error.h"
 #include "base/hash.h"
 
@@ -32,6 +34,7 @@ void add(Fingerprint& hash, const Operation& op) {
   }
   add_numbers(hash, op.participants);
   add(hash, op.bytes);
+  add(hash, op.group);
 }
 
 std::string describe_transfer(const Operation& op, int seen_by_rank) {
@@ -59,6 +62,11 @@ std::uint64_t StepPlan::hash() const noexcept {
   }
   add_numbers(hash, stage_to_rank);
   add_all(hash, buckets, [&](const std::vector<std::int64_t>& bytes) { add_numbers(hash, bytes); });
+  add_all(hash, ties, [&](const Tie& tie) {
+    add_numbers(hash, tie.stages);
+    add(hash, tie.bytes);
+  });
+  add(hash, static_cast<int>(schema));
   add_all(hash, communicators, [&](const CommunicatorSpec& spec) {
     add_numbers(hash, spec.ranks);
     add(hash, static_cast<int>(spec.lane));
@@ -77,6 +85,19 @@ std::uint64_t StepPlan::hash() const noexcept {
   return hash.value();
 }
 
+std::vector<int> StepPlan::owners(const Tie& tie) const {
+  std::vector<int> ranks;
+  for (const int stage : tie.stages) {
+    for (int replica = 0; replica < dp; ++replica) {
+      ranks.push_back(rank_of(stage, replica));
+    }
+  }
+  std::sort(ranks.begin(), ranks.end());
+  // A rank that owns it in two stages adds up before it takes part, once.
+  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+  return ranks;
+}
+
 bool is_compute(OpKind kind) noexcept {
   switch (kind) {
     case OpKind::kForward:
@@ -87,6 +108,7 @@ bool is_compute(OpKind kind) noexcept {
     case OpKind::kTransfer:
     case OpKind::kReduce:
     case OpKind::kLoss:
+    case OpKind::kTied:
       return false;
   }
   return false;
@@ -104,6 +126,7 @@ Lane lane_of(const Operation& op) noexcept {
     case OpKind::kTransfer:
       return op.payload == Payload::kGradient ? Lane::kBackward : Lane::kForward;
     case OpKind::kReduce:
+    case OpKind::kTied:
       return Lane::kGradient;
     case OpKind::kLoss:
       return Lane::kScalar;
@@ -144,6 +167,8 @@ std::string describe(const Operation& op, int seen_by_rank) {
       return str("REDUCE bucket ", op.bucket, " of stage ", op.stage);
     case OpKind::kLoss:
       return "REDUCE loss";
+    case OpKind::kTied:
+      return str("REDUCE tie ", op.bucket);
   }
   return "unknown operation";
 }

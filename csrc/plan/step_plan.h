@@ -8,7 +8,7 @@
 
 namespace hpcomm::plan {
 
-// The numbers of these three enums go into the hash and into files: append only.
+// The numbers of these enums go into the hash and into files: append only.
 enum class OpKind {
   kForward = 0,
   kBackward = 1,
@@ -17,6 +17,11 @@ enum class OpKind {
   kTransfer = 4,    // a SEND and its RECV are one operation
   kReduce = 5,      // all-reduce of one gradient bucket of a stage among its replicas
   kLoss = 6,        // all-reduce of (weighted loss sum, weight sum) among all ranks
+  kTied = 7,        // all-reduce of the gradients of a tie among all ranks that own it
+};
+enum class Schema {
+  kFrozen = 0,      // every message of an edge is like its first one
+  kPerMessage = 1,  // a header runs ahead of each message; its receiver waits for it before it can issue the receive
 };
 enum class Payload { kNone = 0, kActivation = 1, kGradient = 2 };
 // kForward and kBackward carry pipeline messages; a communicator belongs to exactly one lane.
@@ -28,13 +33,22 @@ struct Operation {
   int stage = -1;       // of a compute or a reduction; the sender's of a transfer
   int peer_stage = -1;  // the receiver's of a transfer
   int microbatch = -1;  // of a compute or a transfer
-  int bucket = -1;      // of a reduction
+  int bucket = -1;      // of a reduction; of a tied reduction the index of the tie
   Payload payload = Payload::kNone;
   int communicator = -1;               // -1: nothing travels (compute, or a collective of one rank)
   std::vector<int> participants = {};  // compute: {rank}; transfer: {source, destination}; collective: sorted ranks
   std::int64_t bytes = 0;              // what one participant hands in
+  int group = -1;                      // issued as one with the other operations of that number; -1: alone
 
   bool operator==(const Operation&) const = default;
+};
+
+// Parameters that several stages own: their gradients are added up over the owners, after the last backward of each.
+struct Tie {
+  std::vector<int> stages;  // sorted, two or more
+  std::int64_t bytes = 0;   // of the gradients
+
+  bool operator==(const Tie&) const = default;
 };
 
 struct CommunicatorSpec {
@@ -69,9 +83,11 @@ struct StepPlan {
   int slot_depth = 0;              // messages in flight per edge before the first is consumed; 0: no bound
   std::vector<int> stage_to_rank;  // stage -> pipeline rank
   std::vector<std::vector<std::int64_t>> buckets;  // stage -> bytes of each gradient bucket, in ready order
-  std::vector<CommunicatorSpec> communicators;     // in the order in which they are created
-  std::vector<Operation> operations;               // compile() numbers them in the global order
-  std::vector<std::vector<Issue>> lists;           // rank -> its issue list
+  std::vector<Tie> ties;
+  Schema schema = Schema::kFrozen;
+  std::vector<CommunicatorSpec> communicators;  // in the order in which they are created
+  std::vector<Operation> operations;            // compile() numbers them in the global order
+  std::vector<std::vector<Issue>> lists;        // rank -> its issue list
   std::vector<Dependency> dependencies;
 
   bool operator==(const StepPlan&) const = default;
@@ -79,6 +95,8 @@ struct StepPlan {
   [[nodiscard]] int world() const noexcept { return pp * dp; }
   [[nodiscard]] int num_stages() const noexcept { return static_cast<int>(stage_to_rank.size()); }
   [[nodiscard]] int rank_of(int stage, int replica) const { return stage_to_rank.at(stage) * dp + replica; }
+  // All replicas of all owners of a tie, sorted.
+  [[nodiscard]] std::vector<int> owners(const Tie& tie) const;
   // Equal on two ranks exactly when they hold the same plan (up to collisions of 64 bits).
   [[nodiscard]] std::uint64_t hash() const noexcept;
   // The table of issue lists, one row per rank (equal replicas share a row), and the legend below it.

@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "plan/action.h"
 #include "plan/step_plan.h"
+#include "plan/verify.h"
 
 namespace hpcomm::plan {
 
@@ -15,10 +16,9 @@ namespace {
 constexpr std::size_t kRowWidth = 110;
 
 constexpr const char* kLegend =
-    "F forward, B backward, I input gradient, W weight gradient, S send activation, s send gradient, r "
-    "receive,\n"
-    "R reduce bucket, L loss; the number is the microbatch (of R the bucket); B3{R1 R0}: issued while B3 "
-    "runs\n";
+    "F forward, B backward, I input gradient, W weight gradient, S send activation, s send gradient, r receive,\n"
+    "R reduce bucket, T reduce tied gradients, L loss; the number is the microbatch (of R the bucket, of T the tie);\n"
+    "B3{R1 R0}: issued while B3 runs; (S1 S2): issued as one group\n";
 
 struct Style {
   bool stages = false;  // name the stage in front: a rank holds several
@@ -42,13 +42,17 @@ char letter(const Action& action) {
       return 'R';
     case ActionKind::kLoss:
       return 'L';
+    case ActionKind::kTied:
+      return 'T';
   }
   return '?';
 }
 
+std::vector<std::string> tokens(const std::vector<Action>& actions, Style style);
+
 std::string token(const Action& action, Style style) {
   std::string text = style.stages && action.stage >= 0 ? str(action.stage, letter(action)) : str(letter(action));
-  if (action.kind == ActionKind::kReduce) {
+  if (action.kind == ActionKind::kReduce || action.kind == ActionKind::kTied) {
     text += str(action.bucket);
   } else if (action.kind != ActionKind::kLoss) {
     text += str(action.microbatch);
@@ -61,18 +65,27 @@ std::string token(const Action& action, Style style) {
       text += str("<", action.peer_stage);
     }
   }
-  for (std::size_t i = 0; i < action.inside.size(); ++i) {
-    text += (i == 0 ? "{" : " ") + token(action.inside[i], style);
+  std::string separator = "{";
+  for (const std::string& inner : tokens(action.inside, style)) {
+    text += separator + inner;
+    separator = " ";
   }
   return action.inside.empty() ? text : text + "}";
 }
 
-std::vector<std::string> row(const StepPlan& plan, int rank, Style style) {
-  std::vector<std::string> tokens;
-  for (const Action& action : actions(plan, rank)) {
-    tokens.push_back(token(action, style));
+// One per action; the members of a group share a pair of parentheses.
+std::vector<std::string> tokens(const std::vector<Action>& actions, Style style) {
+  std::vector<std::string> result;
+  for (std::size_t i = 0; i < actions.size(); ++i) {
+    const int group = actions[i].group;
+    std::string text = token(actions[i], style);
+    if (group != -1) {
+      text = (i == 0 || actions[i - 1].group != group ? "(" : "") + text;
+      text += i + 1 == actions.size() || actions[i + 1].group != group ? ")" : "";
+    }
+    result.push_back(std::move(text));
   }
-  return tokens;
+  return result;
 }
 
 // Breaks between entries; a continued row repeats the bar under an empty label.
@@ -112,13 +125,13 @@ std::string StepPlan::to_text() const {
   // The replicas of a pipeline rank are neighbours in the mesh; as long as nobody edits them, their rows are
   // equal.
   for (int first = 0; first < std::ssize(lists);) {
-    std::vector<std::string> tokens = row(*this, first, style);
+    std::vector<std::string> row = plan::tokens(plan::actions(*this, first), style);
     int next = first + 1;
-    while (next < std::ssize(lists) && next % dp != 0 && row(*this, next, style) == tokens) {
+    while (next < std::ssize(lists) && next % dp != 0 && plan::tokens(plan::actions(*this, next), style) == row) {
       ++next;
     }
     labels.push_back(next == first + 1 ? str("rank ", first) : str("rank ", first, "-", next - 1));
-    rows.push_back(std::move(tokens));
+    rows.push_back(std::move(row));
     first = next;
   }
   std::size_t width = 0;
@@ -131,7 +144,7 @@ std::string StepPlan::to_text() const {
   }
   std::array<char, 17> hex{};
   std::snprintf(hex.data(), hex.size(), "%016llx", static_cast<unsigned long long>(hash()));
-  return text + kLegend +
+  return text + kLegend + "start order: " + start_order(false) + "\n" +
          str("pp ", pp, " x dp ", dp, ", ", num_stages(), " stages, ", num_microbatches, " microbatches, ",
              operations.size(), " operations, communicators: ", count_by_lane(*this), ", hash ", hex.data(), "\n");
 }

@@ -2,10 +2,13 @@
 #include "plan/verify.h"
 
 #include <algorithm>
+#include <array>
 #include <iterator>
+#include <unordered_map>
 #include <utility>
 
 #include "base/error.h"
+#include "plan/contributions.h"
 #include "plan/cycle.h"
 #include "plan/matching.h"
 #include "plan/well_formed.h"
@@ -14,63 +17,31 @@ namespace hpcomm::plan {
 
 namespace {
 
-constexpr const char* kStartOrder =
-    "each rank's communication starts in issue order (NCCL: one issuing host thread per device and "
-    "NCCL_LAUNCH_ORDER_IMPLICIT=1, or events between the lanes), or every lane has a slot of its own (CPU "
-    "lanes "
-    "are threads)";
-
-// Every bucket of every stage, once, after the last backward of its stage on each replica.
-void require_reduced_once(const StepPlan& plan) {
-  std::vector<std::vector<bool>> reduced(plan.buckets.size());
-  for (int stage = 0; stage < plan.num_stages(); ++stage) {
-    reduced[stage].resize(plan.buckets[stage].size(), false);
-  }
-  for (const Operation& op : plan.operations) {
-    if (op.kind == OpKind::kReduce) {
-      reduced[op.stage][op.bucket] = true;  // names are unique: never twice
-    }
-  }
-  for (int stage = 0; stage < plan.num_stages(); ++stage) {
-    for (int bucket = 0; bucket < std::ssize(reduced[stage]); ++bucket) {
-      HPCOMM_REQUIRE(reduced[stage][bucket], "bucket ", bucket, " of stage ", stage, " is never reduced");
-    }
-  }
-  for (int rank = 0; rank < plan.world(); ++rank) {
-    std::vector<int> reduction(plan.num_stages(), -1);  // the first of each stage so far
-    for (const Issue& issue : plan.lists[rank]) {
-      const Operation& op = plan.operations[issue.op];
-      if (op.kind == OpKind::kReduce && reduction[op.stage] == -1) {
-        reduction[op.stage] = issue.op;
-      }
-      HPCOMM_REQUIRE(!is_backward(op.kind) || reduction[op.stage] == -1, "rank ", rank, " issues ",
-                     describe(plan.operations[std::max(reduction[op.stage], 0)], rank), " before ", describe(op, rank),
-                     " has added to its gradients");
-    }
-  }
-}
-
 class ContractedGraph {
  public:
-  ContractedGraph(const StepPlan& plan, const Streams& streams)
-      : plan_(plan), op_of_(plan.operations.size()), last_node_(plan.operations.size()) {
+  ContractedGraph(const StepPlan& plan, const Streams& streams, bool slots)
+      : plan_(plan), node_of_(plan.operations.size()), last_node_(plan.operations.size()) {
+    std::unordered_map<int, int> group_node;
     for (int op = 0; op < std::ssize(plan.operations); ++op) {
-      op_of_[op] = last_node_[op] = op;
+      const int group = plan.operations[op].group;
+      const int node = group == -1 ? op : group_node.try_emplace(group, op).first->second;
+      node_of_[op] = last_node_[op] = node;
     }
+    num_nodes_ = static_cast<int>(plan.operations.size());
     // Lists first: they split backwards, and the other arcs leave from the last part.
     for (int rank = 0; rank < plan.world(); ++rank) {
-      add_list(rank);
+      slots ? add_lanes(rank) : add_list(rank);
     }
     for (const Dependency& dependency : plan.dependencies) {
-      add(last_node_[dependency.before], dependency.after, {Why::kData, -1});
+      add(dependency.before, dependency.after, {Why::kData, -1, dependency.before, dependency.after});
     }
-    if (plan.slot_depth > 0) {
-      add_slots(streams);
+    for (const Dependency& credit : slot_credits(plan, streams)) {
+      add(credit.before, credit.after, {Why::kSlot, -1, credit.before, credit.after});
     }
   }
 
   [[nodiscard]] std::int64_t num_edges() const { return std::ssize(arcs_); }
-  [[nodiscard]] std::vector<int> find_cycle() const { return shortest_cycle(static_cast<int>(op_of_.size()), arcs_); }
+  [[nodiscard]] std::vector<int> find_cycle() const { return shortest_cycle(num_nodes_, arcs_); }
   // "rank 2 waits to SEND ..., behind ..., which waits for rank 3: it waits to ...".
   [[nodiscard]] std::string in_words(const std::vector<int>& cycle) const;
 
@@ -79,6 +50,8 @@ class ContractedGraph {
   struct Reason {
     Why why;
     int rank;  // whose list; -1 for the others
+    int first;
+    int blocked;
   };
   // A step of the explanation: on `rank`, `blocked` cannot start before `first`.
   struct Wait {
@@ -88,47 +61,58 @@ class ContractedGraph {
     int first;
   };
 
-  void add(int from, int to, Reason reason) {
+  void add_nodes(int from, int to, Reason reason) {
     arcs_.push_back({from, to});
     reasons_.push_back(reason);
   }
+  // From the end of one operation to the start of another.
+  void add(int before, int after, Reason reason) { add_nodes(last_node_[before], node_of_[after], reason); }
 
   // B{R1 R0} becomes the chain B, R1, rest of B, R0, rest of B.
   void add_list(int rank) {
-    int previous = -1;
-    for (const Issue& issue : plan_.lists[rank]) {
-      if (previous != -1) {
-        add(previous, issue.op, {Why::kList, rank});
+    int previous = -1;     // node
+    int previous_op = -1;  // what it stands for
+    const auto follow = [&](int node, int op) {
+      if (previous != -1 && previous != node) {  // members of a group are one node
+        add_nodes(previous, node, {Why::kList, rank, previous_op, op});
       }
-      previous = issue.op;
-      if (issue.host != -1) {
-        const int rest = static_cast<int>(op_of_.size());
-        op_of_.push_back(issue.host);
-        last_node_[issue.host] = rest;
-        add(issue.op, rest, {Why::kList, rank});
-        previous = rest;
+      previous = node;
+      previous_op = op;
+    };
+    const auto& list = plan_.lists[rank];
+    for (std::size_t i = 0; i < list.size(); ++i) {
+      const auto [op, host] = list[i];
+      follow(node_of_[op], op);
+      const int group = plan_.operations[op].group;
+      const bool goes_on = group != -1 && i + 1 < list.size() && plan_.operations[list[i + 1].op].group == group;
+      if (host != -1 && !goes_on) {
+        last_node_[host] = num_nodes_;
+        follow(num_nodes_++, host);
       }
     }
   }
 
-  // A message that nobody consumes frees its slot on arrival.
-  void add_slots(const Streams& streams) {
-    std::vector<std::vector<int>> consumers(plan_.operations.size());
-    for (const Dependency& dependency : plan_.dependencies) {
-      const Operation& message = plan_.operations[dependency.before];
-      const auto& readers = plan_.operations[dependency.after].participants;
-      if (message.kind == OpKind::kTransfer &&
-          std::find(readers.begin(), readers.end(), message.participants[1]) != readers.end()) {
-        consumers[dependency.before].push_back(dependency.after);
-      }
-    }
-    for (const Stream& edge : streams.edges) {
-      const std::vector<int>& messages = edge.ops[0];
-      for (std::size_t n = static_cast<std::size_t>(plan_.slot_depth); n < messages.size(); ++n) {
-        for (const int consumer : consumers[messages[n - plan_.slot_depth]]) {
-          add(last_node_[consumer], messages[n], {Why::kSlot, -1});
+  // Every lane on its own; the host issues communication between its computations, and computes without waiting for
+  // what it has issued.
+  void add_lanes(int rank) {
+    std::array<int, 5> previous{};  // per lane, the last operation
+    previous.fill(-1);
+    for (const auto& [op, host] : plan_.lists[rank]) {
+      const int lane = static_cast<int>(lane_of(plan_.operations[op]));
+      constexpr int kHost = static_cast<int>(Lane::kCompute);
+      if (host != -1) {  // issued once its host has begun; what needs the host's end needs a node of its own
+        add_nodes(node_of_[host], node_of_[op], {Why::kList, rank, host, op});
+        if (last_node_[host] == node_of_[host]) {
+          last_node_[host] = num_nodes_;
+          add_nodes(node_of_[host], num_nodes_++, {Why::kList, rank, host, host});
         }
       }
+      for (const int before : {previous[lane], lane == kHost || host != -1 ? -1 : previous[kHost]}) {
+        if (before != -1 && node_of_[before] != node_of_[op]) {
+          add(before, op, {Why::kList, rank, before, op});
+        }
+      }
+      previous[lane] = op;
     }
   }
 
@@ -136,8 +120,9 @@ class ContractedGraph {
   [[nodiscard]] std::string cause(const Wait& wait) const;
 
   const StepPlan& plan_;
-  std::vector<int> op_of_;      // node -> operation; the first nodes are the operations themselves
-  std::vector<int> last_node_;  // operation -> its last part
+  std::vector<int> node_of_;    // operation -> where it starts; of a group, its first member's
+  std::vector<int> last_node_;  // operation -> where it ends
+  int num_nodes_ = 0;
   std::vector<Arc> arcs_;
   std::vector<Reason> reasons_;  // of each arc
 };
@@ -147,24 +132,21 @@ class ContractedGraph {
 std::vector<ContractedGraph::Wait> ContractedGraph::waits(const std::vector<int>& cycle) const {
   std::vector<Wait> steps;
   for (auto arc = cycle.rbegin(); arc != cycle.rend(); ++arc) {
-    const Reason reason = reasons_[*arc];
-    const int first = op_of_[arcs_[*arc].from];
-    const int blocked = op_of_[arcs_[*arc].to];
-    if (reason.why == Why::kList && !steps.empty() && steps.back().why == Why::kList &&
-        steps.back().rank == reason.rank) {
+    const auto [why, of_rank, first, blocked] = reasons_[*arc];
+    if (why == Why::kList && !steps.empty() && steps.back().why == Why::kList && steps.back().rank == of_rank) {
       steps.back().first = first;
       continue;
     }
     // The host that is stuck: of a list its owner; of data the rank on which it is read; of a slot the
     // sender.
-    int rank = reason.rank;
-    if (reason.why != Why::kList) {
+    int rank = of_rank;
+    if (why != Why::kList) {
       const auto& ranks = plan_.operations[blocked].participants;
       const auto& others = plan_.operations[first].participants;
       const auto shared = std::find_first_of(ranks.begin(), ranks.end(), others.begin(), others.end());
-      rank = reason.why == Why::kSlot || shared == ranks.end() ? ranks.front() : *shared;
+      rank = why == Why::kSlot || shared == ranks.end() ? ranks.front() : *shared;
     }
-    steps.push_back({reason.why, rank, blocked, first});
+    steps.push_back({why, rank, blocked, first});
   }
   // The circle may have been cut inside one rank's list.
   if (steps.size() > 1 && steps.front().why == Why::kList && steps.back().why == Why::kList &&
@@ -212,17 +194,27 @@ std::string ContractedGraph::in_words(const std::vector<int>& cycle) const {
 
 }  // namespace
 
-VerifyResult verify(const StepPlan& plan) {
+const char* start_order(bool slots) noexcept {
+  if (slots) {
+    return "a slot of its own for every lane (CPU lanes are threads; on a GPU if the lanes' maxCTAs together fit the "
+           "multiprocessors set aside and CUDA_DEVICE_MAX_CONNECTIONS exceeds the number of lanes)";
+  }
+  return "each rank starts its communication in issue order (NCCL: one issuing host thread per device and "
+         "NCCL_LAUNCH_ORDER_IMPLICIT=1, or events between lanes), or each lane has a slot of its own (CPU threads)";
+}
+
+VerifyResult verify(const StepPlan& plan, const VerifyOptions& options) {
   require_well_formed(plan);
   const Streams meeting = streams(plan);
   require_matching(plan, meeting);
   require_reduced_once(plan);
-  const ContractedGraph graph(plan, meeting);
+  require_memory(plan, options.max_activations);
+  const ContractedGraph graph(plan, meeting, options.slots);
   const std::vector<int> cycle = graph.find_cycle();
   if (!cycle.empty()) {
     throw Error(ErrorKind::kDeadlock, graph.in_words(cycle));
   }
-  return {std::ssize(plan.operations), plan.world(), graph.num_edges(), kStartOrder};
+  return {std::ssize(plan.operations), plan.world(), graph.num_edges(), start_order(options.slots)};
 }
 
 }  // namespace hpcomm::plan

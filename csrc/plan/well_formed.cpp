@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <iterator>
 #include <limits>
+#include <map>
 #include <numeric>
 #include <tuple>
 
@@ -35,6 +37,19 @@ void check_mesh(const StepPlan& plan) {
   }
   HPCOMM_REQUIRE(plan.buckets.size() == plan.stage_to_rank.size(), "buckets are given for ", plan.buckets.size(),
                  " stages, the plan has ", plan.num_stages());
+}
+
+void check_ties(const StepPlan& plan) {
+  for (int i = 0; i < std::ssize(plan.ties); ++i) {
+    const auto& [stages, bytes] = plan.ties[i];
+    const bool increasing = std::adjacent_find(stages.begin(), stages.end(), std::greater_equal<>()) == stages.end();
+    HPCOMM_REQUIRE(increasing && stages.size() >= 2 && in_range(stages.front(), plan.num_stages()) &&
+                       in_range(stages.back(), plan.num_stages()) && bytes >= 0,
+                   "tie ", i, " must list two or more different stages below ", plan.num_stages(),
+                   " in increasing order, and bytes");
+  }
+  HPCOMM_REQUIRE(plan.schema == Schema::kFrozen || plan.schema == Schema::kPerMessage, "there is no schema ",
+                 static_cast<int>(plan.schema));
 }
 
 void check_communicators(const StepPlan& plan) {
@@ -75,6 +90,8 @@ class OperationCheck {
         return reduce();
       case OpKind::kLoss:
         return loss();
+      case OpKind::kTied:
+        return tied();
     }
     fail("has no kind");
   }
@@ -93,14 +110,14 @@ class OperationCheck {
 
   // Fields that the kind does not use would make two equal plans differ.
   void only(bool stage, bool peer_stage, bool microbatch, bool bucket, bool payload) const {
+    require(bucket ? in_range(op_.bucket, bucket_count()) : op_.bucket == -1, "has bucket ", op_.bucket,
+            bucket ? ", which does not exist" : " but reduces none");
     const int stages = plan_.num_stages();
     require(stage ? in_range(op_.stage, stages) : op_.stage == -1, "has stage ", op_.stage, " of ", stages);
     require(peer_stage ? in_range(op_.peer_stage, stages) : op_.peer_stage == -1, "has peer stage ", op_.peer_stage,
             " of ", stages);
     require(microbatch ? in_range(op_.microbatch, plan_.num_microbatches) : op_.microbatch == -1, "has microbatch ",
             op_.microbatch, " of ", plan_.num_microbatches);
-    require(bucket ? in_range(op_.bucket, std::ssize(plan_.buckets[op_.stage])) : op_.bucket == -1, "has bucket ",
-            op_.bucket, bucket ? ", which its stage does not have" : " but reduces none");
     const bool known = op_.payload == Payload::kActivation || op_.payload == Payload::kGradient;
     require(payload ? known : op_.payload == Payload::kNone, "has payload ", static_cast<int>(op_.payload));
     require(op_.bytes >= 0, "has ", op_.bytes, " bytes");
@@ -154,12 +171,32 @@ class OperationCheck {
     collective(0, plan_.world(), "every rank");
   }
 
+  void tied() const {
+    only(false, false, false, true, false);
+    const Tie& tie = plan_.ties[op_.bucket];
+    require(op_.bytes == tie.bytes, "has ", op_.bytes, " bytes, the tie has ", tie.bytes);
+    require(op_.participants == plan_.owners(tie), "must have as participants every rank that owns the tie, sorted");
+    meets(std::ssize(op_.participants));
+  }
+
+  // Buckets of the operation's stage, or ties.
+  [[nodiscard]] std::int64_t bucket_count() const {
+    if (op_.kind == OpKind::kTied) {
+      return std::ssize(plan_.ties);
+    }
+    return in_range(op_.stage, plan_.num_stages()) ? std::ssize(plan_.buckets[op_.stage]) : 0;
+  }
+
   void collective(int first_rank, int count, const char* who) const {
     bool all = std::ssize(op_.participants) == count;
     for (int i = 0; all && i < count; ++i) {
       all = op_.participants[i] == first_rank + i;
     }
     require(all, "must have as participants ", who, ", sorted");
+    meets(count);
+  }
+
+  void meets(std::int64_t count) const {
     if (count > 1) {
       travels(/*exactly=*/true);
     } else {
@@ -193,6 +230,49 @@ bool takes_part(const Operation& op, int rank) {
                            : std::binary_search(ranks.begin(), ranks.end(), rank);
 }
 
+// Members of a group are issued as one: on one communicator, next to each other in every list.
+void check_groups(const StepPlan& plan) {
+  constexpr int kMaxMembers = 256;  // NCCL has hung above it
+  std::map<int, std::vector<int>> members;
+  for (int i = 0; i < std::ssize(plan.operations); ++i) {
+    const Operation& op = plan.operations[i];
+    HPCOMM_REQUIRE(op.group >= -1 && (op.group == -1 || op.communicator != -1), describe(op), " (operation ", i,
+                   ") is in group ", op.group, "; groups are numbered from 0 and hold communication");
+    if (op.group != -1) {
+      members[op.group].push_back(i);
+    }
+  }
+  for (const auto& [group, ops] : members) {
+    HPCOMM_REQUIRE(std::ssize(ops) <= kMaxMembers, "group ", group, " has ", ops.size(), " members, at most ",
+                   kMaxMembers);
+    const Operation& first = plan.operations[ops[0]];
+    for (const int index : ops) {
+      const Operation& op = plan.operations[index];
+      HPCOMM_REQUIRE(op.communicator == first.communicator, "group ", group, " joins ", describe(first), " and ",
+                     describe(op), ", which are on two communicators");
+    }
+  }
+  std::vector<int> closed(members.size(), -1);  // the last rank on which the group was left
+  const auto number = [&](int group) { return std::distance(members.begin(), members.find(group)); };
+  for (int rank = 0; rank < plan.world() && !members.empty(); ++rank) {
+    int open = -1;
+    int host = -1;
+    for (const Issue& issue : plan.lists[rank]) {
+      const int group = plan.operations[issue.op].group;
+      if (group == open && (group == -1 || issue.host == host)) {
+        continue;
+      }
+      if (open != -1) {
+        closed[number(open)] = rank;
+      }
+      HPCOMM_REQUIRE(group == -1 || closed[number(group)] != rank, "rank ", rank, " issues ",
+                     describe(plan.operations[issue.op], rank), " apart from the others of group ", group);
+      open = group;
+      host = issue.host;
+    }
+  }
+}
+
 void check_list(const StepPlan& plan, int rank) {
   int host = -1;  // the last entry that is no issue point
   for (int position = 0; position < std::ssize(plan.lists[rank]); ++position) {
@@ -218,6 +298,7 @@ void check_list(const StepPlan& plan, int rank) {
 
 void require_well_formed(const StepPlan& plan) {
   check_mesh(plan);
+  check_ties(plan);
   check_communicators(plan);
   for (int i = 0; i < std::ssize(plan.operations); ++i) {
     OperationCheck(plan, i).run();
@@ -226,6 +307,7 @@ void require_well_formed(const StepPlan& plan) {
   for (int rank = 0; rank < plan.world(); ++rank) {
     check_list(plan, rank);
   }
+  check_groups(plan);
   for (const Dependency& dependency : plan.dependencies) {
     const std::int64_t size = std::ssize(plan.operations);
     HPCOMM_REQUIRE(

@@ -7,6 +7,8 @@
 
 #include "plan/action.h"
 #include "plan/compile.h"
+#include "plan/contributions.h"
+#include "plan/simulate.h"
 #include "plan/step_plan.h"
 #include "plan/verify.h"
 #include "plan/well_formed.h"
@@ -28,7 +30,8 @@ void bind_enums(py::module_& module) {
       .value("WEIGHT_GRAD", OpKind::kWeightGrad)
       .value("TRANSFER", OpKind::kTransfer)
       .value("REDUCE", OpKind::kReduce)
-      .value("LOSS", OpKind::kLoss);
+      .value("LOSS", OpKind::kLoss)
+      .value("TIED", OpKind::kTied);
   py::enum_<ActionKind>(module, "ActionKind")
       .value("FORWARD", ActionKind::kForward)
       .value("BACKWARD", ActionKind::kBackward)
@@ -37,7 +40,8 @@ void bind_enums(py::module_& module) {
       .value("SEND", ActionKind::kSend)
       .value("RECV", ActionKind::kRecv)
       .value("REDUCE", ActionKind::kReduce)
-      .value("LOSS", ActionKind::kLoss);
+      .value("LOSS", ActionKind::kLoss)
+      .value("TIED", ActionKind::kTied);
   py::enum_<Payload>(module, "Payload")
       .value("NONE", Payload::kNone)
       .value("ACTIVATION", Payload::kActivation)
@@ -48,19 +52,25 @@ void bind_enums(py::module_& module) {
       .value("BACKWARD", Lane::kBackward)
       .value("GRADIENT", Lane::kGradient)
       .value("SCALAR", Lane::kScalar);
-  py::enum_<ReducePolicy>(module, "ReducePolicy").value("INSIDE", ReducePolicy::kInside);
+  py::enum_<Schema>(module, "Schema").value("FROZEN", Schema::kFrozen).value("PER_MESSAGE", Schema::kPerMessage);
+  py::enum_<ReducePolicy>(module, "ReducePolicy")
+      .value("EAGER", ReducePolicy::kEager)
+      .value("SLACK", ReducePolicy::kSlack)
+      .value("END", ReducePolicy::kEnd);
 }
 
 void bind_parts(py::module_& module) {
   py::class_<Operation>(module, "Operation")
       .def(py::init([](OpKind kind, int stage, int peer_stage, int microbatch, int bucket, Payload payload,
-                       int communicator, std::vector<int> participants, std::int64_t bytes) {
-             return Operation{
-                 kind, stage, peer_stage, microbatch, bucket, payload, communicator, std::move(participants), bytes};
+                       int communicator, std::vector<int> participants, std::int64_t bytes, int group) {
+             return Operation{kind,   stage,   peer_stage,   microbatch,
+                              bucket, payload, communicator, std::move(participants),
+                              bytes,  group};
            }),
            py::arg("kind"), py::kw_only(), py::arg("stage") = -1, py::arg("peer_stage") = -1,
            py::arg("microbatch") = -1, py::arg("bucket") = -1, py::arg("payload") = Payload::kNone,
-           py::arg("communicator") = -1, py::arg("participants") = std::vector<int>{}, py::arg("bytes") = 0)
+           py::arg("communicator") = -1, py::arg("participants") = std::vector<int>{}, py::arg("bytes") = 0,
+           py::arg("group") = -1)
       .def_readonly("kind", &Operation::kind)
       .def_readonly("stage", &Operation::stage)
       .def_readonly("peer_stage", &Operation::peer_stage)
@@ -70,6 +80,7 @@ void bind_parts(py::module_& module) {
       .def_readonly("communicator", &Operation::communicator)
       .def_readonly("participants", &Operation::participants)
       .def_readonly("bytes", &Operation::bytes)
+      .def_readonly("group", &Operation::group)
       .def(
           "__eq__", [](const Operation& a, const Operation& b) { return a == b; }, py::is_operator())
       .def("__repr__", [](const Operation& op) { return "<Operation " + describe(op) + ">"; });
@@ -89,6 +100,13 @@ void bind_parts(py::module_& module) {
       .def_readonly("lane", &CommunicatorSpec::lane)
       .def("__eq__", [](const CommunicatorSpec& a, const CommunicatorSpec& b) { return a == b; }, py::is_operator());
 
+  py::class_<Tie>(module, "Tie")
+      .def(py::init([](std::vector<int> stages, std::int64_t bytes) { return Tie{std::move(stages), bytes}; }),
+           py::arg("stages"), py::arg("bytes"))
+      .def_readonly("stages", &Tie::stages)
+      .def_readonly("bytes", &Tie::bytes)
+      .def("__eq__", [](const Tie& a, const Tie& b) { return a == b; }, py::is_operator());
+
   py::class_<Action>(module, "Action")
       .def_readonly("kind", &Action::kind)
       .def_readonly("op", &Action::op)
@@ -101,6 +119,7 @@ void bind_parts(py::module_& module) {
       .def_readonly("communicator", &Action::communicator)
       .def_readonly("lane", &Action::lane)
       .def_readonly("bytes", &Action::bytes)
+      .def_readonly("group", &Action::group)
       .def_readonly("inside", &Action::inside);
 
   py::class_<VerifyResult>(module, "VerifyResult")
@@ -139,6 +158,8 @@ void bind_step_plan(py::module_& module) {
       .def_readwrite("slot_depth", &StepPlan::slot_depth)
       .def_readwrite("stage_to_rank", &StepPlan::stage_to_rank)
       .def_readwrite("buckets", &StepPlan::buckets)
+      .def_readwrite("ties", &StepPlan::ties)
+      .def_readwrite("schema", &StepPlan::schema)
       .def_readwrite("communicators", &StepPlan::communicators)
       .def_readwrite("operations", &StepPlan::operations)
       .def_readwrite("lists", &StepPlan::lists)
@@ -156,7 +177,32 @@ void bind_step_plan(py::module_& module) {
           },
           py::arg("op"), py::arg("seen_by_rank") = -1)
       .def("require_well_formed", &require_well_formed)
-      .def("verify", &verify)
+      .def(
+          "verify",
+          [](const StepPlan& plan, bool slots, int max_activations) {
+            return verify(plan, {.slots = slots, .max_activations = max_activations});
+          },
+          py::kw_only(), py::arg("slots") = false, py::arg("max_activations") = 0)
+      .def(
+          "simulate",
+          [](const StepPlan& plan, const std::optional<CostModel>& costs) {
+            return simulate(plan, costs.value_or(CostModel{}));
+          },
+          py::arg("costs") = py::none())
+      .def("peak_activations", [](const StepPlan& plan) { return peak_activations(plan); })
+      // Pictures are drawn in Python; a plan draws itself all the same.
+      .def(
+          "to_svg",
+          [](const py::object& plan, const py::object& path, const py::object& costs) {
+            py::module_::import("hpcomm.plan.render").attr("to_svg")(plan, path, costs);
+          },
+          py::arg("path"), py::arg("costs") = py::none())
+      .def(
+          "to_chrome_trace",
+          [](const py::object& plan, const py::object& path, const py::object& costs) {
+            py::module_::import("hpcomm.plan.chrome").attr("to_chrome_trace")(plan, path, costs);
+          },
+          py::arg("path"), py::arg("costs") = py::none())
       .def("__str__", &StepPlan::to_text)
       .def("__eq__", [](const StepPlan& a, const StepPlan& b) { return a == b; }, py::is_operator());
 }
@@ -170,13 +216,17 @@ void bind_compile(py::module_& module) {
       .def_readwrite("stage_to_rank", &CompileSpec::stage_to_rank)
       .def_readwrite("buckets", &CompileSpec::buckets)
       .def_readwrite("reduce", &CompileSpec::reduce)
+      .def_readwrite("ties", &CompileSpec::ties)
+      .def_readwrite("loss_stages", &CompileSpec::loss_stages)
+      .def_readwrite("schema", &CompileSpec::schema)
+      .def_readwrite("cost", &CompileSpec::cost)
       .def_readwrite("slot_depth", &CompileSpec::slot_depth)
       .def(
           "add_link",
-          [](CompileSpec& spec, int from_stage, int to_stage, std::int64_t bytes) {
-            spec.links.push_back({from_stage, to_stage, bytes});
+          [](CompileSpec& spec, int from_stage, int to_stage, std::int64_t bytes, bool differentiable) {
+            spec.links.push_back({from_stage, to_stage, bytes, differentiable});
           },
-          py::arg("from_stage"), py::arg("to_stage"), py::arg("bytes"))
+          py::arg("from_stage"), py::arg("to_stage"), py::arg("bytes"), py::arg("differentiable") = true)
       .def(
           "add_compute",
           [](CompileSpec& spec, const std::vector<std::tuple<OpKind, int, int>>& actions_of_rank) {
@@ -185,27 +235,81 @@ void bind_compile(py::module_& module) {
               list.push_back({kind, stage, microbatch});
             }
           },
-          py::arg("actions"))
-      .def(
-          "add_stage_cost",
-          [](CompileSpec& spec, double forward_seconds, double backward_seconds) {
-            spec.cost.stages.push_back({forward_seconds, backward_seconds});
-          },
-          py::arg("forward_seconds"), py::arg("backward_seconds"))
-      .def(
-          "set_link_cost",
-          [](CompileSpec& spec, double latency_seconds, double bytes_per_second) {
-            spec.cost.link_latency_seconds = latency_seconds;
-            spec.cost.link_bytes_per_second = bytes_per_second;
-          },
-          py::arg("latency_seconds"), py::arg("bytes_per_second"));
+          py::arg("actions"));
   module.def("compile_plan", &compile, py::arg("spec"));
+}
+
+void bind_costs(py::module_& module) {
+  py::class_<StageCost>(module, "StageCost")
+      .def(py::init([](double forward, double backward, std::optional<double> input, std::optional<double> weight,
+                       double activation_bytes) {
+             // Halves of what the whole takes, unless they were measured.
+             return StageCost{forward, backward, input.value_or(backward / 2), weight.value_or(backward / 2),
+                              activation_bytes};
+           }),
+           py::arg("forward_seconds") = 1.0, py::arg("backward_seconds") = 2.0,
+           py::arg("input_grad_seconds") = py::none(), py::arg("weight_grad_seconds") = py::none(),
+           py::arg("activation_bytes") = 1.0)
+      .def_readonly("forward_seconds", &StageCost::forward_seconds)
+      .def_readonly("backward_seconds", &StageCost::backward_seconds)
+      .def_readonly("input_grad_seconds", &StageCost::input_grad_seconds)
+      .def_readonly("weight_grad_seconds", &StageCost::weight_grad_seconds)
+      .def_readonly("activation_bytes", &StageCost::activation_bytes);
+
+  py::class_<CostModel>(module, "CostModel")
+      .def(py::init<>())
+      .def_readwrite("stages", &CostModel::stages)
+      .def_readwrite("link_latency_seconds", &CostModel::link_latency_seconds)
+      .def_readwrite("link_bytes_per_second", &CostModel::link_bytes_per_second)
+      .def_property(
+          "links",
+          [](const CostModel& costs) {
+            std::map<std::pair<int, int>, std::pair<double, double>> links;
+            for (const auto& [ends, cost] : costs.links) {
+              links[ends] = {cost.latency_seconds, cost.bytes_per_second};
+            }
+            return links;
+          },
+          [](CostModel& costs, const std::map<std::pair<int, int>, std::pair<double, double>>& links) {
+            costs.links.clear();
+            for (const auto& [ends, cost] : links) {
+              costs.links[ends] = {cost.first, cost.second};
+            }
+          })
+      .def_property(
+          "collective_latency_seconds", [](const CostModel& costs) { return costs.collective.latency_seconds; },
+          [](CostModel& costs, double seconds) { costs.collective.latency_seconds = seconds; })
+      .def_property(
+          "collective_bytes_per_second", [](const CostModel& costs) { return costs.collective.bytes_per_second; },
+          [](CostModel& costs, double bandwidth) { costs.collective.bytes_per_second = bandwidth; })
+      .def_readwrite("header_seconds", &CostModel::header_seconds)
+      .def_readwrite("pack_bytes_per_second", &CostModel::pack_bytes_per_second)
+      .def_readwrite("ranks_per_host", &CostModel::ranks_per_host)
+      .def_readwrite("cores_per_host", &CostModel::cores_per_host)
+      .def_readwrite("host_waits", &CostModel::host_waits);
+
+  py::class_<RankTimes>(module, "RankTimes")
+      .def_readonly("compute_seconds", &RankTimes::compute_seconds)
+      .def_readonly("exposed_seconds", &RankTimes::exposed_seconds)
+      .def_readonly("bubble_seconds", &RankTimes::bubble_seconds)
+      .def_readonly("first_seconds", &RankTimes::first_seconds)
+      .def_readonly("last_seconds", &RankTimes::last_seconds)
+      .def_readonly("peak_activations", &RankTimes::peak_activations);
+
+  py::class_<Timeline>(module, "Timeline")
+      .def_readonly("makespan_seconds", &Timeline::makespan_seconds)
+      .def_readonly("bubble_share", &Timeline::bubble_share)
+      .def_readonly("exposed_share", &Timeline::exposed_share)
+      .def_readonly("ranks", &Timeline::ranks)
+      .def_readonly("start", &Timeline::start)
+      .def_readonly("end", &Timeline::end);
 }
 
 }  // namespace
 
 void bind_plan(py::module_& module) {
   bind_enums(module);
+  bind_costs(module);
   bind_parts(module);
   bind_step_plan(module);
   bind_compile(module);

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcomm import _C
+from hpcomm.channel import require_schema
 from hpcomm.communicator import agree
 from hpcomm.ddp import describe_parameters
 from hpcomm.errors import InvalidArgument, SchemaMismatch
@@ -16,7 +17,7 @@ from hpcomm.pipeline.partition import cut
 from hpcomm.pipeline.runner import Runner
 from hpcomm.pipeline.stage import Loss, LossFn, evaluate
 from hpcomm.plan import compile as compile_plan
-from hpcomm.plan import schedules
+from hpcomm.plan.schedules import SCHEDULES
 from hpcomm.plan.serialize import from_json, to_json
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ __all__: list[str] = []
 
 PLAN_CHANNEL = 2  # of Control, see hpcomm.communicator
 _MIB = 1 << 20
+# One stage per rank, undivided backwards: what the runner executes of what can be planned.
+RUNNABLE = ("gpipe", "1f1b")
 
 
 class Pipeline:
@@ -71,6 +74,7 @@ class Pipeline:
         stages: list[torch.nn.Module] = []
         try:
             _check(model, mesh, schedule, num_microbatches, bucket_cap_mb)
+            require_schema(schema)
             stages = cut(model, mesh.shape["pp"], split_at)
         except InvalidArgument as error:
             problem = error
@@ -86,7 +90,7 @@ class Pipeline:
         self._names = [[name for name, _ in stage.named_parameters()] for stage in stages]
         self._shapes = [{k: (v.shape, v.dtype) for k, v in stage.state_dict().items()} for stage in stages]
         bucket_plans = [_bucket_plan(stage, bucket_cap_mb) for stage in stages]
-        self.plan = self._agree_on_plan(schedule, num_microbatches, bucket_plans)
+        self.plan = self._agree_on_plan(schedule, num_microbatches, bucket_plans, schema)
         self.stage_index = mesh.coordinate["pp"]
         self.module = stages[self.stage_index].to(mesh.device)
         self.bucket_plan = bucket_plans[self.stage_index]
@@ -195,7 +199,9 @@ class Pipeline:
                 whole[name] = value
         return whole
 
-    def _agree_on_plan(self, schedule: str, num_microbatches: int, bucket_plans: list[BucketPlan]) -> StepPlan:
+    def _agree_on_plan(
+        self, schedule: str, num_microbatches: int, bucket_plans: list[BucketPlan], schema: str
+    ) -> StepPlan:
         """Rank 0 compiles; everybody else takes its plan and checks it."""
         control, world = self.mesh.control, self.mesh.size
         if control.rank == 0:
@@ -205,6 +211,7 @@ class Pipeline:
                 dp=self.mesh.shape["dp"],
                 num_microbatches=num_microbatches,
                 bucket_bytes=[buckets.bytes for buckets in bucket_plans],
+                schema=schema,
             )
             text = to_json(plan).encode()
             for peer in range(1, world):
@@ -268,10 +275,9 @@ def _check(model: torch.nn.Module, mesh: Mesh, schedule: str, num_microbatches: 
         raise InvalidArgument(f"Pipeline: num_microbatches={num_microbatches}; at least 1")
     if bucket_cap_mb <= 0:
         raise InvalidArgument(f"Pipeline: bucket_cap_mb={bucket_cap_mb}; a positive size")
-    if schedule not in schedules.SCHEDULES:
-        raise InvalidArgument(
-            f"Pipeline: schedule {schedule!r} is unknown; use one of {', '.join(schedules.SCHEDULES)}"
-        )
+    if schedule not in RUNNABLE:
+        known = "is planned, but not run in this version" if schedule in SCHEDULES else "is unknown"
+        raise InvalidArgument(f"Pipeline: schedule {schedule!r} {known}; use one of {', '.join(RUNNABLE)}")
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, torch.Tensor) and tensor.device not in {torch.device("cpu"), mesh.device}:
             raise InvalidArgument(

@@ -1,7 +1,7 @@
-"""Plans of training steps: schedules, compilation, proof, files.
+"""Plans of training steps: schedules, compilation, proof, simulation, files.
 
-``compile("1f1b", pp=4, ...)`` gives a ``StepPlan``; ``print(plan)`` draws it and ``plan.verify()`` proves that
-no rank hangs.
+``compile("1f1b", pp=4, ...)`` gives a ``StepPlan``; ``print(plan)`` draws it, ``plan.verify()`` proves that no rank
+hangs, ``plan.simulate(costs)`` says how long it takes.
 """
 
 from __future__ import annotations
@@ -9,20 +9,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpcomm.plan.compile import compile  # noqa: A004 - the public name
-from hpcomm.plan.schedules import SCHEDULES, ComputeAction, gpipe, one_f_one_b
+from hpcomm.plan.costs import costs_from_json, costs_to_json, load_costs
+from hpcomm.plan.loops import forward_only, gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
+from hpcomm.plan.schedules import SCHEDULES, Schedule
 from hpcomm.plan.serialize import from_json, to_json
+from hpcomm.plan.table import ComputeAction, Table, draw, parse
+from hpcomm.plan.zero_bubble import dualpipev, zb1p, zbv
 
 if TYPE_CHECKING:
     from hpcomm._C import (
         Action,
         ActionKind,
         CommunicatorSpec,
+        CostModel,
         Issue,
         Lane,
         Operation,
         OpKind,
         Payload,
+        Schema,
+        StageCost,
         StepPlan,
+        Tie,
+        Timeline,
     )
 
 __all__ = [
@@ -31,29 +40,52 @@ __all__ = [
     "ActionKind",
     "CommunicatorSpec",
     "ComputeAction",
+    "CostModel",
     "Issue",
     "Lane",
     "OpKind",
     "Operation",
     "Payload",
+    "Schedule",
+    "Schema",
+    "StageCost",
     "StepPlan",
+    "Table",
+    "Tie",
+    "Timeline",
     "compile",
+    "costs_from_json",
+    "costs_to_json",
+    "draw",
+    "dualpipev",
+    "forward_only",
     "from_json",
     "gpipe",
+    "interleaved_1f1b",
+    "load_costs",
+    "looped_bfs",
     "one_f_one_b",
+    "parse",
     "to_json",
+    "zb1p",
+    "zbv",
 ]
 
 _NATIVE = {
     "Action",
     "ActionKind",
     "CommunicatorSpec",
+    "CostModel",
     "Issue",
     "Lane",
     "OpKind",
     "Operation",
     "Payload",
+    "Schema",
+    "StageCost",
     "StepPlan",
+    "Tie",
+    "Timeline",
 }
 
 

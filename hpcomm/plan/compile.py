@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpcomm._native import load
-from hpcomm.plan.schedules import ComputeAction, by_name
+from hpcomm.errors import DeadlockError
+from hpcomm.plan.schedules import by_name
+from hpcomm.plan.table import ComputeAction, one_stage_each
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpcomm._C import CompileSpec, StepPlan
+    from hpcomm._C import CompileSpec, CostModel, StepPlan
 
 DEFAULT_FORWARD_COST = 1.0
 # Input gradients and weight gradients cost about one forward each.
@@ -24,42 +26,63 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
     pp: int,
     dp: int = 1,
     num_microbatches: int,
-    bucket_bytes: Sequence[Sequence[int]],
+    stages_per_rank: int | None = None,
+    bucket_bytes: Sequence[Sequence[int]] | None = None,
     forward_cost: Sequence[float] | None = None,
     backward_cost: Sequence[float] | None = None,
     activation_bytes: int | Sequence[int] = 0,
-    links: Sequence[tuple[int, int, int]] | None = None,
+    links: Sequence[tuple[int, int, int] | tuple[int, int, int, bool]] | None = None,
+    ties: Sequence[tuple[Sequence[int], int]] = (),
+    loss_stages: Sequence[int] | None = None,
     link_latency: float = 0.0,
     link_bandwidth: float = math.inf,
+    costs: CostModel | None = None,
     stage_to_rank: Sequence[int] | None = None,
-    slot_depth: int = 2,
+    slot_depth: int | None = None,
+    reduce: str = "slack",
+    schema: str = "frozen",
 ) -> StepPlan:
     """Compile the communication of one training step; nothing is communicated, no rank needs to exist.
 
     schedule: a name in ``schedules.SCHEDULES``, or per pipeline rank its compute actions in order.
     pp, dp: ranks on the pipeline axis (outer) and the data axis (inner):
         ``rank = pipeline_rank * dp + replica``.
-    bucket_bytes: per stage, the bytes of each gradient bucket; the bucket that is ready first stands first.
-    forward_cost, backward_cost: seconds per stage and microbatch (default 1 and 2: only ratios matter without
-        link costs). They decide the order of independent operations, never whether the plan is right.
+    stages_per_rank: of a named schedule; its own number by default.
+    bucket_bytes: per stage, the bytes of each gradient bucket; the bucket that is ready first stands first. None where
+        nothing is reduced.
+    forward_cost, backward_cost: seconds per stage and microbatch (default 1 and 2, halves of a backward 1 each: only
+        ratios matter without link costs). They decide the order of independent operations, never whether the plan is
+        right.
     activation_bytes: bytes of one microbatch's message, for every boundary of the chain or for each.
-    links: (from_stage, to_stage, bytes) instead of the chain of neighbours, for models with skip connections.
+    links: (from_stage, to_stage, bytes) instead of the chain of neighbours, for models with skip connections; with a
+        fourth entry False no gradient comes back (token ids, masks, what the first stage loads for later ones).
+    ties: (stages, bytes) of parameters that several stages own; their gradients are added up over the owners.
+    loss_stages: stages whose outputs go into the loss; the last one by default.
     link_latency, link_bandwidth: seconds, bytes per second.
-    stage_to_rank: the pipeline rank of each stage. Default: one stage per rank, as in every named schedule.
-    slot_depth: messages in flight per edge before the first of them is consumed; 0 for no bound.
+    costs: a cost model instead of the last four figures.
+    stage_to_rank: the pipeline rank of each stage, for a table of your own. Default: stage ``s`` on rank ``s % pp``.
+    slot_depth: messages in flight per edge before the first of them is consumed; 0 for no bound. Default: 2 for each
+        stage that a rank holds, doubled until the compute order can be executed (a skip connection holds its slots for
+        long).
+    reduce: where buckets are reduced: "eager", inside the stage's last backward; "slack", in bubbles that follow it on
+        its rank, or else as "eager"; "end", after the rank's last computation.
+    schema: "frozen", or "per_message": a header runs ahead of every message.
 
     Raises ``hpcomm.errors.InvalidArgument`` for arguments that contradict each other,
     ``hpcomm.errors.DeadlockError`` for a compute order that contradicts its data or needs more slots,
-    ``ValueError`` for an unknown schedule or lengths that do not fit.
+    ``ValueError`` for an unknown name or lengths that do not fit.
     """
-    placement = list(range(pp)) if stage_to_rank is None else list(stage_to_rank)
-    num_stages = len(placement)
+    table: Sequence[Sequence[ComputeAction]]
     if isinstance(schedule, str):
-        if placement != list(range(pp)):
-            raise ValueError(f"schedule {schedule!r} puts stage s on pipeline rank s; stage_to_rank is {placement}")
-        table: Sequence[Sequence[ComputeAction]] = by_name(schedule)(pp, num_microbatches)
+        table, placement, per_rank = by_name(schedule, pp, num_microbatches, stages_per_rank)
+        if stage_to_rank is not None and list(stage_to_rank) != placement:
+            raise ValueError(f"schedule {schedule!r} puts its stages on {placement}; stage_to_rank is {stage_to_rank}")
     else:
         table = schedule
+        num_stages = max((action.stage + 1 for actions in table for action in actions), default=pp)
+        per_rank = -(-num_stages // pp)
+        placement = one_stage_each(pp, per_rank)[:num_stages] if stage_to_rank is None else list(stage_to_rank)
+    num_stages = len(placement)
 
     native = load()
     spec: CompileSpec = native.CompileSpec()
@@ -67,20 +90,54 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
     spec.dp = dp
     spec.num_microbatches = num_microbatches
     spec.stage_to_rank = placement
-    spec.buckets = [list(sizes) for sizes in bucket_bytes]
-    spec.slot_depth = slot_depth
-    spec.set_link_cost(link_latency, link_bandwidth)
-    kinds = {"F": native.OpKind.FORWARD, "B": native.OpKind.BACKWARD}
-    for actions in table:
-        spec.add_compute([(kinds[kind], stage, microbatch) for kind, stage, microbatch in actions])
+    spec.buckets = [[]] * num_stages if bucket_bytes is None else [list(sizes) for sizes in bucket_bytes]
+    spec.reduce = _member(native.ReducePolicy, "reduce", reduce)
+    spec.schema = _member(native.Schema, "schema", schema)
+    spec.ties = [native.Tie(sorted(stages), size) for stages, size in ties]
+    spec.loss_stages = [] if loss_stages is None else list(loss_stages)
     for link in _chain(num_stages, activation_bytes) if links is None else links:
         spec.add_link(*link)
-    forward = _per_stage("forward_cost", forward_cost, DEFAULT_FORWARD_COST, num_stages)
-    backward = _per_stage("backward_cost", backward_cost, DEFAULT_BACKWARD_COST, num_stages)
-    for costs in zip(forward, backward, strict=True):
-        spec.add_stage_cost(*costs)
-    plan: StepPlan = native.compile_plan(spec)
+    if costs is None:
+        costs = native.CostModel()
+        costs.link_latency_seconds = costs.collective_latency_seconds = link_latency
+        costs.link_bytes_per_second = costs.collective_bytes_per_second = link_bandwidth
+        forward = _per_stage("forward_cost", forward_cost, DEFAULT_FORWARD_COST, num_stages)
+        backward = _per_stage("backward_cost", backward_cost, DEFAULT_BACKWARD_COST, num_stages)
+        costs.stages = [native.StageCost(f, b) for f, b in zip(forward, backward, strict=True)]
+    elif forward_cost is not None or backward_cost is not None or link_latency or not math.isinf(link_bandwidth):
+        raise ValueError("give costs, or forward_cost, backward_cost, link_latency and link_bandwidth, not both")
+    spec.cost = costs
+    kinds = {
+        "F": native.OpKind.FORWARD,
+        "B": native.OpKind.BACKWARD,
+        "I": native.OpKind.INPUT_GRAD,
+        "W": native.OpKind.WEIGHT_GRAD,
+    }
+    for actions in table:
+        spec.add_compute([(kinds[kind], stage, microbatch) for kind, stage, microbatch in actions])
+    if slot_depth is not None:
+        return _compile(spec, slot_depth, 0)
+    return _compile(spec, 2 * max(per_rank, 1), num_microbatches * (num_stages + 1))
+
+
+def _compile(spec: CompileSpec, slot_depth: int, enough: int) -> StepPlan:
+    """With the first of ``slot_depth``, twice that, ... that suffices; without a bound from ``enough`` on."""
+    native = load()
+    spec.slot_depth = slot_depth
+    try:
+        plan: StepPlan = native.compile_plan(spec)
+    except DeadlockError:
+        if enough == 0 or slot_depth == 0:
+            raise
+        return _compile(spec, 0 if 2 * slot_depth >= enough else 2 * slot_depth, enough)
     return plan
+
+
+def _member(enum: Any, name: str, value: str) -> Any:
+    known = {key.lower(): member for key, member in enum.__members__.items()}
+    if value not in known:
+        raise ValueError(f"{name}={value!r}; use one of {', '.join(known)}")
+    return known[value]
 
 
 def _chain(num_stages: int, activation_bytes: int | Sequence[int]) -> list[tuple[int, int, int]]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hpcomm._C import StepPlan
 
 _FORMAT = "hpcomm.StepPlan"
-_VERSION = 1
+_VERSION = 2
 # One row per operation: a plan has many, their field names would be most of the text.
 _COLUMNS = [
     "kind",
@@ -24,6 +24,7 @@ _COLUMNS = [
     "communicator",
     "participants",
     "bytes",
+    "group",
 ]
 _INT32 = 2**31 - 1
 _INT64 = 2**63 - 1
@@ -42,6 +43,8 @@ def to_json(plan: StepPlan) -> str:
             "slot_depth": plan.slot_depth,
             "stage_to_rank": plan.stage_to_rank,
             "buckets": plan.buckets,
+            "ties": [[tie.stages, tie.bytes] for tie in plan.ties],
+            "schema": plan.schema.name,
             "communicators": [[spec.lane.name, spec.ranks] for spec in plan.communicators],
             "columns": _COLUMNS,
             "operations": [
@@ -55,6 +58,7 @@ def to_json(plan: StepPlan) -> str:
                     op.communicator,
                     op.participants,
                     op.bytes,
+                    op.group,
                 ]
                 for op in plan.operations
             ],
@@ -106,6 +110,12 @@ def _build(document: dict[str, Any]) -> StepPlan:
         [_int(size, f"buckets[{stage}]", _INT64) for size in _list(sizes, f"buckets[{stage}]")]
         for stage, sizes in enumerate(_list(document.get("buckets"), "buckets"))
     ]
+    ties = []
+    for i, row in enumerate(_list(document.get("ties"), "ties")):
+        stages, size = _list(row, f"ties[{i}]", 2)
+        ties.append(native.Tie(_ints(stages, f"ties[{i}]"), _int(size, f"ties[{i}]", _INT64)))
+    plan.ties = ties
+    plan.schema = _member(native.Schema, document.get("schema"), "schema")
     communicators = []
     for i, row in enumerate(_list(document.get("communicators"), "communicators")):
         where = f"communicators[{i}]"
@@ -115,7 +125,7 @@ def _build(document: dict[str, Any]) -> StepPlan:
     operations = []
     for i, row in enumerate(_list(document.get("operations"), "operations")):
         where = f"operations[{i}]"
-        kind, *numbers, payload, communicator, participants, size = _list(row, where, len(_COLUMNS))
+        kind, *numbers, payload, communicator, participants, size, group = _list(row, where, len(_COLUMNS))
         stage, peer_stage, microbatch, bucket = (_int(number, where) for number in numbers)
         operations.append(
             native.Operation(
@@ -128,6 +138,7 @@ def _build(document: dict[str, Any]) -> StepPlan:
                 communicator=_int(communicator, where),
                 participants=_ints(participants, where),
                 bytes=_int(size, where, _INT64),
+                group=_int(group, where),
             )
         )
     plan.operations = operations

@@ -194,8 +194,8 @@ TEST(compile_refuses_schedules_that_are_no_permutation) {
                "lives on pipeline rank 1");
   CHECK_THROWS(ErrorKind::kInvalidArgument, edit([](CompileSpec& s) { s.compute[0][0].microbatch = 2; }),
                "2 microbatches");
-  CHECK_THROWS(ErrorKind::kInvalidArgument, edit([](CompileSpec& s) { s.compute[0][0].kind = kInputGrad; }),
-               "undivided backwards");
+  CHECK_THROWS(ErrorKind::kInvalidArgument, edit([](CompileSpec& s) { s.compute[0][0].kind = kTransfer; }),
+               "compile() adds what is not computation");
   CHECK_THROWS(ErrorKind::kInvalidArgument, edit([](CompileSpec& s) { s.compute.pop_back(); }),
                "one per pipeline rank");
   // A count that nobody could hold in memory is refused by what the schedule leaves out.

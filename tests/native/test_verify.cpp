@@ -271,7 +271,7 @@ TEST(verify_refuses_what_means_nothing) {
   CHECK_THROWS(kInvalid, edit([&](StepPlan& p) { p.operations[transfer].communicator = 99; }), "communicator 99");
   CHECK_THROWS(kInvalid, edit([&](StepPlan& p) { p.operations[transfer].communicator = 1; }), "joins other ranks");
   CHECK_THROWS(kInvalid, edit([&](StepPlan& p) { p.operations[transfer].communicator = 2; }), "backward lane");
-  CHECK_THROWS(kInvalid, edit([&](StepPlan& p) { p.operations[reduce].bucket = 2; }), "does not have");
+  CHECK_THROWS(kInvalid, edit([&](StepPlan& p) { p.operations[reduce].bucket = 2; }), "which does not exist");
   CHECK_THROWS(kInvalid, edit([&](StepPlan& p) { p.operations[reduce].bytes += 1; }), "its bucket has");
   CHECK_THROWS(kInvalid, edit([&](StepPlan& p) { p.operations[reduce].participants = {1, 0}; }), "sorted");
   CHECK_THROWS(kInvalid, edit([](StepPlan& p) { p.operations.push_back(p.operations[0]); }),

@@ -1,0 +1,54 @@
+// CostModel: what computation and communication take; measured by a user, or guessed.
+#pragma once
+
+#include <limits>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "plan/step_plan.h"
+
+namespace hpcomm::plan {
+
+// Of one stage on one microbatch. A backward is given twice the time of a forward, the usual ratio, and each of its
+// halves as much as a forward.
+struct StageCost {
+  double forward_seconds = 1;
+  double backward_seconds = 2;
+  double input_grad_seconds = 1;
+  double weight_grad_seconds = 1;
+  double activation_bytes = 1;  // kept from the forward to the end of the backward; 1: peaks count microbatches
+
+  [[nodiscard]] double seconds(OpKind kind) const noexcept;
+};
+
+struct LinkCost {
+  double latency_seconds = 0;
+  double bytes_per_second = std::numeric_limits<double>::infinity();
+};
+
+// compile() reads stages and links, to order what is independent: never whether a plan is right depends on it.
+struct CostModel {
+  std::vector<StageCost> stages;  // empty: the default for all
+  double link_latency_seconds = 0;
+  double link_bytes_per_second = std::numeric_limits<double>::infinity();
+  std::map<std::pair<int, int>, LinkCost> links;  // (source, destination) pipeline ranks that differ from the others
+  LinkCost collective;                            // of each step of a ring, see all_reduce_seconds()
+  double header_seconds = 0;                      // ahead of each message whose schema is not frozen
+  double pack_bytes_per_second = std::numeric_limits<double>::infinity();  // on each side of an operation
+  int ranks_per_host = 1;
+  int cores_per_host = 0;   // computations of a host at a time; 0: as many as there are ranks
+  bool host_waits = false;  // the host issues only between computations, as on CPUs; else it runs ahead
+
+  [[nodiscard]] StageCost of(int stage) const { return stages.empty() ? StageCost{} : stages[stage]; }
+  [[nodiscard]] LinkCost link(int source, int destination) const;
+};
+
+// Throws kInvalidArgument when a figure makes no sense, or the stages are not `num_stages`.
+void require_costs(const CostModel& costs, int num_stages);
+
+// Seconds of an all-reduce over `ranks`, in a ring: each rank sends 2 (n - 1) pieces of bytes / n. (P. Patarasuk,
+// X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.)
+[[nodiscard]] double all_reduce_seconds(int ranks, double bytes, const LinkCost& cost) noexcept;
+
+}  // namespace hpcomm::plan

@@ -1,0 +1,249 @@
+// Event simulation of a plan's operations over a heap of ends.
+#include "plan/simulate.h"
+
+#include <algorithm>
+#include <array>
+#include <deque>
+#include <functional>
+#include <iterator>
+#include <map>
+#include <queue>
+#include <unordered_map>
+#include <utility>
+
+#include "base/error.h"
+#include "plan/incidence.h"
+#include "plan/matching.h"
+#include "plan/rank_times.h"
+#include "plan/well_formed.h"
+
+namespace hpcomm::plan {
+
+namespace {
+
+class Machine {
+ public:
+  Machine(const StepPlan& plan, const Streams& streams, const CostModel& costs) : plan_(plan), costs_(costs) {
+    first_.resize(plan.operations.size());
+    last_.resize(plan.operations.size());
+    std::unordered_map<int, int> group_node;
+    for (int op = 0; op < std::ssize(plan.operations); ++op) {
+      const int group = plan.operations[op].group;
+      const auto known = group == -1 ? group_node.end() : group_node.find(group);
+      first_[op] = last_[op] = known == group_node.end() ? add_node(op) : known->second;
+      if (group != -1) {
+        group_node.try_emplace(group, first_[op]);
+        members_[first_[op]].push_back(op);
+      }
+    }
+    for (int rank = 0; rank < plan.world(); ++rank) {
+      add_list(rank);
+    }
+    for (const Dependency& dependency : plan.dependencies) {
+      arcs_.push_back({last_[dependency.before], first_[dependency.after]});
+    }
+    for (const Dependency& credit : slot_credits(plan, streams)) {
+      arcs_.push_back({last_[credit.before], first_[credit.after]});
+    }
+  }
+
+  // Start and end of each operation.
+  void run(Timeline& timeline) {
+    const int nodes = static_cast<int>(op_of_.size());
+    const Incidence out(nodes, arcs_, &Arc::from);
+    missing_.assign(nodes, 0);
+    for (const Arc& arc : arcs_) {
+      ++missing_[arc.to];
+    }
+    start_.assign(nodes, 0);
+    end_.assign(nodes, 0);
+    hosts_.resize(costs_.cores_per_host > 0 ? (plan_.world() - 1) / costs_.ranks_per_host + 1 : 0,
+                  {costs_.cores_per_host, {}});
+    for (int node = 0; node < nodes; ++node) {
+      if (missing_[node] == 0) {
+        ready(node, 0);
+      }
+    }
+    int ended = 0;
+    while (!ends_.empty()) {
+      const auto [now, node] = ends_.top();
+      ends_.pop();
+      ++ended;
+      release_core(node, now);
+      for (const int* arc = out.begin(node); arc != out.end(node); ++arc) {
+        if (--missing_[arcs_[*arc].to] == 0) {
+          ready(arcs_[*arc].to, now);
+        }
+      }
+    }
+    if (ended < nodes) {
+      throw Error(ErrorKind::kDeadlock, "the plan cannot end on the simulated machine; verify() says why");
+    }
+    timeline.start.resize(plan_.operations.size());
+    timeline.end.resize(plan_.operations.size());
+    for (std::size_t op = 0; op < plan_.operations.size(); ++op) {
+      timeline.start[op] = start_[first_[op]];
+      timeline.end[op] = end_[last_[op]];
+    }
+  }
+
+ private:
+  struct Host {
+    int free = 0;
+    std::deque<int> waiting;  // computations, in the order in which they became ready
+  };
+
+  int add_node(int op) {
+    op_of_.push_back(op);
+    seconds_.push_back(-1);  // by what it is
+    return static_cast<int>(op_of_.size()) - 1;
+  }
+
+  // A computation follows the one before; communication follows what its lane does before it.
+  void add_list(int rank) {
+    const auto& list = plan_.lists[rank];
+    constexpr int kHost = static_cast<int>(Lane::kCompute);
+    std::array<int, 5> previous{};  // per lane, the last node
+    previous.fill(-1);
+    for (std::size_t i = 0; i < list.size(); ++i) {
+      const auto [op, host] = list[i];
+      if (host != -1) {
+        continue;
+      }
+      const int lane = static_cast<int>(lane_of(plan_.operations[op]));
+      const int before = costs_.host_waits && lane != kHost ? previous[kHost] : -1;
+      follow(previous[lane], first_[op], before);
+      std::size_t issues = 0;
+      while (i + issues + 1 < list.size() && list[i + issues + 1].host == op) {
+        ++issues;
+      }
+      const double piece = issues == 0 ? -1 : compute_seconds(op) / static_cast<double>(issues);
+      for (std::size_t k = 0; k < issues; ++k) {
+        const int inner = list[i + 1 + k].op;
+        const int inner_lane = static_cast<int>(lane_of(plan_.operations[inner]));
+        seconds_[last_[op]] = piece;
+        follow(previous[inner_lane], first_[inner], last_[op]);
+        previous[inner_lane] = last_[inner];
+        if (k + 1 < issues) {
+          const int rest = add_node(op);
+          arcs_.push_back({last_[op], rest});
+          last_[op] = rest;
+        }
+      }
+      previous[lane] = last_[op];
+    }
+  }
+
+  void follow(int previous, int node, int other) {
+    for (const int before : {previous, other}) {
+      if (before != -1 && before != node) {
+        arcs_.push_back({before, node});
+      }
+    }
+  }
+
+  [[nodiscard]] double compute_seconds(int op) const {
+    return costs_.of(plan_.operations[op].stage).seconds(plan_.operations[op].kind);
+  }
+
+  [[nodiscard]] double duration(int node) const {
+    const Operation& op = plan_.operations[op_of_[node]];
+    if (seconds_[node] >= 0) {
+      return seconds_[node];
+    }
+    if (is_compute(op.kind)) {
+      return compute_seconds(op_of_[node]);
+    }
+    const auto group = members_.find(node);
+    return group == members_.end() ? communication_seconds({op_of_[node]}) : communication_seconds(group->second);
+  }
+
+  // Edges of a group are used at the same time, its collectives one after the other with one latency.
+  [[nodiscard]] double communication_seconds(const std::vector<int>& ops) const {
+    std::map<std::pair<int, int>, double> bytes;  // of each edge; of collectives under (-1, -1)
+    double total = 0;
+    for (const int index : ops) {
+      const Operation& op = plan_.operations[index];
+      const bool transfer = op.kind == OpKind::kTransfer;
+      bytes[transfer ? std::pair{op.participants[0], op.participants[1]} : std::pair{-1, -1}] +=
+          static_cast<double>(op.bytes);
+      total += static_cast<double>(op.bytes);
+    }
+    double slowest = 0;
+    for (const auto& [edge, sum] : bytes) {
+      const LinkCost link =
+          edge.first == -1 ? costs_.collective : costs_.link(edge.first / plan_.dp, edge.second / plan_.dp);
+      const double header = edge.first != -1 && plan_.schema == Schema::kPerMessage ? costs_.header_seconds : 0;
+      const int ranks = static_cast<int>(plan_.operations[ops[0]].participants.size());
+      slowest = std::max(slowest, edge.first == -1 ? all_reduce_seconds(ranks, sum, link)
+                                                   : header + link.latency_seconds + sum / link.bytes_per_second);
+    }
+    return slowest + 2 * total / costs_.pack_bytes_per_second;
+  }
+
+  Host* host_of(int node) {
+    const Operation& op = plan_.operations[op_of_[node]];
+    return hosts_.empty() || !is_compute(op.kind) ? nullptr : &hosts_[op.participants[0] / costs_.ranks_per_host];
+  }
+
+  void ready(int node, double now) {
+    Host* host = host_of(node);
+    if (host != nullptr && host->free == 0) {
+      host->waiting.push_back(node);
+      return;
+    }
+    if (host != nullptr) {
+      --host->free;
+    }
+    begin(node, now);
+  }
+
+  void begin(int node, double now) {
+    start_[node] = now;
+    end_[node] = now + duration(node);
+    ends_.emplace(end_[node], node);
+  }
+
+  void release_core(int node, double now) {
+    Host* host = host_of(node);
+    if (host == nullptr) {
+      return;
+    }
+    if (host->waiting.empty()) {
+      ++host->free;
+      return;
+    }
+    const int next = host->waiting.front();
+    host->waiting.pop_front();
+    begin(next, now);
+  }
+
+  using End = std::pair<double, int>;  // seconds, node
+
+  const StepPlan& plan_;
+  const CostModel& costs_;
+  std::vector<int> op_of_;                             // node -> operation
+  std::vector<double> seconds_;                        // node -> its time where it is a piece of an operation, else -1
+  std::vector<int> first_, last_;                      // operation -> its pieces
+  std::unordered_map<int, std::vector<int>> members_;  // node of a group -> its operations
+  std::vector<Arc> arcs_;
+  std::vector<int> missing_;
+  std::vector<double> start_, end_;
+  std::vector<Host> hosts_;
+  std::priority_queue<End, std::vector<End>, std::greater<>> ends_;
+};
+
+}  // namespace
+
+Timeline simulate(const StepPlan& plan, const CostModel& costs) {
+  require_well_formed(plan);
+  const Streams meeting = streams(plan);
+  require_matching(plan, meeting);
+  require_costs(costs, plan.num_stages());
+  Timeline timeline;
+  Machine(plan, meeting, costs).run(timeline);
+  add_rank_times(plan, costs, timeline);
+  return timeline;
+}
+
+}  // namespace hpcomm::plan

@@ -1,0 +1,161 @@
+"""Cost models as files: what stages and links take, as JSON that a person can write."""
+
+from __future__ import annotations
+
+import json
+import math
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpcomm._native import load
+
+if TYPE_CHECKING:
+    from hpcomm._C import CostModel, StageCost
+
+FORMAT = "hpcomm.CostModel"
+_STAGE = ("forward_seconds", "backward_seconds", "input_grad_seconds", "weight_grad_seconds", "activation_bytes")
+_NUMBERS = ("header_seconds", "pack_bytes_per_second")
+_LINKS = ("link", "collective")
+
+
+def load_costs(path: str | PathLike[str]) -> CostModel:
+    """The cost model in a file that ``costs_to_json`` or a person wrote.
+
+    Raises ``ValueError`` that names the entry which is wrong, ``OSError`` when the file cannot be read.
+    """
+    return costs_from_json(Path(path).read_text())
+
+
+def costs_from_json(text: str) -> CostModel:
+    """A cost model from JSON text. Everything but ``format`` may be left out::
+
+        {"format": "hpcomm.CostModel",
+         "stages": [{"forward_seconds": 0.01, "backward_seconds": 0.02, "activation_bytes": 4e8}, ...],
+         "link": {"latency_seconds": 1e-5, "bytes_per_second": 5e10},
+         "links": [{"source": 0, "destination": 1, "latency_seconds": 3e-6, "bytes_per_second": 3e11}, ...],
+         "collective": {"latency_seconds": 1e-5, "bytes_per_second": 1e11},
+         "header_seconds": 1e-5, "pack_bytes_per_second": 1e12,
+         "ranks_per_host": 8, "cores_per_host": 8, "host_waits": false}
+
+    ``stages`` has one entry per stage, or is left out for costs of 1 and 2; a stage without ``input_grad_seconds`` and
+    ``weight_grad_seconds`` has halves of its backward. ``links`` are those between pipeline ranks that differ from
+    ``link``. A bandwidth of ``null`` is infinite.
+
+    Raises ``ValueError`` that names the entry which is wrong.
+    """
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not a cost model: not JSON ({error})") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ValueError(f'not a cost model: "format" must be "{FORMAT}"')
+    known = {"format", "stages", "links", "ranks_per_host", "cores_per_host", "host_waits", *_LINKS, *_NUMBERS}
+    if unknown := sorted(document.keys() - known):
+        raise ValueError(f"a cost model has no {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    native = load()
+    costs: CostModel = native.CostModel()
+    costs.stages = [_stage(entry, f"stages[{i}]") for i, entry in enumerate(_list(document, "stages"))]
+    for name in _LINKS:
+        latency, bandwidth = _link(document.get(name, {}), name)
+        setattr(costs, f"{name}_latency_seconds", latency)
+        setattr(costs, f"{name}_bytes_per_second", bandwidth)
+    links = {}
+    for i, entry in enumerate(_list(document, "links")):
+        where = f"links[{i}]"
+        if not isinstance(entry, dict):
+            raise ValueError(f"{where}: expected an object, found {entry!r:.40}")
+        ends = {key: entry.get(key) for key in ("source", "destination")}
+        rest = {key: value for key, value in entry.items() if key not in ends}
+        links[_int(ends["source"], f"{where}.source"), _int(ends["destination"], f"{where}.destination")] = _link(
+            rest, where
+        )
+    costs.links = links
+    if "header_seconds" in document:
+        costs.header_seconds = _amount(document["header_seconds"], "header_seconds")
+    if "pack_bytes_per_second" in document:
+        costs.pack_bytes_per_second = _bandwidth(document["pack_bytes_per_second"], "pack_bytes_per_second")
+    if "ranks_per_host" in document:
+        costs.ranks_per_host = _int(document["ranks_per_host"], "ranks_per_host", 1)
+    if "cores_per_host" in document:
+        costs.cores_per_host = _int(document["cores_per_host"], "cores_per_host")
+    if not isinstance(document.get("host_waits", False), bool):
+        raise ValueError(f"host_waits: expected true or false, found {document['host_waits']!r:.40}")
+    costs.host_waits = document.get("host_waits", False)
+    return costs
+
+
+def costs_to_json(costs: CostModel) -> str:
+    """The cost model as JSON text."""
+
+    def bandwidth(value: float) -> float | None:
+        return None if math.isinf(value) else value
+
+    return json.dumps(
+        {
+            "format": FORMAT,
+            "stages": [{key: getattr(stage, key) for key in _STAGE} for stage in costs.stages],
+            **{
+                name: {
+                    "latency_seconds": getattr(costs, f"{name}_latency_seconds"),
+                    "bytes_per_second": bandwidth(getattr(costs, f"{name}_bytes_per_second")),
+                }
+                for name in _LINKS
+            },
+            "links": [
+                {"source": a, "destination": b, "latency_seconds": latency, "bytes_per_second": bandwidth(rate)}
+                for (a, b), (latency, rate) in costs.links.items()
+            ],
+            "header_seconds": costs.header_seconds,
+            "pack_bytes_per_second": bandwidth(costs.pack_bytes_per_second),
+            "ranks_per_host": costs.ranks_per_host,
+            "cores_per_host": costs.cores_per_host,
+            "host_waits": costs.host_waits,
+        },
+        indent=1,
+    )
+
+
+def _list(document: dict[str, Any], key: str) -> list[Any]:
+    value = document.get(key, [])
+    if not isinstance(value, list):
+        raise ValueError(f"{key}: expected a list, found {value!r:.40}")
+    return value
+
+
+def _stage(entry: object, where: str) -> StageCost:
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where}: expected an object, found {entry!r:.40}")
+    if unknown := sorted(entry.keys() - set(_STAGE)):
+        raise ValueError(f"{where}: a stage has no {unknown[0]!r}; it has {', '.join(_STAGE)}")
+    native = load()
+    stage: StageCost = native.StageCost(**{key: _amount(value, f"{where}.{key}") for key, value in entry.items()})
+    return stage
+
+
+def _link(entry: object, where: str) -> tuple[float, float]:
+    if not isinstance(entry, dict) or entry.keys() - {"latency_seconds", "bytes_per_second"}:
+        raise ValueError(f"{where}: expected latency_seconds and bytes_per_second, found {entry!r:.60}")
+    latency = _amount(entry.get("latency_seconds", 0), f"{where}.latency_seconds")
+    return latency, _bandwidth(entry.get("bytes_per_second"), f"{where}.bytes_per_second")
+
+
+def _amount(value: object, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{where}: expected a number, at least 0, found {value!r:.40}")
+    return float(value)
+
+
+def _bandwidth(value: object, where: str) -> float:
+    if value is None:
+        return math.inf
+    rate = _amount(value, where)
+    if rate == 0:
+        raise ValueError(f"{where}: expected a number above 0, or null for infinity, found 0")
+    return rate
+
+
+def _int(value: object, where: str, least: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+        raise ValueError(f"{where}: expected an integer, at least {least}, found {value!r:.40}")
+    return value

@@ -1,0 +1,96 @@
+"""Spans: a simulated plan as what each rank does when, for pictures, traces and tables of ticks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from hpcomm._C import Action, CostModel, StepPlan, Timeline
+
+LANES = ("compute", "forward", "backward", "gradient", "scalar")
+_LETTERS = {
+    "FORWARD": "F",
+    "BACKWARD": "B",
+    "INPUT_GRAD": "I",
+    "WEIGHT_GRAD": "W",
+    "SEND": "S",
+    "RECV": "r",
+    "REDUCE": "R",
+    "LOSS": "L",
+    "TIED": "T",
+}
+
+
+class Span(NamedTuple):
+    """One action of one rank on the simulated clock."""
+
+    rank: int
+    lane: str  # one of LANES
+    kind: str  # the name of an ActionKind
+    label: str  # as in a printed plan: "F3", or "2F3" where ranks hold several stages
+    title: str  # "FORWARD mb 3 of stage 2"
+    start: float  # seconds
+    end: float
+
+
+def spans(plan: StepPlan, timeline: Timeline, ranks: Sequence[int]) -> Iterator[Span]:
+    """All actions of ``ranks``, in the order of their lists, issue points behind the backward that holds them."""
+    start, end = timeline.start, timeline.end
+    several = plan.num_stages > plan.pp
+
+    def span(rank: int, action: Action) -> Span:
+        return Span(
+            rank,
+            action.lane.name.lower(),
+            action.kind.name,
+            label(action, several),
+            plan.describe(action.op, rank),
+            start[action.op],
+            end[action.op],
+        )
+
+    for rank in ranks:
+        for action in plan.actions(rank):
+            yield span(rank, action)
+            for inner in action.inside:
+                yield span(rank, inner)
+
+
+def label(action: Action, several: bool) -> str:
+    """The entry of a printed plan; the stage stands in front where ranks hold several."""
+    kind = action.kind.name
+    letter = "s" if kind == "SEND" and action.payload.name == "GRADIENT" else _LETTERS[kind]
+    number = "" if kind == "LOSS" else action.bucket if kind in ("REDUCE", "TIED") else action.microbatch
+    return f"{action.stage if several and action.stage >= 0 else ''}{letter}{number}"
+
+
+def draw_ticks(plan: StepPlan, costs: CostModel | None = None, *, tick: float = 1.0) -> str:
+    """What each pipeline rank computes (its first replica), one column per ``tick`` seconds of the simulated clock.
+
+    An action stands where it begins; ``-`` is its later ticks, ``.`` a tick in which the rank computes nothing. An
+    action that takes less than a tick, or begins within one, is drawn at the tick in which it begins.
+
+    Raises ``ValueError`` for a tick that is not above 0, and what ``plan.simulate`` raises.
+    """
+    if not tick > 0:
+        raise ValueError(f"tick={tick}; give seconds above 0")
+    timeline = plan.simulate(costs)
+    columns = round(timeline.makespan_seconds / tick)
+    rows = []
+    for rank in range(0, plan.world, plan.dp):
+        cells = ["."] * columns
+        for span in spans(plan, timeline, [rank]):
+            if span.lane != "compute":
+                continue
+            first, last = int(span.start / tick + 1e-6), round(span.end / tick)
+            for column in range(first, min(max(last, first + 1), columns)):
+                cells[column] = span.label if column == first else "-"
+        rows.append(cells)
+    width = max((len(cell) for cells in rows for cell in cells), default=1)
+    labels = [f"rank {rank}" for rank in range(0, plan.world, plan.dp)]
+    margin = max(map(len, labels), default=0)
+    return "\n".join(
+        f"{name:<{margin}} | {' '.join(f'{cell:<{width}}' for cell in cells)}".rstrip()
+        for name, cells in zip(labels, rows, strict=True)
+    )
