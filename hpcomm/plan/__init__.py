@@ -14,6 +14,7 @@ from hpcomm.plan.loops import forward_only, gpipe, interleaved_1f1b, looped_bfs,
 from hpcomm.plan.schedules import SCHEDULES, Schedule
 from hpcomm.plan.serialize import from_json, to_json
 from hpcomm.plan.table import ComputeAction, Table, draw, parse
+from hpcomm.plan.torch_csv import plan_from_csv, plan_to_csv, table_from_csv, to_csv
 from hpcomm.plan.zero_bubble import dualpipev, zb1p, zbv
 
 if TYPE_CHECKING:
@@ -66,6 +67,10 @@ __all__ = [
     "looped_bfs",
     "one_f_one_b",
     "parse",
+    "plan_from_csv",
+    "plan_to_csv",
+    "table_from_csv",
+    "to_csv",
     "to_json",
     "zb1p",
     "zbv",

@@ -178,6 +178,114 @@ TEST(compile_takes_schedules_that_hold_several_stages_per_rank) {
   CHECK_EQ(count(folded, OpKind::kTransfer), 2 * 2 * 2);  // one boundary crosses ranks
 }
 
+// Rank 0 holds the first stage and the last, and a tie between them: it adds up before it takes part.
+TEST(compile_adds_up_tied_gradients_over_all_owners) {
+  using enum OpKind;
+  CompileSpec spec = gpipe(3, 2, 2);
+  spec.ties = {{{0, 2}, 128}, {{0, 1, 2}, 64}};
+  const StepPlan plan = compile(spec);
+  verify(plan);
+  CHECK_EQ(count(plan, kTied), 2);
+  for (const Operation& op : plan.operations) {
+    if (op.kind == kTied) {
+      CHECK(op.participants == (op.bucket == 0 ? std::vector<int>{0, 1, 4, 5} : std::vector<int>{0, 1, 2, 3, 4, 5}));
+      CHECK_EQ(op.bytes, op.bucket == 0 ? 128 : 64);
+      CHECK(plan.communicators[op.communicator].ranks == op.participants);
+      CHECK(plan.communicators[op.communicator].lane == Lane::kGradient);
+    }
+  }
+  const std::string text = table_of(plan);
+  CHECK(text.find("B1{R0 R1} T0 T1\n") != std::string::npos);
+  // Owners on one rank: no more ranks than the buckets of that rank, so their communicator serves.
+  CompileSpec folded;
+  folded.pp = 2;
+  folded.dp = 2;
+  folded.num_microbatches = 1;
+  folded.stage_to_rank = {0, 1, 1, 0};
+  folded.links = chain(4);
+  folded.buckets.assign(4, {8});
+  folded.ties = {{{0, 3}, 16}};
+  folded.compute = {{{kForward, 0, 0}, {kForward, 3, 0}, {kBackward, 3, 0}, {kBackward, 0, 0}},
+                    {{kForward, 1, 0}, {kForward, 2, 0}, {kBackward, 2, 0}, {kBackward, 1, 0}}};
+  const StepPlan plan_of_v = compile(folded);
+  verify(plan_of_v);
+  CHECK_EQ(plan_of_v.communicators.size(), 7U);
+  CHECK_THROWS(ErrorKind::kInvalidArgument, compile(changed(folded, [](CompileSpec& s) { s.ties = {{{3, 0}, 16}}; })),
+               "increasing order");
+  CHECK_THROWS(ErrorKind::kInvalidArgument, compile(changed(folded, [](CompileSpec& s) { s.ties = {{{0, 4}, 16}}; })),
+               "below 4");
+  CHECK_THROWS(ErrorKind::kInvalidArgument, compile(changed(folded, [](CompileSpec& s) { s.ties = {{{0, 3}, -1}}; })),
+               "tie 0 has -1 bytes");
+}
+
+// Two stages per rank: the last backward of the later stage is followed by a bubble, then by the earlier stage's.
+TEST(compile_reduces_early_in_bubbles_or_at_the_end) {
+  using enum OpKind;
+  CompileSpec spec;
+  spec.pp = 2;
+  spec.num_microbatches = 1;
+  spec.stage_to_rank = {0, 1, 0, 1};
+  spec.links = chain(4);
+  spec.buckets.assign(4, {8, 4});
+  for (const int rank : {0, 1}) {
+    spec.compute.push_back(
+        {{kForward, rank, 0}, {kForward, rank + 2, 0}, {kBackward, rank + 2, 0}, {kBackward, rank, 0}});
+  }
+  spec.reduce = ReducePolicy::kEager;
+  CHECK_EQ(table_of(compile(spec)),
+           "rank 0 | 0F0 0S0 2r0 2F0 2S0 L 2r0 2B0{2R0 2R1} 2s0 0r0 0B0{0R0 0R1}\n"
+           "rank 1 | 1r0 1F0 1S0 3r0 3F0 L 3B0{3R0 3R1} 3s0 1r0 1B0{1R0 1R1} 1s0\n");
+  spec.reduce = ReducePolicy::kSlack;
+  CHECK_EQ(table_of(compile(spec)),
+           "rank 0 | 0F0 0S0 2r0 2F0 2S0 L 2r0 2B0 2s0 2R0 2R1 0r0 0B0{0R0 0R1}\n"
+           "rank 1 | 1r0 1F0 1S0 3r0 3F0 L 3B0 3s0 3R0 3R1 1r0 1B0{1R0 1R1} 1s0\n");
+  spec.reduce = ReducePolicy::kEnd;
+  CHECK_EQ(table_of(compile(spec)),
+           "rank 0 | 0F0 0S0 2r0 2F0 2S0 L 2r0 2B0 2s0 0r0 0B0 2R0 2R1 0R0 0R1\n"
+           "rank 1 | 1r0 1F0 1S0 3r0 3F0 L 3B0 3s0 1r0 1B0 3R0 3R1 1R0 1R1 1s0\n");
+  // Buckets that a bubble has no time for come at the end: the bubble of 2 s takes the first, which needs 3.
+  spec.dp = 2;
+  spec.cost.collective = {1.5, 1e9};
+  spec.reduce = ReducePolicy::kSlack;
+  CHECK_EQ(table_of(compile(spec)).find("2s0 2R0 0r0 0B0{0R0 0R1} 2R1\n") != std::string::npos, true);
+  for (const ReducePolicy policy : {ReducePolicy::kEager, ReducePolicy::kSlack, ReducePolicy::kEnd}) {
+    spec.reduce = policy;
+    verify(compile(spec));
+  }
+}
+
+TEST(compile_sends_no_gradient_over_links_without_one) {
+  CompileSpec spec = gpipe(3, 1, 2);
+  spec.links.push_back({0, 2, 8, /*differentiable=*/false});
+  const StepPlan plan = compile(spec);
+  verify(plan);
+  CHECK_EQ(count(plan, OpKind::kTransfer), 2 * (2 * 2 + 1));
+  CHECK(table_of(plan).find("S0>2") != std::string::npos);
+  CHECK(table_of(plan).find("s0>0") == std::string::npos);
+  CHECK_THROWS(ErrorKind::kInvalidArgument,
+               compile(changed(spec, [](CompileSpec& s) { s.links[0].differentiable = false; })),
+               "stage 0 has no link to a later stage: nothing would give it a gradient");
+}
+
+TEST(compile_waits_for_the_outputs_of_all_loss_stages) {
+  CompileSpec spec = gpipe(3, 1, 2);
+  spec.links = {{0, 1, 8}, {0, 2, 8}};  // two heads
+  spec.loss_stages = {1, 2};
+  const StepPlan plan = compile(spec);
+  verify(plan);
+  int feeds = 0;
+  for (const Dependency& dependency : plan.dependencies) {
+    feeds += plan.operations[dependency.after].kind == OpKind::kLoss;
+  }
+  CHECK_EQ(feeds, 4);
+  CHECK_THROWS(ErrorKind::kInvalidArgument, compile(changed(spec, [](CompileSpec& s) { s.loss_stages = {2}; })),
+               "stage 1 has no link");
+  CHECK_THROWS(ErrorKind::kInvalidArgument, compile(changed(spec, [](CompileSpec& s) { s.loss_stages = {1}; })),
+               "the last stage leads nowhere");
+  CHECK_THROWS(ErrorKind::kInvalidArgument, compile(changed(spec, [](CompileSpec& s) { s.loss_stages = {3}; })),
+               "names stage 3 of 3");
+}
+
 TEST(compile_refuses_schedules_that_are_no_permutation) {
   using enum OpKind;
   const CompileSpec good = one_f_one_b(2, 1, 2);

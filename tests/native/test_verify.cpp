@@ -286,6 +286,131 @@ TEST(verify_refuses_what_means_nothing) {
   CHECK_THROWS(kInvalid, edit([](StepPlan& p) { p.dependencies.push_back({3, 3}); }), "join two");
 }
 
+// NCCL's well-known remedy: an exchange in both directions as one group. Here both sides stand on one communicator.
+TEST(verify_takes_a_group_as_one_operation) {
+  HandMade hand(3, 1);
+  const int down = hand.transfer(0, 1, 0);
+  const int on = hand.transfer(1, 2, 0);
+  const int again = hand.transfer(0, 2, 0);
+  hand.list(0, {down, again});
+  hand.list(1, {on, down});
+  hand.list(2, {again, on});
+  // 0 is in `down`, which waits for 1, which is in `on`, which waits for 2, which is in `again`, which waits for 0.
+  CHECK_THROWS(ErrorKind::kDeadlock, verify(hand.plan()), "the plan cannot end");
+  const StepPlan apart = hand.plan();
+  for (const int op : {down, on, again}) {
+    hand.plan().operations[op].group = 7;
+  }
+  CHECK_EQ(verify(hand.plan()).operations, 3);
+  CHECK(hand.plan().hash() != apart.hash());
+  CHECK(hand.plan().to_text().find("rank 1 | (S0 r0)\n") != std::string::npos);
+  constexpr auto kInvalid = ErrorKind::kInvalidArgument;
+  const auto edit = [&](auto change) { return verify(changed(hand.plan(), change)); };
+  // A member that needs another member's data waits for itself.
+  CHECK_THROWS(ErrorKind::kDeadlock, edit([&](StepPlan& p) { p.dependencies = {{down, on}}; }),
+               "which needs the result of RECV act mb 0 on edge 0->1");
+  CHECK_THROWS(kInvalid, edit([&](StepPlan& p) { p.operations[on].group = -2; }), "numbered from 0");
+  CHECK_THROWS(kInvalid, edit([&](StepPlan& p) {
+                 p.communicators.push_back({{0, 1}, Lane::kForward});
+                 p.operations[down].communicator = 1;
+               }),
+               "on two communicators");
+  const int between = hand.forward(1, 0);
+  hand.plan().lists[1].insert(hand.plan().lists[1].begin() + 1, Issue{between, -1});
+  CHECK_THROWS(kInvalid, verify(hand.plan()), "apart from the others of group 7");
+  hand.plan().lists[1] = {{between, -1}, {on, -1}, {down, -1}};
+  verify(hand.plan());
+  hand.plan().operations[between].group = 8;
+  CHECK_THROWS(kInvalid, verify(hand.plan()), "groups are numbered from 0 and hold communication");
+}
+
+TEST(verify_bounds_the_members_of_a_group) {
+  HandMade hand(2, 1);
+  hand.plan().num_microbatches = 257;
+  std::vector<int> ops;
+  for (int microbatch = 0; microbatch < 257; ++microbatch) {
+    ops.push_back(hand.transfer(0, 1, microbatch));
+    hand.plan().operations.back().group = microbatch < 256 ? 0 : 1;
+  }
+  hand.list(0, ops);
+  hand.list(1, ops);
+  verify(hand.plan());
+  hand.plan().operations.back().group = 0;
+  CHECK_THROWS(ErrorKind::kInvalidArgument, verify(hand.plan()), "group 0 has 257 members, at most 256");
+}
+
+// Front-loaded receives: only lanes of their own let them end, and only where the host waits for none of them.
+TEST(verify_with_slots_drops_the_order_between_lanes) {
+  HandMade hand(2, 1);
+  const int act0 = hand.transfer(0, 1, 0);
+  const int act1 = hand.transfer(0, 1, 1);
+  const int grad0 = hand.transfer(1, 0, 0);
+  hand.list(0, {act0, grad0, act1});
+  hand.list(1, {act0, act1, grad0});
+  CHECK_THROWS(ErrorKind::kDeadlock, verify(hand.plan()), "the plan cannot end");
+  const VerifyResult result = verify(hand.plan(), {.slots = true});
+  CHECK(result.start_order.find("CUDA_DEVICE_MAX_CONNECTIONS") != std::string::npos);
+  // A computation between them that reads the second message: the host reaches the send only behind it.
+  const int use = hand.forward(1, 1);
+  hand.depends(use, act1);
+  hand.plan().lists[1] = {{act0, -1}, {act1, -1}, {use, -1}, {grad0, -1}};
+  const int later = hand.backward(0, 0);
+  hand.depends(later, grad0);
+  hand.plan().lists[0] = {{act0, -1}, {grad0, -1}, {later, -1}, {act1, -1}};
+  CHECK_THROWS(ErrorKind::kDeadlock, verify(hand.plan(), {.slots = true}), "FORWARD mb 1 of stage 1");
+}
+
+TEST(verify_with_slots_lets_a_backward_go_on_beside_its_issue_points) {
+  HandMade hand(1, 2);
+  const int b0 = hand.backward(0, 0, 0);
+  const int b1 = hand.backward(0, 0, 1);
+  const int early = hand.reduce(0);
+  hand.list(0, {b0});
+  hand.inside(0, b0, {early});
+  hand.list(1, {b1});
+  hand.inside(1, b1, {early});
+  verify(hand.plan(), {.slots = true});
+  hand.depends(b1, b0);  // the rest of b0 does not wait for the reduction, which waits for the beginning of b1
+  CHECK_THROWS(ErrorKind::kDeadlock, verify(hand.plan()), "the plan cannot end");
+  verify(hand.plan(), {.slots = true});
+}
+
+TEST(verify_demands_each_tie_once_after_all_its_owners_gradients) {
+  CompileSpec spec = gpipe(2, 1, 1);
+  spec.ties = {{{0, 1}, 8}};
+  const StepPlan plan = compile(spec);
+  const auto is_tie = [&](const Issue& issue) { return plan.operations[issue.op].kind == OpKind::kTied; };
+  constexpr auto kInvalid = ErrorKind::kInvalidArgument;
+  CHECK_THROWS(kInvalid,
+               verify(changed(plan,
+                              [&](StepPlan& p) {
+                                auto& list = p.lists[0];
+                                std::rotate(list.begin(), list.end() - 1, list.end());
+                                CHECK(is_tie(list.front()));
+                              })),
+               "rank 0 issues REDUCE tie 0 before BACKWARD mb 0 of stage 0 has added to its gradients");
+  CHECK_THROWS(kInvalid, verify(changed(plan, [](StepPlan& p) { p.ties.push_back({{0, 1}, 4}); })),
+               "tie 1 is never reduced");
+  const auto op = std::find_if(plan.operations.begin(), plan.operations.end(),
+                               [](const Operation& o) { return o.kind == OpKind::kTied; });
+  const auto index = op - plan.operations.begin();
+  const auto edit = [&](auto change) { return verify(changed(plan, change)); };
+  CHECK_THROWS(kInvalid, edit([&](StepPlan& p) { p.operations[index].bytes = 9; }), "has 9 bytes, the tie has 8");
+  CHECK_THROWS(kInvalid, edit([&](StepPlan& p) { p.operations[index].bucket = 1; }), "which does not exist");
+  CHECK_THROWS(kInvalid, edit([&](StepPlan& p) { p.operations[index].participants = {0}; }), "every rank that owns");
+  CHECK_THROWS(kInvalid, edit([](StepPlan& p) { p.ties[0].stages = {1, 0}; }), "increasing order");
+  CHECK_THROWS(kInvalid, edit([](StepPlan& p) { p.ties[0].stages = {0, 2}; }), "below 2");
+  CHECK_THROWS(kInvalid, edit([](StepPlan& p) { p.schema = static_cast<Schema>(7); }), "no schema 7");
+}
+
+TEST(verify_bounds_activations) {
+  const StepPlan plan = compile(one_f_one_b(3, 1, 5));
+  verify(plan, {.max_activations = 3});
+  CHECK_THROWS(ErrorKind::kInvalidArgument, verify(plan, {.max_activations = 2}),
+               "rank 0 holds the activations of 3 microbatches at a time, more than 2");
+  CHECK_THROWS(ErrorKind::kInvalidArgument, verify(plan, {.max_activations = -1}), "max_activations is -1");
+}
+
 TEST(cycle_is_the_shortest_one) {
   // 0 -> 1 -> 2 -> 3 -> 0, with a short cut 2 -> 0, behind a tail 5 -> 0 and in front of one 3 -> 4.
   const std::vector<Arc> arcs{{5, 0}, {0, 1}, {1, 2}, {2, 3}, {3, 0}, {3, 4}, {2, 0}};

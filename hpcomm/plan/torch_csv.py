@@ -1,0 +1,219 @@
+"""The CSV of ``torch.distributed.pipelining``: tables and whole plans, read and written.
+
+A row per pipeline rank, an action per cell: ``2F0`` is the forward of microbatch 0 on stage 2, ``B``, ``I`` and ``W``
+its backward and the halves of it, ``0SEND_F1`` the message of stage 0's forward, ``1RECV_F1`` its receipt on stage 1,
+and ``SEND_B``, ``RECV_B`` those of gradients. Empty cells are bubbles. This is the format of ``_load_csv`` and
+``_dump_csv`` of torch's ``_PipelineScheduleRuntime`` (``compute_only`` and ``compute_comms``), as of torch 2.13.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hpcomm._native import load
+from hpcomm.plan.table import ComputeAction, Table, num_microbatches_of, placement_of
+
+if TYPE_CHECKING:
+    from hpcomm._C import StepPlan
+
+_CELL = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|UNSHARD|RESHARD)(\d*)")
+# An overlapped pair: torch may run the two at the same time; a plan issues one after the other.
+_PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_WITHOUT_MICROBATCH = {"REDUCE_GRAD", "UNSHARD", "RESHARD"}
+
+
+class _Cell(NamedTuple):
+    stage: int
+    kind: str
+    microbatch: int  # -1 where the kind has none
+
+
+def to_csv(table: Table) -> str:
+    """The computations of a table, as ``_load_csv(..., format="compute_only")`` reads them."""
+    return _write([[f"{action.stage}{action}" for action in actions] for actions in table])
+
+
+def plan_to_csv(plan: StepPlan) -> str:
+    """A plan in its own order, as ``_load_csv(..., format="compute_comms")`` reads it: of the first replica.
+
+    torch knows messages between neighbouring stages only, reduces a stage's gradients as a whole, and has no loss of
+    its own: the first reduction of each stage becomes ``REDUCE_GRAD``, and what has no name there is left out.
+
+    Raises ``ValueError`` for a skip connection or tied parameters.
+    """
+    rows = []
+    for rank in range(0, plan.world, plan.dp):
+        cells = []
+        for action in plan.actions(rank):
+            cells += [_cell(action)] + [_cell(inner) for inner in action.inside]
+        rows.append(list(dict.fromkeys(cell for cell in cells if cell)))
+    return _write(rows)
+
+
+def table_from_csv(text: str) -> Table:
+    """The computations in a CSV of torch's, in their order; its communication, if there is any, is left out.
+
+    Raises ``ValueError`` that names the row and the cell which cannot be read.
+    """
+    return [
+        [ComputeAction(cell.kind, cell.stage, cell.microbatch) for cell in row if cell.kind in "FBIW"]  # type: ignore[arg-type]
+        for row in _read(text)
+    ]
+
+
+def plan_from_csv(text: str, *, slot_depth: int = 0) -> StepPlan:
+    """The plan that a CSV with communication describes, every action where it stands.
+
+    Nothing is added or moved, so ``verify()`` judges the order of the file: computations, messages on one communicator
+    per direction, and ``REDUCE_GRAD`` as a reduction of one rank. ``UNSHARD`` and ``RESHARD`` are left out.
+
+    Raises ``ValueError`` that names the row and the cell which cannot be read, or what the file contradicts.
+    """
+    rows = list(_read(text))
+    table = table_from_csv(text)
+    return _Builder(rows, table, slot_depth).plan
+
+
+def _write(rows: list[list[str]]) -> str:
+    out = io.StringIO()
+    csv.writer(out).writerows(rows)
+    return out.getvalue()
+
+
+def _cell(action: Any) -> str:
+    kind = action.kind.name
+    letter = {"FORWARD": "F", "BACKWARD": "B", "INPUT_GRAD": "I", "WEIGHT_GRAD": "W"}.get(kind)
+    if letter is not None:
+        return f"{action.stage}{letter}{action.microbatch}"
+    if kind == "REDUCE":
+        return f"{action.stage}REDUCE_GRAD"
+    if kind == "TIED":
+        raise ValueError(f"torch's CSV has no tied gradients; the plan reduces tie {action.bucket}")
+    if kind == "LOSS":
+        return ""
+    if abs(action.stage - action.peer_stage) != 1:
+        raise ValueError(
+            f"torch's CSV has messages between neighbouring stages; the plan joins {action.stage} and "
+            f"{action.peer_stage}"
+        )
+    return f"{action.stage}{kind}_{'F' if action.payload.name == 'ACTIVATION' else 'B'}{action.microbatch}"
+
+
+def _read(text: str) -> Iterator[list[_Cell]]:
+    for number, row in enumerate(csv.reader(io.StringIO(text))):
+        cells: list[_Cell] = []
+        for entry in row:
+            pair = _PAIR.fullmatch(entry.strip())
+            for part in pair[1].split(";") if pair else [entry]:
+                if not part.strip():
+                    continue
+                match = _CELL.fullmatch(part.strip())
+                if match is None or (match[3] == "") != (match[2] in _WITHOUT_MICROBATCH):
+                    raise ValueError(f"row {number}: {part.strip()!r:.40} is no action, such as 2F0 or 1SEND_F3")
+                cells.append(_Cell(int(match[1]), match[2], int(match[3] or -1)))
+        yield cells
+
+
+class _Builder:
+    """Makes operations of cells, and joins sends with their receives."""
+
+    def __init__(self, rows: list[list[_Cell]], table: Table, slot_depth: int) -> None:
+        native = load()
+        self._native = native
+        self._placement = placement_of(table)
+        self._operations: list[Any] = []
+        self._index: dict[tuple[Any, ...], int] = {}
+        self._reduced = {cell.stage for row in rows for cell in row if cell.kind == "REDUCE_GRAD"}
+        plan: StepPlan = native.StepPlan()
+        plan.pp = len(rows)
+        plan.num_microbatches = num_microbatches_of(table)
+        plan.slot_depth = slot_depth
+        plan.stage_to_rank = self._placement
+        plan.buckets = [[0] if stage in self._reduced else [] for stage in range(len(self._placement))]
+        if plan.pp > 1:
+            lanes = (native.Lane.FORWARD, native.Lane.BACKWARD)
+            plan.communicators = [native.CommunicatorSpec(list(range(plan.pp)), lane) for lane in lanes]
+        lists = []
+        for rank, row in enumerate(rows):
+            cells = (cell for cell in row if cell.kind not in ("UNSHARD", "RESHARD"))
+            lists.append([native.Issue(self._operation(cell, rank)) for cell in cells])
+        plan.operations = self._operations
+        plan.lists = lists
+        plan.dependencies = list(self._dependencies())
+        self.plan = plan
+
+    def _operation(self, cell: _Cell, rank: int) -> int:
+        native = self._native
+        if not 0 <= cell.stage < len(self._placement) or self._placement[cell.stage] != rank:
+            raise ValueError(f"row {rank}: stage {cell.stage} does not compute there")
+        kinds = {
+            "F": native.OpKind.FORWARD,
+            "B": native.OpKind.BACKWARD,
+            "I": native.OpKind.INPUT_GRAD,
+            "W": native.OpKind.WEIGHT_GRAD,
+        }
+        if cell.kind in kinds:
+            operation = native.Operation(
+                kinds[cell.kind], stage=cell.stage, microbatch=cell.microbatch, participants=[rank]
+            )
+            return self._add((cell.kind, cell.stage, cell.microbatch), operation)
+        if cell.kind == "REDUCE_GRAD":
+            operation = native.Operation(native.OpKind.REDUCE, stage=cell.stage, bucket=0, participants=[rank])
+            return self._add(("R", cell.stage), operation)
+        verb, direction = cell.kind.split("_")
+        forward = direction == "F"
+        step = 1 if forward else -1
+        source, destination = (cell.stage, cell.stage + step) if verb == "SEND" else (cell.stage - step, cell.stage)
+        if not (0 <= source < len(self._placement) and 0 <= destination < len(self._placement)):
+            raise ValueError(f"row {rank}: {cell.stage}{cell.kind}{cell.microbatch} leads to a stage that is not there")
+        operation = native.Operation(
+            native.OpKind.TRANSFER,
+            stage=source,
+            peer_stage=destination,
+            microbatch=cell.microbatch,
+            payload=native.Payload.ACTIVATION if forward else native.Payload.GRADIENT,
+            communicator=0 if forward else 1,
+            participants=[self._placement[source], self._placement[destination]],
+        )
+        return self._add((f"M{direction}", source, cell.microbatch), operation)
+
+    def _add(self, key: tuple[Any, ...], operation: Any) -> int:
+        if key not in self._index:
+            self._index[key] = len(self._operations)
+            self._operations.append(operation)
+        return self._index[key]
+
+    def _dependencies(self) -> Iterator[tuple[int, int]]:
+        """Data within each microbatch: forwards down the stages, gradients up, halves of a backward in order."""
+
+        def gradient(stage: int, microbatch: int) -> int | None:
+            return self._index.get(("B", stage, microbatch), self._index.get(("I", stage, microbatch)))
+
+        def hand_over(producer: int | None, message: tuple[Any, ...], consumer: int) -> Iterator[tuple[int, int]]:
+            through = self._index.get(message)
+            if through is None and producer is not None:
+                yield producer, consumer
+            elif through is not None:
+                yield through, consumer
+                if producer is not None:
+                    yield producer, through
+
+        for key, index in list(self._index.items()):
+            if key[0] not in ("F", "B", "I", "W"):
+                continue
+            kind, stage, m = key
+            if kind == "F" and stage > 0:
+                yield from hand_over(self._index.get(("F", stage - 1, m)), ("MF", stage - 1, m), index)
+            if kind in ("B", "I"):
+                if ("F", stage, m) in self._index:
+                    yield self._index["F", stage, m], index
+                if stage + 1 < len(self._placement):
+                    yield from hand_over(gradient(stage + 1, m), ("MB", stage + 1, m), index)
+            if kind == "W":
+                half = gradient(stage, m)
+                if half is not None:
+                    yield half, index

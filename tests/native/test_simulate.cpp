@@ -1,0 +1,181 @@
+// plan/simulate: what operations take, and what makes them wait.
+#include <limits>
+#include <vector>
+
+#include "native/check.h"
+#include "native/plan_fixtures.h"
+#include "plan/compile.h"
+#include "plan/simulate.h"
+#include "plan/verify.h"
+
+using namespace hpcomm;
+using namespace hpcomm::plan;
+using namespace hpcomm::plan::fixtures;
+
+namespace {
+
+double makespan(const StepPlan& plan, const CostModel& costs) { return simulate(plan, costs).makespan_seconds; }
+
+// Two ranks, one microbatch, no gradients: F on 0, a message, F on 1.
+StepPlan relay() {
+  HandMade hand(2, 1);
+  const int f0 = hand.forward(0, 0);
+  const int send = hand.transfer(0, 1, 0);
+  const int f1 = hand.forward(1, 0);
+  hand.list(0, {f0, send});
+  hand.list(1, {send, f1});
+  hand.depends(send, f0);
+  hand.depends(f1, send);
+  StepPlan plan = hand.plan();
+  plan.operations[send].bytes = 100;
+  return plan;
+}
+
+}  // namespace
+
+TEST(simulate_charges_latency_bandwidth_header_and_packing) {
+  StepPlan plan = relay();
+  CostModel costs;
+  CHECK_EQ(makespan(plan, costs), 2);
+  costs.link_latency_seconds = 0.5;
+  CHECK_EQ(makespan(plan, costs), 2.5);
+  costs.link_bytes_per_second = 100;
+  CHECK_EQ(makespan(plan, costs), 3.5);
+  costs.pack_bytes_per_second = 400;  // a quarter of a second on each side
+  CHECK_EQ(makespan(plan, costs), 4);
+  costs.header_seconds = 0.25;
+  CHECK_EQ(makespan(plan, costs), 4);  // frozen: no header
+  plan.schema = Schema::kPerMessage;
+  CHECK_EQ(makespan(plan, costs), 4.25);
+  costs.links[{0, 1}] = {0, std::numeric_limits<double>::infinity()};
+  CHECK_EQ(makespan(plan, costs), 2.75);
+  costs.links = {{{1, 0}, {9, 1}}};  // the other direction
+  CHECK_EQ(makespan(plan, costs), 4.25);
+}
+
+TEST(simulate_tells_exposed_communication_from_bubbles) {
+  CostModel costs;
+  costs.link_latency_seconds = 1;
+  const Timeline timeline = simulate(relay(), costs);
+  CHECK_EQ(timeline.makespan_seconds, 3);
+  CHECK_EQ(timeline.ranks[0].compute_seconds, 1);
+  CHECK_EQ(timeline.ranks[0].exposed_seconds, 1);
+  CHECK_EQ(timeline.ranks[0].bubble_seconds, 1);
+  CHECK_EQ(timeline.ranks[1].first_seconds, 2);
+  CHECK_EQ(timeline.ranks[1].last_seconds, 3);
+  CHECK(std::abs(timeline.exposed_share - 1.0 / 3) < 1e-12);
+  CHECK(std::abs(timeline.bubble_share - 1.0 / 3) < 1e-12);
+  CHECK_EQ(timeline.start[1], 1);
+  CHECK_EQ(timeline.end[1], 2);
+}
+
+// A ring over 2 replicas: 2 steps of half the bytes.
+TEST(simulate_reduces_in_a_ring_inside_the_backward) {
+  HandMade hand(1, 2);
+  const int b0 = hand.backward(0, 0, 0);
+  const int b1 = hand.backward(0, 0, 1);
+  const int first = hand.reduce(0);
+  const int second = hand.reduce(0);
+  for (const int rank : {0, 1}) {
+    const int host = rank == 0 ? b0 : b1;
+    hand.list(rank, {host});
+    hand.inside(rank, host, {first, second});
+  }
+  CostModel costs;
+  costs.collective = {0.25, 4};  // 4 bytes: 2 (0.25 + 2 / 4) = 1.5 seconds
+  const Timeline timeline = simulate(hand.plan(), costs);
+  CHECK_EQ(timeline.start[first], 1);  // at half of the backward's two seconds
+  CHECK_EQ(timeline.end[first], 2.5);
+  CHECK_EQ(timeline.start[second], 2.5);  // their lane carries out one at a time
+  CHECK_EQ(timeline.makespan_seconds, 4);
+  CHECK_EQ(timeline.end[b0], 2);
+  // As one group: issued at the end, one latency for both.
+  for (const int op : {first, second}) {
+    hand.plan().operations[op].group = 0;
+  }
+  verify(hand.plan());
+  CHECK_EQ(makespan(hand.plan(), costs), 2 + 2 * 0.25 + 8.0 / 4);
+}
+
+TEST(simulate_lets_ranks_of_a_host_share_its_cores) {
+  HandMade hand(4, 1);
+  for (int rank = 0; rank < 4; ++rank) {
+    hand.list(rank, {hand.forward(rank, 0)});
+  }
+  CostModel costs;
+  costs.ranks_per_host = 4;
+  CHECK_EQ(makespan(hand.plan(), costs), 1);
+  costs.cores_per_host = 3;
+  CHECK_EQ(makespan(hand.plan(), costs), 2);
+  costs.cores_per_host = 1;
+  CHECK_EQ(makespan(hand.plan(), costs), 4);
+  costs.ranks_per_host = 2;
+  CHECK_EQ(makespan(hand.plan(), costs), 2);
+}
+
+TEST(simulate_gives_slots_back_when_a_message_is_consumed) {
+  CompileSpec spec = gpipe(2, 1, 3);
+  spec.cost.stages = {{.forward_seconds = 1}, {.forward_seconds = 10}};
+  spec.slot_depth = 1;
+  const StepPlan plan = compile(spec);
+  const Timeline timeline = simulate(plan, spec.cost);
+  for (int op = 0; op < static_cast<int>(plan.operations.size()); ++op) {
+    const Operation& send = plan.operations[op];
+    if (send.kind == OpKind::kTransfer && send.payload == Payload::kActivation) {
+      CHECK_EQ(timeline.start[op], send.microbatch == 0 ? 1 : 1 + 10 * send.microbatch);
+    }
+  }
+}
+
+TEST(simulate_lets_the_host_wait_or_run_ahead) {
+  // Rank 0 lists a receive behind a computation that has nothing to do with it.
+  HandMade hand(2, 1);
+  const int f = hand.forward(0, 0);
+  const int b = hand.backward(1, 0);
+  const int grad = hand.transfer(1, 0, 0);
+  hand.list(0, {f, grad});
+  hand.list(1, {b, grad});
+  hand.depends(grad, b);
+  CostModel costs;
+  costs.stages = {{.forward_seconds = 5}, {.backward_seconds = 1}};
+  costs.link_latency_seconds = 1;
+  CHECK_EQ(simulate(hand.plan(), costs).start[grad], 1);
+  costs.host_waits = true;
+  CHECK_EQ(simulate(hand.plan(), costs).start[grad], 5);
+}
+
+TEST(simulate_refuses_costs_that_do_not_fit) {
+  const StepPlan plan = relay();
+  const auto with = [&](auto change) {
+    CostModel costs;
+    change(costs);
+    return simulate(plan, costs);
+  };
+  constexpr auto kInvalid = ErrorKind::kInvalidArgument;
+  CHECK_THROWS(kInvalid, with([](CostModel& c) { c.stages.resize(3); }), "costs are given for 3 stages, there are 2");
+  CHECK_THROWS(kInvalid, with([](CostModel& c) { c.stages = {{.forward_seconds = -1}, {}}; }), "costs of stage 0");
+  CHECK_THROWS(kInvalid, with([](CostModel& c) { c.stages = {{}, {.activation_bytes = -1}}; }), "costs of stage 1");
+  CHECK_THROWS(kInvalid, with([](CostModel& c) { c.links[{0, 1}] = {0, 0}; }), "link bandwidth");
+  CHECK_THROWS(kInvalid, with([](CostModel& c) { c.collective.latency_seconds = -1; }), "collective latency");
+  CHECK_THROWS(kInvalid, with([](CostModel& c) { c.header_seconds = -1; }), "header_seconds");
+  CHECK_THROWS(kInvalid, with([](CostModel& c) { c.pack_bytes_per_second = 0; }), "pack_bytes_per_second");
+  CHECK_THROWS(kInvalid, with([](CostModel& c) { c.ranks_per_host = 0; }), "at least 1 rank");
+}
+
+TEST(simulate_says_when_a_plan_cannot_end) {
+  HandMade hand(2, 1);
+  const int send = hand.transfer(0, 1, 0);
+  const int use = hand.forward(1, 0);
+  hand.list(0, {send});
+  hand.list(1, {use, send});
+  hand.depends(use, send);
+  hand.depends(send, use);
+  CHECK_THROWS(ErrorKind::kDeadlock, simulate(hand.plan(), {}), "verify() says why");
+}
+
+TEST(simulate_a_cluster_of_1024_ranks) {
+  const StepPlan plan = compile(one_f_one_b(64, 16, 64));
+  const Timeline timeline = simulate(plan, {});
+  // (p - 1) / (m + p - 1) with backwards of two forwards.
+  CHECK(std::abs(timeline.bubble_share - 63.0 / (64 + 63)) < 1e-9);
+}

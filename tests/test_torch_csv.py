@@ -1,0 +1,185 @@
+"""torch's CSV: its own schedules are read and judged, ours are read by its own loader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.pipelining import schedules as torchs
+
+import hpcomm.plan
+from hpcomm.errors import DeadlockError, HpcommError
+from hpcomm.plan import ComputeAction, Table, plan_from_csv, plan_to_csv, table_from_csv, to_csv
+from hpcomm.plan.schedules import by_name
+from hpcomm.plan.table import placement_of
+
+
+class FakeStage:
+    """What torch's schedules look at of a stage while they lay out their tables; it computes nothing."""
+
+    def __init__(self, index: int, num_stages: int, group_size: int) -> None:
+        self.stage_index, self.num_stages, self.group_size = index, num_stages, group_size
+        self.group_rank = 0
+        self.is_first, self.is_last = index == 0, index == num_stages - 1
+        self.submod = torch.nn.Identity()
+        self.device = torch.device("cpu")
+        self.stage_index_to_group_rank = None
+        self.has_backward = True
+
+
+def stock(class_name: str, pp: int, per_rank: int, m: int) -> Any:
+    is_v = class_name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+    indices = [0, 2 * pp - 1] if is_v else range(0, pp * per_rank, pp)
+    return getattr(torchs, class_name)([FakeStage(index, pp * per_rank, pp) for index in indices], m)
+
+
+def dumped(schedule: Any, path: Path, form: str) -> str:
+    schedule._dump_csv(path, format=form)
+    return path.read_text()
+
+
+# torch's class, ours, stages per rank
+TWINS = [
+    ("ScheduleInterleaved1F1B", "interleaved_1f1b", 2),
+    ("ScheduleInterleaved1F1B", "interleaved_1f1b", 3),
+    ("ScheduleLoopedBFS", "looped_bfs", 2),
+    ("ScheduleInterleavedZeroBubble", "zb1p", 1),
+    ("ScheduleInterleavedZeroBubble", "zb1p", 2),
+    ("ScheduleZBVZeroBubble", "zbv", 2),
+    ("ScheduleDualPipeV", "dualpipev", 2),
+]
+SIZES = [(pp, rounds * pp) for pp in (2, 4, 8) for rounds in (2, 4)]
+
+
+@pytest.mark.parametrize(("class_name", "name", "per_rank"), TWINS)
+@pytest.mark.parametrize(("pp", "m"), SIZES)
+def test_the_same_schedules_as_torchs(
+    tmp_path: Path, class_name: str, name: str, per_rank: int, pp: int, m: int
+) -> None:
+    theirs = table_from_csv(dumped(stock(class_name, pp, per_rank, m), tmp_path / "t.csv", "compute_only"))
+    ours, placement, _ = by_name(name, pp, m, per_rank)
+    assert placement_of(theirs) == placement
+    if name == "looped_bfs":  # theirs takes the microbatches back in the reverse order
+        ours = [[a._replace(microbatch=m - 1 - a.microbatch) if a.kind == "B" else a for a in row] for row in ours]
+    assert theirs == ours
+    plan = hpcomm.plan.compile(
+        theirs, pp=pp, num_microbatches=m, stage_to_rank=placement, bucket_bytes=[[8]] * len(placement)
+    )
+    plan.verify()
+
+
+@pytest.mark.parametrize(("class_name", "name", "per_rank"), TWINS)
+@pytest.mark.parametrize(("pp", "m"), SIZES)
+def test_torchs_communication_verifies_as_it_stands(
+    tmp_path: Path, class_name: str, name: str, per_rank: int, pp: int, m: int
+) -> None:
+    # torch 2.13 lowers a table by walking through it once for all ranks, and notes send and receive at the same time:
+    # one global order.
+    plan = plan_from_csv(dumped(stock(class_name, pp, per_rank, m), tmp_path / "t.csv", "compute_comms"))
+    result = plan.verify()
+    assert result.operations == len(plan.operations)
+    assert {op.kind.name for op in plan.operations} >= {"FORWARD", "TRANSFER", "REDUCE"}
+
+
+def just_in_time(table: Table, placement: list[int]) -> str:
+    """The table with each receive just before the computation that needs it, and each send just behind its own."""
+    last = len(placement) - 1
+
+    def crosses(stage: int, other: int) -> bool:
+        return 0 <= other <= last and placement[stage] != placement[other]
+
+    rows = []
+    for actions in table:
+        cells = []
+        for action in actions:
+            stage, m = action.stage, action.microbatch
+            before, behind = (stage - 1, stage + 1) if action.kind == "F" else (stage + 1, stage - 1)
+            letter = "F" if action.kind == "F" else "B"
+            computes = action.kind != "W"
+            cells += [f"{stage}RECV_{letter}{m}"] if computes and crosses(stage, before) else []
+            cells += [f"{stage}{action}"]
+            cells += [f"{stage}SEND_{letter}{m}"] if computes and crosses(stage, behind) else []
+        rows.append(",".join(cells))
+    return "\n".join(rows)
+
+
+@pytest.mark.parametrize(("name", "per_rank"), [("1f1b", 1), *[(name, count) for _, name, count in TWINS]])
+@pytest.mark.parametrize(("pp", "m"), SIZES)
+def test_communication_just_in_time_cannot_end_without_buffers(name: str, per_rank: int, pp: int, m: int) -> None:
+    table, placement, _ = by_name(name, pp, m, per_rank)
+    plan = plan_from_csv(just_in_time(table, placement))
+    with pytest.raises(DeadlockError, match="the plan cannot end:\n  rank .* waits to"):
+        plan.verify()
+
+
+@pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
+@pytest.mark.parametrize(("class_name", "name", "per_rank"), TWINS)
+def test_torch_loads_what_we_write(tmp_path: Path, class_name: str, name: str, per_rank: int, form: str) -> None:
+    table, placement, _ = by_name(name, 4, 8, per_rank)
+    if form == "compute_only":
+        text = to_csv(table)
+        assert table_from_csv(text) == table
+    else:
+        plan = hpcomm.plan.compile(
+            name, pp=4, num_microbatches=8, stages_per_rank=per_rank, bucket_bytes=[[8, 8]] * len(placement)
+        )
+        text = plan_to_csv(plan)
+        assert table_from_csv(text) == table
+        plan_from_csv(text).verify()  # in our order it needs nothing
+    path = tmp_path / "ours.csv"
+    path.write_text(text)
+    loaded = stock(class_name, 4, per_rank, 8)
+    loaded._load_csv(path, format=form)
+    assert loaded.stage_index_to_group_rank == dict(enumerate(placement))
+    read = [[str(action) for action in row] for row in loaded.pipeline_order_with_comms.values()]
+    computed = [[f"{a.stage}{a}" for a in row] for row in table]
+    assert [
+        [cell for cell in row if "_" not in cell and "UNSHARD" not in cell and "RESHARD" not in cell] for row in read
+    ] == computed
+    if form == "compute_comms":
+        assert [",".join(row) for row in read] == text.split()
+        # torch's own check that the order can be walked through; it knows no reductions.
+        for row in loaded.pipeline_order_with_comms.values():
+            row[:] = [action for action in row if action.computation_type != torchs.REDUCE_GRAD]
+        loaded._simulate()
+
+
+def test_an_overlapped_pair_is_issued_one_after_the_other() -> None:
+    text = "0F0,(3F0;0B0)OVERLAP_F_B,3I0,3W0\n,1F0,2F0\n"
+    assert [str(action) for action in table_from_csv(text)[0]] == ["F0", "F0", "B0", "I0", "W0"]
+    assert table_from_csv(text)[1] == [ComputeAction("F", 1, 0), ComputeAction("F", 2, 0)]
+
+
+def test_cells_that_cannot_be_read_are_named() -> None:
+    for text, complaint in [
+        ("0F0,0X1", "row 0: '0X1' is no action"),
+        ("0F0\n1F", "row 1: '1F' is no action"),
+        ("0F0,0UNSHARD3", "'0UNSHARD3' is no action"),
+        ("0F0,(0F1;0Q1)OVERLAP_F_B", "'0Q1' is no action"),
+    ]:
+        with pytest.raises(ValueError, match=complaint):
+            table_from_csv(text)
+    for text, complaint in [
+        ("0F0,1SEND_F0\n1F0", "row 0: stage 1 does not compute there"),
+        ("0F0\n1F0,1SEND_F0", "row 1: 1SEND_F0 leads to a stage that is not there"),
+        ("0F0\n0F1", "stage 0 stands in the rows of ranks 0 and 1"),
+    ]:
+        with pytest.raises(ValueError, match=complaint):
+            plan_from_csv(text)
+
+
+def test_a_file_without_the_receive_is_rejected() -> None:
+    with pytest.raises(HpcommError, match="waits for ever: rank 1 issues only 0"):
+        plan_from_csv("0F0,0SEND_F0\n1F0").verify()
+    plan_from_csv("0F0,0SEND_F0\n1RECV_F0,1F0").verify()
+
+
+def test_what_torch_cannot_express_is_refused() -> None:
+    skip = hpcomm.plan.compile("gpipe", pp=3, num_microbatches=1, links=[(0, 1, 8), (1, 2, 8), (0, 2, 8)])
+    with pytest.raises(ValueError, match="the plan joins 0 and 2"):
+        plan_to_csv(skip)
+    tied = hpcomm.plan.compile("gpipe", pp=2, num_microbatches=1, ties=[([0, 1], 8)])
+    with pytest.raises(ValueError, match="the plan reduces tie 0"):
+        plan_to_csv(tied)
