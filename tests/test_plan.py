@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 import subprocess
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from machine import outcome
 
 import hpcomm.plan
 from hpcomm._native import load
@@ -208,200 +208,7 @@ def test_import_does_not_load_the_native_module() -> None:
         _ = hpcomm.plan.Nonsense
 
 
-# --- The reference machine --------------------------------------------------------------------
-
-
-class Machine:
-    """Executes issue lists by the hardest rules: one operation at a time, no buffering, meetings by position.
-
-    Written from the definition in the design, not from verify(): it knows no graph.
-    """
-
-    def __init__(self, plan: Any, seed: int) -> None:
-        self.operations = plan.operations
-        self.communicators = plan.communicators
-        self.slot_depth = plan.slot_depth
-        self.random = random.Random(seed)
-        self.needs: dict[int, list[int]] = defaultdict(list)
-        self.readers: dict[int, list[int]] = defaultdict(list)
-        for before, after in plan.dependencies:
-            self.needs[after].append(before)
-            self.readers[before].append(after)
-        self.programs = [list(self.program(issues)) for issues in plan.lists]
-        self.at = [0] * plan.world
-        self.ended: set[int] = set()
-        self.arrived = [False] * plan.world  # at the meeting that stands at self.at
-        self.issued: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)  # (rank, stream) -> how many
-        self.meetings: dict[tuple[tuple[int, ...], int], dict[int, int]] = defaultdict(dict)
-        self.messages: dict[tuple[int, ...], list[int]] = defaultdict(list)
-
-    @staticmethod
-    def program(issues: list[Any]) -> Iterator[tuple[str, int]]:
-        host = None
-        for issue, following in zip(issues, [*issues[1:], None], strict=True):
-            opens = following is not None and following.host != -1
-            if issue.host != -1:
-                yield "run", issue.op
-            elif opens:
-                host = issue.op
-                yield "begin", issue.op
-            else:
-                yield "run", issue.op
-            if host is not None and not opens:
-                yield "end", host
-                host = None
-
-    def run(self) -> str:
-        """One of "done", "hang" and "mismatch"."""
-        while True:
-            running = [rank for rank, program in enumerate(self.programs) if self.at[rank] < len(program)]
-            if not running:
-                return "done"
-            self.random.shuffle(running)
-            progress = [self.step(rank) for rank in running]
-            if "mismatch" in progress:
-                return "mismatch"
-            if not any(progress):
-                return "hang"
-
-    def step(self, rank: int) -> str | bool:
-        verb, index = self.programs[rank][self.at[rank]]
-        op = self.operations[index]
-        if verb == "end":
-            self.ended.add(index)
-        elif op.communicator == -1:
-            if not self.ended.issuperset(self.needs[index]):
-                return False
-            if verb == "run":
-                self.ended.add(index)
-        else:
-            return self.meet(rank, index)
-        self.at[rank] += 1
-        return True
-
-    def meet(self, rank: int, index: int) -> str | bool:
-        op = self.operations[index]
-        transfer = op.kind == OpKind.TRANSFER
-        stream = (op.communicator, *op.participants) if transfer else (op.communicator,)
-        members = op.participants if transfer else self.communicators[op.communicator].ranks
-        if not self.arrived[rank]:
-            self.arrived[rank] = True
-            self.meetings[stream, self.issued[rank, stream]][rank] = index
-            self.issued[rank, stream] += 1
-            if transfer and rank == op.participants[0]:
-                self.messages[stream].append(index)
-            return True
-        number = self.issued[rank, stream] - 1
-        meeting = self.meetings[stream, number]
-        if len(set(meeting.values())) > 1:
-            return "mismatch"
-        if len(meeting) < len(members):
-            return False
-        # Its last participant lets it end, once its data is there and the slot it needs is free.
-        if index not in self.ended:
-            if not self.ended.issuperset(self.needs[index]):
-                return False
-            if transfer and 0 < self.slot_depth <= number:
-                oldest = self.messages[stream][number - self.slot_depth]
-                if not self.ended.issuperset(self.readers[oldest]):
-                    return False
-            self.ended.add(index)
-        self.arrived[rank] = False
-        self.at[rank] += 1
-        return True
-
-
-def outcome(plan: Any, seed: int = 0) -> str:
-    return Machine(plan, seed).run()
-
-
-def hand_made(pp: int, num_microbatches: int, operations: list[Any], lists: list[list[int]]) -> Any:
-    """One stage per rank; communicators 0, 1 and 2: pipeline forward, pipeline backward, loss."""
-    plan = _C.StepPlan()
-    plan.pp, plan.num_microbatches = pp, num_microbatches
-    plan.stage_to_rank = list(range(pp))
-    plan.buckets = [[] for _ in range(pp)]
-    lanes = (Lane.FORWARD, Lane.BACKWARD, Lane.SCALAR)
-    plan.communicators = [_C.CommunicatorSpec(list(range(pp)), lane) for lane in lanes]
-    plan.operations = operations
-    plan.lists = [[Issue(op) for op in ops] for ops in lists]
-    return plan
-
-
-def message(source: int, destination: int, microbatch: int) -> Any:
-    forward = source < destination
-    return Operation(
-        OpKind.TRANSFER,
-        stage=source,
-        peer_stage=destination,
-        microbatch=microbatch,
-        payload=Payload.ACTIVATION if forward else Payload.GRADIENT,
-        communicator=0 if forward else 1,
-        participants=[source, destination],
-    )
-
-
-def test_send_first_on_both_sides_hangs() -> None:
-    plan = hand_made(2, 2, [message(0, 1, 1), message(1, 0, 0)], [[0, 1], [1, 0]])
-    assert outcome(plan) == "hang"
-    with pytest.raises(DeadlockError) as error:
-        plan.verify()
-    assert str(error.value) == (
-        "the plan cannot end:\n"
-        "  rank 1 waits to RECV act mb 1 on edge 0->1, behind SEND grad mb 0 on edge 1->0,\n"
-        "  which waits for rank 0: it waits to RECV grad mb 0 on edge 1->0, behind SEND act mb 1 on edge 0->1,\n"  # noqa: E501
-        "  where the circle closes"
-    )
-    plan.lists = [[Issue(0), Issue(1)]] * 2
-    assert outcome(plan) == "done"
-    plan.verify()
-
-
-def test_all_reduce_and_message_in_different_orders_hang() -> None:
-    # Each communicator is used consistently; they hang only together, where one operation runs at a time.
-    loss = Operation(OpKind.LOSS, communicator=2, participants=[0, 1], bytes=8)
-    plan = hand_made(2, 1, [loss, message(0, 1, 0)], [[0, 1], [1, 0]])
-    assert outcome(plan) == "hang"
-    with pytest.raises(DeadlockError) as error:
-        plan.verify()
-    assert str(error.value) == (
-        "the plan cannot end:\n"
-        "  rank 1 waits to REDUCE loss, behind RECV act mb 0 on edge 0->1,\n"
-        "  which waits for rank 0: it waits to SEND act mb 0 on edge 0->1, behind REDUCE loss,\n"
-        "  where the circle closes"
-    )
-
-
-def test_front_loaded_receives_hang() -> None:
-    # Rank 1 posts all its receives before it returns the first gradient; rank 0 sends the second after that.
-    plan = hand_made(2, 2, [message(0, 1, 0), message(0, 1, 1), message(1, 0, 0)], [[0, 2, 1], [0, 1, 2]])
-    assert outcome(plan) == "hang"
-    with pytest.raises(DeadlockError) as error:
-        plan.verify()
-    assert str(error.value) == (
-        "the plan cannot end:\n"
-        "  rank 0 waits to SEND act mb 1 on edge 0->1, behind RECV grad mb 0 on edge 1->0,\n"
-        "  which waits for rank 1: it waits to SEND grad mb 0 on edge 1->0, behind RECV act mb 1 on edge 0->1,\n"  # noqa: E501
-        "  where the circle closes"
-    )
-
-
-def test_a_ring_of_three_that_all_send_first_hangs() -> None:
-    # 0 -> 1 -> 2 -> 0: no pair of ranks is at fault, only all three together.
-    ring = [message(0, 1, 0), message(1, 2, 0), message(2, 0, 0)]
-    plan = hand_made(3, 1, ring, [[0, 2], [1, 0], [2, 1]])
-    assert outcome(plan) == "hang"
-    with pytest.raises(DeadlockError) as error:
-        plan.verify()
-    assert str(error.value).splitlines()[1:] == [
-        "  rank 1 waits to RECV act mb 0 on edge 0->1, behind SEND act mb 0 on edge 1->2,",
-        "  which waits for rank 2: it waits to RECV act mb 0 on edge 1->2, behind SEND grad mb 0 on edge 2->0,",  # noqa: E501
-        "  which waits for rank 0: it waits to RECV grad mb 0 on edge 2->0, behind SEND act mb 0 on edge 0->1,",  # noqa: E501
-        "  where the circle closes",
-    ]
-    plan.lists = [[Issue(0), Issue(2)], [Issue(0), Issue(1)], [Issue(1), Issue(2)]]
-    assert outcome(plan) == "done"
-    plan.verify()
+# --- Against the reference machine (tests/machine.py) -----------------------------------------------------------------
 
 
 shapes = st.fixed_dictionaries(
