@@ -45,6 +45,7 @@ MODULES = (
     "plan.render",
     "plan.chrome",
     "plan.tuning",
+    "plan.command",
     "plan",
     "pipeline.microbatch",
     "pipeline.partition",

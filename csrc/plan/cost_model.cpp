@@ -1,6 +1,7 @@
 // Formulas of the cost model, and what is refused.
 #include "plan/cost_model.h"
 
+#include <algorithm>
 #include <cmath>
 #include <iterator>
 
@@ -66,7 +67,9 @@ void require_costs(const CostModel& costs, int num_stages) {
 
 double all_reduce_seconds(int ranks, double bytes, const LinkCost& cost) noexcept {
   const double steps = 2.0 * (ranks - 1);
-  return steps * cost.latency_seconds + steps / ranks * bytes / cost.bytes_per_second;
+  const double ring = steps * cost.latency_seconds + steps / ranks * bytes / cost.bytes_per_second;
+  const double tree = 2 * std::ceil(std::log2(ranks)) * (cost.latency_seconds + bytes / cost.bytes_per_second);
+  return std::min(ring, tree);
 }
 
 }  // namespace hpcomm::plan

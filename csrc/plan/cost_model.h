@@ -33,7 +33,7 @@ struct CostModel {
   double link_latency_seconds = 0;
   double link_bytes_per_second = std::numeric_limits<double>::infinity();
   std::map<std::pair<int, int>, LinkCost> links;  // (source, destination) pipeline ranks that differ from the others
-  LinkCost collective;                            // of each step of a ring, see all_reduce_seconds()
+  LinkCost collective;                            // of each of its steps, see all_reduce_seconds()
   double header_seconds = 0;                      // ahead of each message whose schema is not frozen
   double pack_bytes_per_second = std::numeric_limits<double>::infinity();  // on each side of an operation
   int ranks_per_host = 1;
@@ -47,8 +47,9 @@ struct CostModel {
 // Throws kInvalidArgument when a figure makes no sense, or the stages are not `num_stages`.
 void require_costs(const CostModel& costs, int num_stages);
 
-// Seconds of an all-reduce over `ranks`, in a ring: each rank sends 2 (n - 1) pieces of bytes / n. (P. Patarasuk,
-// X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.)
+// Seconds of an all-reduce over `ranks`: the faster of a ring, in which each rank sends 2 (n - 1) pieces of bytes / n
+// (P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009), and a
+// binary tree, up and down, which small ones take.
 [[nodiscard]] double all_reduce_seconds(int ranks, double bytes, const LinkCost& cost) noexcept;
 
 }  // namespace hpcomm::plan

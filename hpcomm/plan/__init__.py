@@ -14,7 +14,9 @@ from hpcomm.plan.loops import forward_only, gpipe, interleaved_1f1b, looped_bfs,
 from hpcomm.plan.schedules import SCHEDULES, Schedule
 from hpcomm.plan.serialize import from_json, to_json
 from hpcomm.plan.table import ComputeAction, Table, draw, parse
+from hpcomm.plan.timeline import draw_ticks
 from hpcomm.plan.torch_csv import plan_from_csv, plan_to_csv, table_from_csv, to_csv
+from hpcomm.plan.tuning import Candidate, Choice, Layer, load_layers, tune
 from hpcomm.plan.zero_bubble import dualpipev, zb1p, zbv
 
 if TYPE_CHECKING:
@@ -39,11 +41,14 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "ActionKind",
+    "Candidate",
+    "Choice",
     "CommunicatorSpec",
     "ComputeAction",
     "CostModel",
     "Issue",
     "Lane",
+    "Layer",
     "OpKind",
     "Operation",
     "Payload",
@@ -58,12 +63,14 @@ __all__ = [
     "costs_from_json",
     "costs_to_json",
     "draw",
+    "draw_ticks",
     "dualpipev",
     "forward_only",
     "from_json",
     "gpipe",
     "interleaved_1f1b",
     "load_costs",
+    "load_layers",
     "looped_bfs",
     "one_f_one_b",
     "parse",
@@ -72,6 +79,7 @@ __all__ = [
     "table_from_csv",
     "to_csv",
     "to_json",
+    "tune",
     "zb1p",
     "zbv",
 ]

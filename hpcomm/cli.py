@@ -1,0 +1,27 @@
+"""The command line: ``hpcomm ...``, also ``python -m hpcomm ...``. Each subject adds its own commands."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from hpcomm.plan import command as plan_command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status: 0, 1 when the answer is no, 2 when the question was wrong."""
+    parser = argparse.ArgumentParser(prog="hpcomm", description="Communication plans for hybrid-parallel training.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    plan_command.add_to(commands)
+    options = parser.parse_args(arguments)
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head`: whoever reads has seen enough
+        sys.stderr.close()
+        return 0
+    except (OSError, ValueError) as error:
+        print(f"hpcomm: {error}", file=sys.stderr)
+        return 2
+    return status

@@ -1,0 +1,206 @@
+"""``hpcomm plan show | verify | simulate | tune | import``: plans at the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpcomm.errors import DeadlockError, InvalidArgument, SchemaMismatch
+from hpcomm.plan.chrome import to_chrome_trace
+from hpcomm.plan.compile import compile as compile_plan
+from hpcomm.plan.costs import load_costs
+from hpcomm.plan.render import to_svg
+from hpcomm.plan.schedules import SCHEDULES
+from hpcomm.plan.serialize import from_json, to_json
+from hpcomm.plan.table import draw, num_microbatches_of, parse, placement_of
+from hpcomm.plan.timeline import draw_ticks
+from hpcomm.plan.torch_csv import plan_from_csv, table_from_csv
+from hpcomm.plan.tuning import load_layers, tune
+
+if TYPE_CHECKING:
+    from hpcomm._C import CostModel, StepPlan, Timeline
+
+
+def add_to(commands: Any) -> None:
+    """Adds ``plan`` to the subparsers of hpcomm's command line."""
+    plan = commands.add_parser("plan", help="make, prove, simulate, draw and tune plans of a training step")
+    verbs = plan.add_subparsers(title="what to do", required=True, metavar="VERB")
+
+    show = verbs.add_parser("show", help="print a plan, and draw it")
+    _add_source(show)
+    show.add_argument("--ticks", type=float, metavar="SECONDS", help="print what is computed, a column per tick")
+    show.add_argument("--svg", metavar="FILE", help="draw the simulated time line")
+    show.add_argument("--trace", metavar="FILE", help="write it for chrome://tracing and Perfetto")
+    show.add_argument("--json", metavar="FILE", help="write the plan")
+    show.set_defaults(run=_show)
+
+    verify = verbs.add_parser("verify", help="prove that no rank hangs, or print the circle in which ranks wait")
+    _add_source(verify)
+    verify.add_argument("--slots", action="store_true", help="every lane has a slot of its own: proves less")
+    verify.add_argument("--max-activations", type=int, default=0, metavar="N", help="microbatches held by a rank")
+    verify.set_defaults(run=_verify)
+
+    simulate = verbs.add_parser("simulate", help="how long a step takes, and where the time goes")
+    _add_source(simulate)
+    simulate.set_defaults(run=_simulate)
+
+    tuning = verbs.add_parser("tune", help="pick schedule, stages per rank, microbatches and bucket size")
+    tuning.add_argument("layers", metavar="LAYERS.json", help="what the layers of the model take, see docs")
+    tuning.add_argument("--pp", type=int, required=True)
+    tuning.add_argument("--dp", type=int, default=1)
+    tuning.add_argument("--batch", type=int, required=True, help="samples of a replica per step")
+    tuning.add_argument("--memory", type=float, metavar="BYTES", help="of a rank, for activations, slots and weights")
+    tuning.add_argument("--costs", metavar="FILE", help="a cost model; its stages are not used")
+    tuning.add_argument("--json", metavar="FILE", help="write the best plan")
+    tuning.set_defaults(run=_tune)
+
+    importing = verbs.add_parser("import", help="read the CSV of torch.distributed.pipelining, or a drawn table")
+    importing.add_argument("table", metavar="FILE", help="a .csv of torch, or rows such as 'rank 0 | F0 F1 B0 B1'")
+    importing.add_argument("--as-it-stands", action="store_true", help="judge the communication of the CSV itself")
+    importing.add_argument("--dp", type=int, default=1)
+    importing.add_argument("--json", metavar="FILE", help="write the plan")
+    importing.set_defaults(run=_import)
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    """A plan in a file, or the arguments of compile()."""
+    parser.add_argument("file", nargs="?", metavar="PLAN.json", help="a plan that was written before")
+    parser.add_argument("--schedule", choices=sorted(SCHEDULES), default="1f1b")
+    parser.add_argument("--pp", type=int, default=4, help="pipeline ranks")
+    parser.add_argument("--dp", type=int, default=1, help="replicas of each")
+    parser.add_argument("--microbatches", "-m", type=int, default=8)
+    parser.add_argument("--stages-per-rank", type=int)
+    parser.add_argument("--buckets", type=int, default=1, help="gradient buckets of each stage")
+    parser.add_argument("--bucket-bytes", type=int, default=0)
+    parser.add_argument("--activation-bytes", type=int, default=0, help="of a message")
+    parser.add_argument("--slot-depth", type=int)
+    parser.add_argument("--reduce", choices=["eager", "slack", "end"], default="slack")
+    parser.add_argument("--schema", choices=["frozen", "per_message"], default="frozen")
+    parser.add_argument("--costs", metavar="FILE", help="a cost model (JSON); without one, forwards take 1 and B 2")
+
+
+def _source(options: argparse.Namespace) -> tuple[StepPlan, CostModel | None]:
+    costs = load_costs(options.costs) if options.costs else None
+    if options.file:
+        return from_json(Path(options.file).read_text()), costs
+    per_rank = options.stages_per_rank or SCHEDULES[options.schedule].stages_per_rank
+    trains = options.schedule != "forward_only"
+    plan = compile_plan(
+        options.schedule,
+        pp=options.pp,
+        dp=options.dp,
+        num_microbatches=options.microbatches,
+        stages_per_rank=options.stages_per_rank,
+        bucket_bytes=[[options.bucket_bytes] * options.buckets] * (options.pp * per_rank) if trains else None,
+        activation_bytes=options.activation_bytes,
+        slot_depth=options.slot_depth,
+        reduce=options.reduce,
+        schema=options.schema,
+        costs=costs,
+    )
+    return plan, costs
+
+
+def _show(options: argparse.Namespace) -> int:
+    plan, costs = _source(options)
+    print(plan if options.ticks is None else draw_ticks(plan, costs, tick=options.ticks), end="")
+    if options.ticks is not None:
+        print()
+    if options.svg:
+        to_svg(plan, options.svg, costs)
+    if options.trace:
+        to_chrome_trace(plan, options.trace, costs)
+    _write(plan, options.json)
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    plan, _ = _source(options)
+    return _judge(plan, slots=options.slots, max_activations=options.max_activations)
+
+
+def _judge(plan: StepPlan, **how: Any) -> int:
+    try:
+        result = plan.verify(**how)
+    except (DeadlockError, SchemaMismatch, InvalidArgument) as error:
+        print(f"rejected: {error}")
+        return 1
+    print(
+        f"verified: {result.operations} operations of {result.ranks} ranks, {result.edges} edges without a circle, "
+        f"plan {plan.hash:016x}\ntaken for granted: {result.start_order}"
+    )
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    plan, costs = _source(options)
+    timeline = plan.simulate(costs)
+    print(_shares(timeline))
+    print("rank   compute   exposed    bubble  activations, at most")
+    for rank in range(0, plan.world, plan.dp):
+        times = timeline.ranks[rank]
+        print(
+            f"{rank:4}  {times.compute_seconds:8.4g}  {times.exposed_seconds:8.4g}  {times.bubble_seconds:8.4g}  "
+            f"{times.peak_activations:.6g}"
+        )
+    return 0
+
+
+def _shares(timeline: Timeline) -> str:
+    return (
+        f"{timeline.makespan_seconds:.6g} s a step; of all ranks' time bubbles are {timeline.bubble_share:.2%}, "
+        f"exposed communication {timeline.exposed_share:.2%}"
+    )
+
+
+def _tune(options: argparse.Namespace) -> int:
+    candidates = tune(
+        load_layers(options.layers),
+        pp=options.pp,
+        dp=options.dp,
+        batch=options.batch,
+        memory_bytes=options.memory,
+        costs=load_costs(options.costs) if options.costs else None,
+    )
+    print("  seconds   bubble  exposed  memory of a rank  schedule")
+    for candidate in candidates[:10]:
+        timeline = candidate.timeline
+        print(
+            f"{timeline.makespan_seconds:9.4g}  {timeline.bubble_share:6.1%}  {timeline.exposed_share:6.1%}  "
+            f"{candidate.memory_bytes:16.4g}  {candidate.choice}"
+        )
+    _write(candidates[0].plan, options.json)
+    return 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    text = Path(options.table).read_text()
+    is_csv = options.table.endswith(".csv")
+    if options.as_it_stands:
+        if not is_csv:
+            raise ValueError("--as-it-stands needs a .csv with communication in it")
+        plan = plan_from_csv(text)
+    else:
+        table = table_from_csv(text) if is_csv else parse(text)
+        placement = placement_of(table)
+        print(draw(table))
+        trains = any(action.kind != "F" for actions in table for action in actions)
+        plan = compile_plan(
+            table,
+            pp=len(table),
+            dp=options.dp,
+            num_microbatches=num_microbatches_of(table),
+            stage_to_rank=placement,
+            bucket_bytes=[[0]] * len(placement) if trains else None,
+        )
+    print(plan, end="")
+    _write(plan, options.json)
+    return _judge(plan)
+
+
+def _write(plan: StepPlan, path: str | None) -> None:
+    if path:
+        Path(path).write_text(to_json(plan))
+        print(f"wrote {path}", file=sys.stderr)

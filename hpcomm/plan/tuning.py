@@ -1,0 +1,294 @@
+"""tune(): the fastest plan that fits the memory, found by compiling, verifying and simulating the candidates."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpcomm._native import load
+from hpcomm.plan.compile import compile as compile_plan
+from hpcomm.plan.schedules import SCHEDULES
+
+if TYPE_CHECKING:
+    from hpcomm._C import CostModel, StageCost, StepPlan, Timeline
+
+_MIB = 1 << 20
+_FIRST_BUCKET = _MIB
+
+
+class Layer(NamedTuple):
+    """What one layer of a model takes, on one rank. Seconds and bytes are of one sample, unless it says otherwise."""
+
+    forward_seconds: float
+    backward_seconds: float = 0.0  # 0: twice the forward
+    output_bytes: float = 0.0  # what the next layer gets
+    activation_bytes: float = 0.0  # kept for the backward
+    parameter_bytes: float = 0.0  # of the layer
+    overhead_seconds: float = 0.0  # of a forward, and of each half of a backward, whatever the number of samples
+
+
+class Choice(NamedTuple):
+    """What was picked."""
+
+    schedule: str
+    stages_per_rank: int
+    num_microbatches: int
+    bucket_bytes: int  # largest gradient bucket
+    reduce: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.schedule}, {self.stages_per_rank} stages per rank, {self.num_microbatches} microbatches, "
+            f"buckets of {self.bucket_bytes / _MIB:g} MiB, reduced {self.reduce}"
+        )
+
+
+class Candidate(NamedTuple):
+    """One plan that fits."""
+
+    choice: Choice
+    plan: StepPlan
+    timeline: Timeline
+    memory_bytes: float  # of the rank that needs most
+
+
+def tune(
+    layers: Sequence[Layer],
+    *,
+    pp: int,
+    batch: int,
+    dp: int = 1,
+    memory_bytes: float | None = None,
+    costs: CostModel | None = None,
+    schedules: Sequence[str] | None = None,
+    stages_per_rank: Sequence[int] = (1, 2, 4),
+    num_microbatches: Sequence[int] | None = None,
+    bucket_bytes: Sequence[int] = (5 * _MIB, 25 * _MIB, 100 * _MIB),
+    weight_copies: float = 4.0,
+    keep: int = 10,
+) -> list[Candidate]:
+    """The ``keep`` fastest candidates for a step, the fastest first; each compiled, verified and simulated.
+
+    layers: of the model, in order; they are cut into stages whose slowest is as fast as a contiguous cut allows.
+    pp, dp: ranks on the pipeline and the data axis.
+    batch: samples of one replica in a step.
+    memory_bytes: bound of a rank, for activations, messages in flight and ``weight_copies`` times its parameters
+        (weights, gradients, two moments of the optimizer by default). None: no bound.
+    costs: links, collectives, headers, cores; its stages are replaced.
+    schedules: names; all that train by default.
+    num_microbatches: to try; by default the divisors of ``batch`` from ``pp`` to 8 ``pp`` (all of them if there are
+        none). Others are left out, since microbatches of unequal sizes are not modelled.
+    bucket_bytes: largest gradient buckets to try; the first bucket of a stage has at most 1 MiB.
+
+    Raises ``ValueError`` when there are too few layers, or nothing fits; the message says what came closest.
+    """
+    if not layers or pp < 1 or dp < 1 or batch < 1:
+        raise ValueError(f"tune() needs layers, ranks and samples, not {len(layers)}, {pp} x {dp} and {batch}")
+    best: list[Candidate] = []
+    smallest = math.inf
+    for choice in _choices(pp, batch, len(layers), schedules, stages_per_rank, num_microbatches, bucket_bytes, dp):
+        candidate = _candidate(choice, layers, pp, dp, batch, costs, weight_copies)
+        smallest = min(smallest, candidate.memory_bytes)
+        if memory_bytes is None or candidate.memory_bytes <= memory_bytes:
+            best.append(candidate)
+            # Ties go to fewer messages, then to less memory. Plans of a cluster are large: only the best are kept.
+            best.sort(key=lambda c: (c.timeline.makespan_seconds, c.choice.stages_per_rank, c.memory_bytes, c.choice))
+            del best[keep:]
+    if math.isinf(smallest):
+        raise ValueError(
+            f"no schedule can be tried: {len(layers)} layers for {pp} pipeline ranks, stages per rank of "
+            f"{list(stages_per_rank)}, {batch} samples"
+        )
+    if not best:
+        closest = f"the smallest candidate needs {smallest:.4g}"
+        raise ValueError(f"nothing fits in {memory_bytes:.4g} bytes a rank; {closest}")
+    return best
+
+
+def load_layers(path: str | PathLike[str]) -> list[Layer]:
+    """Layers from a JSON file: ``{"format": "hpcomm.Layers", "layers": [{"forward_seconds": 0.001, ...}, ...]}``.
+
+    An entry has the fields of ``Layer``, and may have ``count``, a number of equal layers.
+
+    Raises ``ValueError`` that names what is wrong, ``OSError`` when the file cannot be read.
+    """
+    try:
+        document = json.loads(Path(path).read_text())
+    except RecursionError:
+        raise ValueError("not a list of layers: nested too deeply") from None
+    if not isinstance(document, dict) or document.get("format") != "hpcomm.Layers":
+        raise ValueError('not a list of layers: "format" must be "hpcomm.Layers"')
+    layers: list[Layer] = []
+    entries = document.get("layers")
+    for i, entry in enumerate(entries if isinstance(entries, list) else []):
+        fields = dict(entry) if isinstance(entry, dict) else {}
+        count = fields.pop("count", 1)
+        wrong = [key for key, value in fields.items() if key not in Layer._fields or not _is_amount(value)]
+        if wrong or "forward_seconds" not in fields or not isinstance(count, int) or not 1 <= count <= 100_000:
+            what = wrong[0] if wrong else "forward_seconds or count"
+            raise ValueError(f"layers[{i}]: {what} is missing or wrong; a layer has {', '.join(Layer._fields)}")
+        layers += [Layer(**fields)] * count
+    if not layers:
+        raise ValueError("the file names no layers")
+    return layers
+
+
+def _is_amount(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+def _choices(
+    pp: int,
+    batch: int,
+    num_layers: int,
+    schedules: Sequence[str] | None,
+    stages_per_rank: Sequence[int],
+    num_microbatches: Sequence[int] | None,
+    bucket_bytes: Sequence[int],
+    dp: int,
+) -> Iterator[Choice]:
+    names = [name for name in SCHEDULES if name != "forward_only"] if schedules is None else list(schedules)
+    if unknown := [name for name in names if name not in SCHEDULES]:
+        raise ValueError(f"unknown schedule {unknown[0]!r}; known: {', '.join(sorted(SCHEDULES))}")
+    divisors = [m for m in range(1, batch + 1) if batch % m == 0]
+    if num_microbatches is not None:
+        counts = [m for m in num_microbatches if m in divisors]
+    else:
+        counts = [m for m in divisors if pp <= m <= 8 * pp] or divisors
+    for name in names:
+        schedule = SCHEDULES[name]
+        for per_rank in [schedule.stages_per_rank] if schedule.is_fixed else stages_per_rank:
+            # A loop of one stage is GPipe or 1F1B, which are there under their own names.
+            if pp * per_rank > num_layers or (per_rank == 1 and name in ("interleaved_1f1b", "looped_bfs")):
+                continue
+            for m in counts:
+                # With one replica nothing is reduced: one bucket size is as good as any.
+                for size in bucket_bytes if dp > 1 else bucket_bytes[:1]:
+                    yield Choice(name, per_rank, m, size, "slack")
+
+
+def _candidate(
+    choice: Choice,
+    layers: Sequence[Layer],
+    pp: int,
+    dp: int,
+    batch: int,
+    costs: CostModel | None,
+    weight_copies: float,
+) -> Candidate:
+    stages = cut_layers(layers, pp * choice.stages_per_rank)
+    samples = batch // choice.num_microbatches
+    model = _with_stages(costs, [_stage_cost(stage, samples) for stage in stages])
+    messages = [round(stage[-1].output_bytes * samples) for stage in stages[:-1]]
+    plan = compile_plan(
+        choice.schedule,
+        pp=pp,
+        dp=dp,
+        num_microbatches=choice.num_microbatches,
+        stages_per_rank=choice.stages_per_rank,
+        bucket_bytes=[_buckets(stage, choice.bucket_bytes) for stage in stages],
+        activation_bytes=messages,
+        costs=model,
+        reduce=choice.reduce,
+    )
+    plan.verify()
+    timeline = plan.simulate(model)
+    held = [timeline.ranks[rank * dp].peak_activations for rank in range(pp)]
+    for stage, home in enumerate(plan.stage_to_rank):
+        held[home] += weight_copies * sum(layer.parameter_bytes for layer in stages[stage])
+        # Slots hold what comes in: activations from below, gradients from above.
+        depth = plan.slot_depth or choice.num_microbatches
+        held[home] += depth / choice.stages_per_rank * sum(messages[max(stage - 1, 0) : stage + 1])
+    return Candidate(choice, plan, timeline, max(held))
+
+
+def cut_layers(layers: Sequence[Layer], num_stages: int) -> list[list[Layer]]:
+    """Contiguous stages, the slowest as fast as possible; each has a layer.
+
+    Bisects the bound that a greedy cut needs. Raises ``ValueError`` for fewer layers than stages.
+    """
+    if len(layers) < num_stages:
+        raise ValueError(f"{len(layers)} layers cannot make {num_stages} stages")
+    weights = [layer.forward_seconds + _backward(layer) for layer in layers]
+
+    def greedy(bound: float) -> list[int]:
+        """First layers of the stages when none may exceed the bound."""
+        starts, total = [0], 0.0
+        for i, weight in enumerate(weights):
+            if i > starts[-1] and total + weight > bound:
+                starts.append(i)
+                total = 0.0
+            total += weight
+        return starts
+
+    low, high = max(weights), sum(weights)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if len(greedy(middle)) <= num_stages else (middle, high)
+    starts = greedy(high)
+    # Fewer stages than asked for: the longest ones give layers away, which makes nothing slower.
+    while len(starts) < num_stages:
+        ends = [*starts[1:], len(layers)]
+        longest = max(range(len(starts)), key=lambda i: (ends[i] - starts[i] > 1, sum(weights[starts[i] : ends[i]])))
+        starts.insert(longest + 1, (starts[longest] + ends[longest]) // 2)
+    return [list(layers[a:b]) for a, b in zip(starts, [*starts[1:], len(layers)], strict=True)]
+
+
+def _backward(layer: Layer) -> float:
+    return layer.backward_seconds or 2 * layer.forward_seconds
+
+
+def _stage_cost(stage: Sequence[Layer], samples: int) -> StageCost:
+    native = load()
+    overhead = sum(layer.overhead_seconds for layer in stage)
+    half = samples * sum(_backward(layer) for layer in stage) / 2 + overhead
+    cost: StageCost = native.StageCost(
+        samples * sum(layer.forward_seconds for layer in stage) + overhead,
+        2 * half,
+        half,
+        half,
+        samples * sum(layer.activation_bytes for layer in stage),
+    )
+    return cost
+
+
+def _buckets(stage: Sequence[Layer], largest: int) -> list[int]:
+    """As csrc/plan/bucket_plan cuts: from the last layer to the first, a small bucket first, whole layers."""
+    sizes: list[int] = []
+    limit = min(_FIRST_BUCKET, largest)
+    for layer in reversed(stage):
+        size = round(layer.parameter_bytes)
+        if size == 0:
+            continue
+        if sizes and sizes[-1] + size <= limit:
+            sizes[-1] += size
+        else:
+            limit = largest if sizes else limit
+            sizes.append(size)
+    return sizes
+
+
+def _with_stages(costs: CostModel | None, stages: list[StageCost]) -> CostModel:
+    """A copy with other stages."""
+    native = load()
+    model: CostModel = native.CostModel()
+    if costs is not None:
+        for name in (
+            "links",
+            "link_latency_seconds",
+            "link_bytes_per_second",
+            "collective_latency_seconds",
+            "collective_bytes_per_second",
+            "header_seconds",
+            "pack_bytes_per_second",
+            "ranks_per_host",
+            "cores_per_host",
+            "host_waits",
+        ):
+            setattr(model, name, getattr(costs, name))
+    model.stages = stages
+    return model

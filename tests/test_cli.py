@@ -1,0 +1,124 @@
+"""The command line: what it prints, what it writes, its exit status."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hpcomm.plan
+from hpcomm.cli import main
+from hpcomm.plan import from_json, to_json
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str]:
+    status = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+def test_show_prints_draws_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("plan.svg", "trace.json", "plan.json")]
+    sizes = ["--schedule", "zb1p", "--pp", 2, "-m", 3, "--dp", 2, "--buckets", 2]
+    status, text = run(capsys, "plan", "show", *sizes, "--svg", files[0], "--trace", files[1], "--json", files[2])
+    assert status == 0
+    plan = hpcomm.plan.compile("zb1p", pp=2, dp=2, num_microbatches=3, bucket_bytes=[[0, 0]] * 2)
+    assert text.startswith(str(plan))
+    assert files[0].read_text().startswith("<svg")
+    assert "traceEvents" in json.loads(files[1].read_text())
+    assert from_json(files[2].read_text()) == plan
+    assert run(capsys, "plan", "show", files[2]) == (0, str(plan))
+    status, text = run(capsys, "plan", "show", files[2], "--ticks", 1)
+    assert text.splitlines()[0].startswith("rank 0 | F0 F1")
+
+
+def test_verify_accepts_and_rejects(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, text = run(capsys, "plan", "verify", "--schedule", "interleaved_1f1b", "--pp", 2, "-m", 4)
+    assert status == 0
+    assert text.startswith("verified: ")
+    assert "NCCL_LAUNCH_ORDER_IMPLICIT=1" in text
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" in run(capsys, "plan", "verify", "--slots")[1]
+    plan = hpcomm.plan.compile("1f1b", pp=2, num_microbatches=2)
+    lists = plan.lists
+    lists[0][0], lists[0][1] = lists[0][1], lists[0][0]
+    plan.lists = lists
+    (tmp_path / "broken.json").write_text(to_json(plan))
+    status, text = run(capsys, "plan", "verify", tmp_path / "broken.json")
+    assert status == 1
+    assert text.startswith("rejected: the plan cannot end:\n  rank 0 waits to")
+    status, text = run(capsys, "plan", "verify", "--schedule", "gpipe", "-m", 8, "--max-activations", 7)
+    assert status == 1
+    assert "rank 0 holds the activations of 8 microbatches" in text
+
+
+def test_simulate_reads_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, text = run(capsys, "plan", "simulate", "--schedule", "gpipe", "--pp", 2, "-m", 3)
+    assert status == 0
+    assert text.startswith("12 s a step; of all ranks' time bubbles are 25.00%, exposed communication 0.00%")
+    costs = tmp_path / "costs.json"
+    costs.write_text('{"format": "hpcomm.CostModel", "link": {"latency_seconds": 0.5}}')
+    status, text = run(capsys, "plan", "simulate", "--schedule", "gpipe", "--pp", 2, "-m", 3, "--costs", costs)
+    assert text.startswith("13 s a step")
+
+
+def test_import_reads_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    csv = tmp_path / "table.csv"
+    csv.write_text("0F0,,,0B0\n,1F0,1B0\n")
+    status, text = run(capsys, "plan", "import", csv, "--json", tmp_path / "plan.json")
+    assert status == 0
+    assert "rank 0 | F0 B0\n" in text
+    assert "rank 0 | F0 S0 L r0 B0{R0}\n" in text
+    assert "verified: " in text
+    from_json((tmp_path / "plan.json").read_text()).verify()
+    drawn = tmp_path / "table.txt"
+    drawn.write_text("rank 0 | 0F0 1F0 1B0 0B0\n")
+    assert "rank 0 | 0F0 1F0 L 1B0{1R0} 0B0{0R0}\n" in run(capsys, "plan", "import", drawn)[1]
+    csv.write_text("0F0,0RECV_B0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
+    status, text = run(capsys, "plan", "import", csv, "--as-it-stands")
+    assert status == 1
+    assert "rejected: the plan cannot end" in text
+    assert run(capsys, "plan", "import", drawn, "--as-it-stands")[0] == 2
+
+
+def test_tune_prints_the_best(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    layers = tmp_path / "layers.json"
+    layers.write_text(
+        '{"format": "hpcomm.Layers", "layers": [{"count": 8, "forward_seconds": 0.01, "output_bytes": 1000, '
+        '"activation_bytes": 5000, "parameter_bytes": 2000000, "overhead_seconds": 0.001}]}'
+    )
+    status, text = run(
+        capsys, "plan", "tune", layers, "--pp", 2, "--dp", 2, "--batch", 16, "--json", tmp_path / "best.json"
+    )
+    assert status == 0
+    assert len(text.splitlines()) >= 4
+    from_json((tmp_path / "best.json").read_text()).verify()
+    status, text = run(capsys, "plan", "tune", layers, "--pp", 2, "--batch", 16, "--memory", 1000)
+    assert status == 2
+    assert "hpcomm: nothing fits in 1000 bytes a rank; the smallest candidate needs" in text
+
+
+def test_wrong_questions_are_answered_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(capsys, "plan", "show", tmp_path / "missing.json")[0] == 2
+    (tmp_path / "bad.json").write_text("{}")
+    status, text = run(capsys, "plan", "show", tmp_path / "bad.json")
+    assert (status, text.count("\n")) == (2, 1)
+    assert text.startswith("hpcomm: not a StepPlan")
+    assert run(capsys, "plan", "show", "--pp", 0)[0] == 2
+    with pytest.raises(SystemExit):
+        main(["plan", "dance"])
+
+
+def test_it_is_a_module() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "hpcomm", "plan", "verify", "--pp", "2"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert result.returncode == 0
+    assert result.stdout.startswith("verified: ")

@@ -1,0 +1,143 @@
+"""Cost models as files, and tune(): what it picks, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+import hpcomm.plan
+from hpcomm._native import load
+from hpcomm.plan import Layer, costs_from_json, costs_to_json, tune
+from hpcomm.plan.tuning import cut_layers
+
+_C = load()
+
+FULL = {
+    "format": "hpcomm.CostModel",
+    "stages": [
+        {"forward_seconds": 1.5, "backward_seconds": 4, "activation_bytes": 100},
+        {"forward_seconds": 1, "backward_seconds": 2, "input_grad_seconds": 0.5, "weight_grad_seconds": 1.5},
+    ],
+    "link": {"latency_seconds": 0.25, "bytes_per_second": 1000},
+    "links": [{"source": 0, "destination": 1, "latency_seconds": 0.125, "bytes_per_second": None}],
+    "collective": {"latency_seconds": 0.5},
+    "header_seconds": 0.0625,
+    "pack_bytes_per_second": 4000,
+    "ranks_per_host": 2,
+    "cores_per_host": 1,
+    "host_waits": True,
+}
+
+
+def test_a_file_says_everything() -> None:
+    costs = costs_from_json(json.dumps(FULL))
+    first, second = costs.stages
+    assert (first.forward_seconds, first.backward_seconds, first.activation_bytes) == (1.5, 4, 100)
+    assert (first.input_grad_seconds, first.weight_grad_seconds) == (2, 2)  # halves
+    assert (second.input_grad_seconds, second.weight_grad_seconds) == (0.5, 1.5)
+    assert costs.links == {(0, 1): (0.125, math.inf)}
+    assert (costs.link_latency_seconds, costs.link_bytes_per_second) == (0.25, 1000)
+    assert (costs.collective_latency_seconds, costs.collective_bytes_per_second) == (0.5, math.inf)
+    assert (costs.header_seconds, costs.pack_bytes_per_second) == (0.0625, 4000)
+    assert (costs.ranks_per_host, costs.cores_per_host, costs.host_waits) == (2, 1, True)
+    again = costs_to_json(costs)
+    assert costs_to_json(costs_from_json(again)) == again
+    empty = costs_from_json('{"format": "hpcomm.CostModel"}')
+    assert costs_to_json(empty) == costs_to_json(_C.CostModel())
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"format": "x"}, '"format" must be "hpcomm.CostModel"'),
+        ({"stagess": []}, "a cost model has no 'stagess'"),
+        ({"stages": 3}, "stages: expected a list, found 3"),
+        ({"stages": [3]}, r"stages\[0\]: expected an object, found 3"),
+        ({"stages": [{"seconds": 3}]}, r"stages\[0\]: a stage has no 'seconds'"),
+        ({"stages": [{"forward_seconds": -1}]}, r"stages\[0\].forward_seconds: expected a number, at least 0"),
+        ({"stages": [{"forward_seconds": True}]}, "expected a number, at least 0, found True"),
+        ({"link": {"latency": 3}}, "link: expected latency_seconds and bytes_per_second"),
+        ({"link": {"bytes_per_second": 0}}, "link.bytes_per_second: expected a number above 0, or null"),
+        ({"links": [{"source": 0}]}, r"links\[0\].destination: expected an integer, at least 0, found None"),
+        ({"links": [7]}, r"links\[0\]: expected an object"),
+        ({"ranks_per_host": 0}, "ranks_per_host: expected an integer, at least 1"),
+        ({"cores_per_host": 1.5}, "cores_per_host: expected an integer"),
+        ({"host_waits": 1}, "host_waits: expected true or false"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(change: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        costs_from_json(json.dumps({**FULL, **change}))
+
+
+def test_what_is_no_json_is_refused() -> None:
+    with pytest.raises(ValueError, match="not JSON"):
+        costs_from_json("{")
+
+
+def test_layers_are_cut_so_that_the_slowest_stage_is_fast() -> None:
+    layers = [Layer(seconds) for seconds in (5, 1, 1, 1, 1, 1, 5, 3)]
+    stages = cut_layers(layers, 3)
+    assert [[layer.forward_seconds for layer in stage] for stage in stages] == [[5, 1, 1, 1], [1, 1, 5], [3]]
+    assert [len(stage) for stage in cut_layers([Layer(9), *[Layer(1)] * 3], 4)] == [1, 1, 1, 1]
+    assert [len(stage) for stage in cut_layers([Layer(1), Layer(1), Layer(9)], 3)] == [1, 1, 1]
+    with pytest.raises(ValueError, match="2 layers cannot make 3 stages"):
+        cut_layers([Layer(1)] * 2, 3)
+
+
+LAYERS = [Layer(0.01, output_bytes=1e6, activation_bytes=1e8, parameter_bytes=4e6)] * 16
+
+
+def test_without_costs_of_communication_the_smallest_bubble_wins() -> None:
+    best = tune(LAYERS, pp=4, batch=32)[0]
+    assert best.choice.num_microbatches == 32
+    assert best.choice.schedule in ("interleaved_1f1b", "zb1p", "zbv", "dualpipev", "looped_bfs")
+    assert best.timeline.bubble_share < 3 / 35 / 2  # less than half of 1F1B's
+    best.plan.verify()
+    found = tune(LAYERS, pp=4, batch=32, keep=1000)
+    times = [candidate.timeline.makespan_seconds for candidate in found]
+    assert times == sorted(times)
+    assert {candidate.choice.schedule for candidate in found} == hpcomm.plan.SCHEDULES.keys() - {"forward_only"}
+
+
+def test_memory_decides() -> None:
+    everything = tune(LAYERS, pp=4, batch=32, schedules=["gpipe", "1f1b"], keep=1000)
+    # A sample keeps 4 layers' 1e8 bytes on each rank; GPipe holds all 32 samples at once, however they are cut.
+    gpipe = [c for c in everything if c.choice.schedule == "gpipe"]
+    assert min(c.memory_bytes for c in gpipe) > 32 * 4e8
+    fitting = tune(LAYERS, pp=4, batch=32, schedules=["gpipe", "1f1b"], memory_bytes=32 * 4e8, keep=1000)
+    assert {c.choice.schedule for c in fitting} == {"1f1b"}
+    assert all(c.memory_bytes <= 32 * 4e8 for c in fitting)
+    # What each holds: 4 microbatches of 1 sample, 4 copies of the weights, 2 slots of 2 messages at a middle rank.
+    most = next(c for c in fitting if c.choice.num_microbatches == 32)
+    assert most.memory_bytes == pytest.approx(4 * 4e8 + 4 * 4 * 4e6 + 2 * 1e6)
+    with pytest.raises(ValueError, match="nothing fits in 1e.06 bytes a rank; the smallest candidate needs"):
+        tune(LAYERS, pp=4, batch=32, memory_bytes=1e6)
+
+
+def test_costs_of_a_microbatch_and_of_buckets_decide() -> None:
+    # An overhead as long as the work of ten samples: many small microbatches do not pay.
+    slow = [layer._replace(overhead_seconds=0.1) for layer in LAYERS]
+    few = tune(slow, pp=2, batch=32, schedules=["1f1b"])[0]
+    assert few.choice.num_microbatches < 32
+    assert (
+        tune(LAYERS, pp=2, batch=32, schedules=["1f1b"], num_microbatches=range(1, 33))[0].choice.num_microbatches == 32
+    )
+    # A reduction that costs much to begin: one large bucket rather than many.
+    costs = _C.CostModel()
+    costs.collective_latency_seconds = 0.05
+    large = tune(LAYERS, pp=2, dp=2, batch=8, schedules=["1f1b"], costs=costs)[0]
+    assert large.choice.bucket_bytes == 100 << 20
+    assert len(large.plan.buckets[0]) == 2  # the first is small
+
+
+def test_what_tune_refuses() -> None:
+    with pytest.raises(ValueError, match="tune\\(\\) needs layers"):
+        tune([], pp=2, batch=4)
+    with pytest.raises(ValueError, match="unknown schedule '2f2b'"):
+        tune(LAYERS, pp=2, batch=4, schedules=["2f2b"])
+    with pytest.raises(ValueError, match="no schedule can be tried: 16 layers for 32 pipeline ranks"):
+        tune(LAYERS, pp=32, batch=4)

@@ -1,0 +1,105 @@
+"""Pictures and traces of plans: what they show, and that the committed gallery is what the script draws."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+import hpcomm.plan
+from hpcomm._native import load
+from hpcomm.plan.render import COLOURS, svg
+from hpcomm.plan.timeline import LANES, spans
+
+_C = load()
+ROOT = Path(__file__).resolve().parent.parent
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def plan_and_costs() -> tuple[Any, Any]:
+    costs = _C.CostModel()
+    costs.link_latency_seconds = 0.25
+    costs.collective_latency_seconds = 0.5
+    return hpcomm.plan.compile("zbv", pp=2, dp=2, num_microbatches=4, bucket_bytes=[[8]] * 4, costs=costs), costs
+
+
+def test_a_picture_has_a_box_for_every_action(tmp_path: Path) -> None:
+    plan, costs = plan_and_costs()
+    plan.to_svg(tmp_path / "plan.svg", costs)
+    root = ElementTree.parse(tmp_path / "plan.svg").getroot()
+    boxes = [box for box in root.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None]
+    drawn = Counter(box.get("fill") for box in boxes)
+    actions = [action for rank in (0, 2) for action in plan.actions(rank)]
+    actions += [inner for action in actions for inner in action.inside]
+    keys = [a.kind.name if a.lane.name == "COMPUTE" else a.lane.name.lower() for a in actions]
+    assert drawn == Counter(COLOURS[key] for key in keys)
+    texts = [text.text for text in root.iter(f"{SVG}text")]
+    assert {"rank 0", "rank 2", "0F0", "3I3", "1W2"} <= set(texts)
+    assert any("bubbles" in (text or "") for text in texts)
+    assert "4 stages on 2 ranks, 4 microbatches, 2 replicas of each (one is shown)" in texts
+    # Boxes of a row stand where the simulated clock puts them, and rows show bubbles under them.
+    timeline = plan.simulate(costs)
+    first = next(box for box in boxes if box.find(f"{SVG}title").text.startswith("FORWARD mb 0 of stage 1"))
+    assert "1.25 to 2.25 s" in first.find(f"{SVG}title").text
+    assert float(first.get("x")) == pytest.approx(76 + 1200 * 1.25 / timeline.makespan_seconds + 0.4, abs=0.01)
+    assert len([box for box in root.iter(f"{SVG}rect") if box.get("fill") == "url(#bubble)"]) == 2
+
+
+def test_a_picture_of_many_ranks_shows_the_first() -> None:
+    plan = hpcomm.plan.compile("gpipe", pp=70, num_microbatches=1)
+    text = svg(plan)
+    assert "the first 64 of 70 pipeline ranks" in text
+    assert "rank 63<" in text
+    assert "rank 64<" not in text
+    assert "rank 69<" in svg(plan, ranks=[69])
+    assert "a &lt;b&gt;" in svg(plan, title="a <b>")
+
+
+def test_colours_differ_for_everybody() -> None:
+    # Okabe and Ito: also under the three kinds of colour blindness. Here: no two alike in lightness and hue at once.
+    assert len(set(COLOURS.values())) == len(COLOURS)
+    assert all(re.fullmatch(r"#[0-9A-F]{6}", colour) for colour in COLOURS.values())
+
+
+def test_a_trace_has_a_process_per_rank_and_a_thread_per_lane(tmp_path: Path) -> None:
+    plan, costs = plan_and_costs()
+    plan.to_chrome_trace(tmp_path / "plan.json", costs)
+    document = json.loads((tmp_path / "plan.json").read_text())
+    events = document["traceEvents"]
+    timeline = plan.simulate(costs)
+    complete = [event for event in events if event["ph"] == "X"]
+    expected = list(spans(plan, timeline, [0, 2]))
+    assert [(e["pid"], e["cat"], e["name"]) for e in complete] == [(s.rank, s.lane, s.label) for s in expected]
+    for event, span in zip(complete, expected, strict=True):
+        assert event["ts"] == pytest.approx(span.start * 1e6)
+        assert event["dur"] == pytest.approx((span.end - span.start) * 1e6)
+        assert LANES[event["tid"]] == span.lane
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {"rank 0, stage 0, 3", "rank 2, stage 1, 2"}
+    assert document["otherData"]["plan"] == f"{plan.hash:016x}"
+    # Within a rank's lane nothing overlaps.
+    for pid, tid in {(e["pid"], e["tid"]) for e in complete}:
+        lane = sorted((e["ts"], e["ts"] + e["dur"]) for e in complete if (e["pid"], e["tid"]) == (pid, tid))
+        assert all(end <= start + 1e-3 for (_, end), (start, _) in zip(lane, lane[1:], strict=False))
+
+
+def test_the_gallery_is_what_the_script_draws(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("draw_schedules", ROOT / "scripts" / "draw_schedules.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    script.draw(tmp_path)
+    committed = ROOT / "docs" / "reference"
+    assert (tmp_path / "schedules.md").read_text() == (committed / "schedules.md").read_text()
+    drawn = {path.name for path in (tmp_path / "schedules").iterdir()}
+    assert drawn == {path.name for path in (committed / "schedules").iterdir()}
+    for name in drawn:
+        assert (tmp_path / "schedules" / name).read_text() == (committed / "schedules" / name).read_text(), name
+    assert {name for name, _, _ in script.GALLERY} == hpcomm.plan.SCHEDULES.keys()
