@@ -175,10 +175,13 @@ class Machine:
         stream = self.stream(index)
         if len(stream) == 1 or self.slot_depth == 0:
             return True
-        number = self.numbers[stream[1], index]
+        # Activations and gradients have slots of their own.
+        payload = self.operations[index].payload
+        alike = [other for other in self.messages[stream] if self.operations[other].payload == payload]
+        number = alike.index(index)
         if number < self.slot_depth:
             return True
-        oldest = self.messages[stream][number - self.slot_depth]
+        oldest = alike[number - self.slot_depth]
         # Consumed on the rank that it went to.
         readers = [r for r in self.readers[oldest] if stream[2] in self.operations[r].participants]
         return self.ended.issuperset(readers)

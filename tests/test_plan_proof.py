@@ -245,6 +245,8 @@ def random_plan(choose: random.Random) -> Any:
         costs=costs,
         reduce=choose.choice(["eager", "slack", "end"]),
         schema=choose.choice(["frozen", "per_message"]),
+        group=choose.random() < 0.4,
+        max_communicators=choose.choice([None, 3]),
     )
 
 

@@ -40,6 +40,8 @@ Action seen_by(const StepPlan& plan, int index, int rank) {
   const auto& ranks = op.participants;
   HPCOMM_REQUIRE(std::find(ranks.begin(), ranks.end(), rank) != ranks.end(), "rank ", rank, " issues ", describe(op),
                  " (operation ", index, ") but is none of its participants");
+  HPCOMM_REQUIRE(op.communicator >= -1 && op.communicator < std::ssize(plan.communicators), describe(op),
+                 " (operation ", index, ") is on communicator ", op.communicator, " of ", plan.communicators.size());
   HPCOMM_REQUIRE(op.kind != OpKind::kTransfer || ranks.size() == 2, describe(op), " (operation ", index,
                  "): a transfer needs a source and a destination");
   Action action{.kind = kind_seen_by(op, rank),
@@ -51,7 +53,7 @@ Action seen_by(const StepPlan& plan, int index, int rank) {
                 .payload = op.payload,
                 .peer = -1,
                 .communicator = op.communicator,
-                .lane = lane_of(op),
+                .lane = lane_of(plan, op),
                 .bytes = op.bytes,
                 .group = op.group,
                 .inside = {}};

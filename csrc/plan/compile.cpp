@@ -7,6 +7,7 @@
 #include <tuple>
 #include <utility>
 
+#include "base/error.h"
 #include "plan/compile_spec.h"
 #include "plan/place.h"
 #include "plan/replica.h"
@@ -29,17 +30,19 @@ class Writer {
     plan_.schema = spec.schema;
     plan_.lists.resize(plan_.world());
     first_op_.resize(replica.operations().size(), -1);
-    add_communicators();
+    assign_communicators();
   }
 
   StepPlan write(const ReadyOrder& ready) {
     const auto reductions = place_reductions(spec_, replica_, ready);
+    const std::vector<int> groups =
+        spec_.group ? group_messages(ready, reductions) : std::vector<int>(ready.order.size(), -1);
     for (std::size_t position = 0; position <= ready.order.size(); ++position) {
       for (const PlacedReduction& reduction : reductions[position]) {
         add_reduction(reduction);
       }
       if (position < ready.order.size()) {
-        add_task(ready.order[position]);
+        add_task(ready.order[position], groups[position]);
       }
     }
     add_dependencies();
@@ -67,15 +70,74 @@ class Writer {
     return at->second;
   }
 
+  // Per position the number of its group, -1 for none. Members become ready at the same time, so none waits for
+  // another; neighbours of a topological order stay one when they are contracted; messages never read each other.
+  std::vector<int> group_messages(const ReadyOrder& ready,
+                                  const std::vector<std::vector<PlacedReduction>>& reductions) const {
+    constexpr std::size_t kMaxMembers = 256;
+    const auto joins = [&](std::size_t position, std::size_t first) {
+      const Operation& op = replica_.operations()[ready.order[position]];
+      const Operation& leader = replica_.operations()[ready.order[first]];
+      return op.kind == OpKind::kTransfer && leader.kind == OpKind::kTransfer &&
+             messages_of(op.payload)[0] == messages_of(leader.payload)[0] &&
+             ready.ready[ready.order[position]] == ready.ready[ready.order[first]] && reductions[position].empty() &&
+             position - first < kMaxMembers;
+    };
+    std::vector<int> groups(ready.order.size(), -1);
+    int count = 0;
+    for (std::size_t first = 0, next = 0; first < groups.size(); first = next) {
+      for (next = first + 1; next < groups.size() && joins(next, first);) {
+        ++next;
+      }
+      if (next - first > 1) {
+        std::fill(groups.begin() + first, groups.begin() + next, count++);
+      }
+    }
+    return groups;
+  }
+
+  [[nodiscard]] const std::vector<int>& messages_of(Payload payload) const {
+    return payload == Payload::kActivation ? forward_ : backward_;
+  }
+
+  // How much the messages share.
+  enum class Sharing { kNothing, kDirections, kAll };
+
+  void assign_communicators() {
+    int most = 0;
+    for (const Sharing sharing : {Sharing::kNothing, Sharing::kDirections, Sharing::kAll}) {
+      add_communicators(sharing);
+      std::vector<int> of_rank(plan_.world(), 0);
+      for (const CommunicatorSpec& spec : plan_.communicators) {
+        for (const int rank : spec.ranks) {
+          ++of_rank[rank];
+        }
+      }
+      most = *std::max_element(of_rank.begin(), of_rank.end());
+      if (spec_.max_communicators == 0 || most <= spec_.max_communicators) {
+        return;
+      }
+    }
+    throw Error(ErrorKind::kInvalidArgument, str("max_communicators is ", spec_.max_communicators,
+                                                 "; this plan needs at least ", most, " on a rank"));
+  }
+
   // Each costs device memory: only those that something travels on.
-  void add_communicators() {
+  void add_communicators(Sharing sharing) {
+    plan_.communicators.clear();
+    communicator_of_.clear();
+    gradient_.clear();
+    tied_.clear();
+    const std::vector<int> everybody = ranks(0, plan_.world(), 1);
     for (const auto& [payload, lane, of_replica] : {std::tuple{Payload::kActivation, Lane::kForward, &forward_},
                                                     std::tuple{Payload::kGradient, Lane::kBackward, &backward_}}) {
+      of_replica->clear();
       const bool used =
           std::any_of(replica_.operations().begin(), replica_.operations().end(),
                       [&](const Operation& op) { return op.kind == OpKind::kTransfer && op.payload == payload; });
       for (int replica = 0; used && replica < spec_.dp; ++replica) {
-        of_replica->push_back(communicator(ranks(replica, spec_.pp, spec_.dp), lane));
+        of_replica->push_back(communicator(sharing == Sharing::kAll ? everybody : ranks(replica, spec_.pp, spec_.dp),
+                                           sharing == Sharing::kNothing ? lane : Lane::kForward));
       }
     }
     for (int stage = 0; stage < std::ssize(spec_.buckets); ++stage) {
@@ -86,7 +148,7 @@ class Writer {
     for (const Tie& tie : spec_.ties) {
       tied_.push_back(communicator(plan_.owners(tie), Lane::kGradient));
     }
-    scalar_ = communicator(ranks(0, plan_.world(), 1), Lane::kScalar);
+    scalar_ = communicator(everybody, sharing == Sharing::kAll ? Lane::kForward : Lane::kScalar);
   }
 
   int append(Operation op) {
@@ -94,7 +156,7 @@ class Writer {
     return static_cast<int>(plan_.operations.size()) - 1;
   }
 
-  void add_task(int task) {
+  void add_task(int task, int group) {
     first_op_[task] = static_cast<int>(plan_.operations.size());
     for (int replica = 0; replica < (replica_.is_shared(task) ? 1 : spec_.dp); ++replica) {
       Operation op = replica_.operations()[task];
@@ -102,7 +164,8 @@ class Writer {
         rank = rank * spec_.dp + replica;
       }
       if (op.kind == OpKind::kTransfer) {
-        op.communicator = (op.payload == Payload::kActivation ? forward_ : backward_)[replica];
+        op.communicator = messages_of(op.payload)[replica];
+        op.group = group == -1 ? -1 : group * spec_.dp + replica;
       } else if (op.kind == OpKind::kLoss) {
         op.communicator = scalar_;
         op.participants = ranks(0, plan_.world(), 1);

@@ -45,6 +45,11 @@ struct CompileSpec {
   Schema schema = Schema::kFrozen;
   ReducePolicy reduce = ReducePolicy::kSlack;
   int slot_depth = 2;  // StepPlan::slot_depth
+  // Of a rank; 0: one per direction, one for the gradients of each set of owners, one for the loss. With fewer, both
+  // directions share one, then the loss as well.
+  int max_communicators = 0;
+  // Neighbours of the order that become ready at the same time, on one communicator, are issued as one.
+  bool group = false;
 };
 
 // Every operation is ordered by its simulated ready time; ties go to messages before compute, then forward
@@ -57,8 +62,8 @@ struct CompileSpec {
 //
 // The reductions of a single replica and the loss of a single rank are operations too, without a
 // communicator: they apply the 1/weight scale. n log n in the number of operations. Throws kInvalidArgument
-// when the specification is incomplete or contradicts itself, kDeadlock when no order satisfies the compute
-// order or the slots.
+// when the specification is incomplete or contradicts itself, or no assignment keeps to max_communicators, kDeadlock
+// when no order satisfies the compute order or the slots.
 [[nodiscard]] StepPlan compile(const CompileSpec& spec);
 
 }  // namespace hpcomm::plan

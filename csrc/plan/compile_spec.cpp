@@ -23,6 +23,7 @@ void check_mesh(const CompileSpec& spec) {
   HPCOMM_REQUIRE(spec.num_microbatches >= 1, "num_microbatches must be at least 1, not ", spec.num_microbatches);
   HPCOMM_REQUIRE(spec.slot_depth >= 0, "slot_depth is ", spec.slot_depth,
                  "; give the messages in flight per edge, or 0 for no bound");
+  HPCOMM_REQUIRE(spec.max_communicators >= 0, "max_communicators is ", spec.max_communicators, "; 0 means any number");
   HPCOMM_REQUIRE(!spec.stage_to_rank.empty(), "stage_to_rank is empty: name the pipeline rank of each stage");
   for (int stage = 0; stage < std::ssize(spec.stage_to_rank); ++stage) {
     const int rank = spec.stage_to_rank[stage];

@@ -133,8 +133,16 @@ std::vector<Dependency> slot_credits(const StepPlan& plan, const Streams& stream
       others[before].push_back(after);
     }
   }
+  std::vector<std::vector<int>> in_flight;
   for (const Stream& edge : streams.edges) {
-    const std::vector<int>& messages = edge.ops[0];
+    // Activations and gradients have slots of their own, also where they share a communicator.
+    for (const Payload payload : {Payload::kActivation, Payload::kGradient}) {
+      in_flight.emplace_back();
+      std::copy_if(edge.ops[0].begin(), edge.ops[0].end(), std::back_inserter(in_flight.back()),
+                   [&](int op) { return plan.operations[op].payload == payload; });
+    }
+  }
+  for (const std::vector<int>& messages : in_flight) {
     for (std::size_t n = static_cast<std::size_t>(plan.slot_depth); n < messages.size(); ++n) {
       const int oldest = messages[n - plan.slot_depth];
       if (consumer[oldest] != -1) {

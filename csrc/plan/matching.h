@@ -22,8 +22,8 @@ struct Streams {
 // Sorts the issue lists of a well-formed plan into streams.
 [[nodiscard]] Streams streams(const StepPlan& plan);
 
-// Consumption of message n before the send of message n + slot_depth, per edge: `after` takes the slot that `before`
-// frees. A message that nobody consumes frees its slot on arrival. Empty without a bound.
+// Consumption of message n before the send of message n + slot_depth, per edge and payload: `after` takes the slot that
+// `before` frees. A message that nobody consumes frees its slot on arrival. Empty without a bound.
 [[nodiscard]] std::vector<Dependency> slot_credits(const StepPlan& plan, const Streams& streams);
 
 // Throws kSchemaMismatch when the n-th operations of a stream differ between its ranks, kDeadlock when one of

@@ -110,7 +110,7 @@ class Machine {
       if (host != -1) {
         continue;
       }
-      const int lane = static_cast<int>(lane_of(plan_.operations[op]));
+      const int lane = static_cast<int>(lane_of(plan_, plan_.operations[op]));
       const int before = costs_.host_waits && lane != kHost ? previous[kHost] : -1;
       follow(previous[lane], first_[op], before);
       std::size_t issues = 0;
@@ -120,7 +120,7 @@ class Machine {
       const double piece = issues == 0 ? -1 : compute_seconds(op) / static_cast<double>(issues);
       for (std::size_t k = 0; k < issues; ++k) {
         const int inner = list[i + 1 + k].op;
-        const int inner_lane = static_cast<int>(lane_of(plan_.operations[inner]));
+        const int inner_lane = static_cast<int>(lane_of(plan_, plan_.operations[inner]));
         seconds_[last_[op]] = piece;
         follow(previous[inner_lane], first_[inner], last_[op]);
         previous[inner_lane] = last_[inner];

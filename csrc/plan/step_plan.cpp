@@ -134,6 +134,10 @@ Lane lane_of(const Operation& op) noexcept {
   return Lane::kCompute;
 }
 
+Lane lane_of(const StepPlan& plan, const Operation& op) {
+  return op.communicator == -1 ? lane_of(op) : plan.communicators.at(op.communicator).lane;
+}
+
 const char* to_string(Lane lane) noexcept {
   switch (lane) {
     case Lane::kCompute:

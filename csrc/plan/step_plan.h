@@ -80,7 +80,7 @@ struct StepPlan {
   int pp = 1;
   int dp = 1;
   int num_microbatches = 0;
-  int slot_depth = 0;              // messages in flight per edge before the first is consumed; 0: no bound
+  int slot_depth = 0;              // messages in flight per edge and payload before the first is consumed; 0: no bound
   std::vector<int> stage_to_rank;  // stage -> pipeline rank
   std::vector<std::vector<std::int64_t>> buckets;  // stage -> bytes of each gradient bucket, in ready order
   std::vector<Tie> ties;
@@ -107,8 +107,10 @@ struct StepPlan {
 [[nodiscard]] bool is_compute(OpKind kind) noexcept;
 // Compute that adds to its stage's gradients.
 [[nodiscard]] bool is_backward(OpKind kind) noexcept;
-// The lane follows from what the operation is.
+// The lane that the operation would have to itself. Where communicators are few it shares another: see below.
 [[nodiscard]] Lane lane_of(const Operation& op) noexcept;
+// The lane of its communicator.
+[[nodiscard]] Lane lane_of(const StepPlan& plan, const Operation& op);
 [[nodiscard]] const char* to_string(Lane lane) noexcept;
 // "SEND act mb 3 on edge 1->2", where an edge joins two ranks, or RECV as its destination sees it;
 // "FORWARD mb 3 of stage 1"; "REDUCE bucket 0 of stage 1"; "REDUCE loss". Safe on malformed operations.

@@ -98,7 +98,7 @@ class ContractedGraph {
     std::array<int, 5> previous{};  // per lane, the last operation
     previous.fill(-1);
     for (const auto& [op, host] : plan_.lists[rank]) {
-      const int lane = static_cast<int>(lane_of(plan_.operations[op]));
+      const int lane = static_cast<int>(lane_of(plan_, plan_.operations[op]));
       constexpr int kHost = static_cast<int>(Lane::kCompute);
       if (host != -1) {  // issued once its host has begun; what needs the host's end needs a node of its own
         add_nodes(node_of_[host], node_of_[op], {Why::kList, rank, host, op});

@@ -29,8 +29,8 @@ struct VerifyOptions {
 // operation ends only when all its participants have started it (no buffering), and the n-th send from r to s
 // on a communicator meets the n-th receive, the n-th collective the n-th. verify() decides whether the plan
 // ends there: one node per operation (participants contracted), edges between neighbours of each issue list,
-// along data dependencies, and from the consumption of message n to the send of message n + slot_depth; no
-// cycle, no deadlock.
+// along data dependencies, and from the consumption of message n to the send of message n + slot_depth (per edge and
+// payload); no cycle, no deadlock.
 //
 // Judges any value, not only what compile() made. Near linear in the plan's size. Throws
 //   kInvalidArgument  the plan means nothing (well_formed.h), issues an operation never or twice, reduces a gradient

@@ -130,8 +130,10 @@ class OperationCheck {
     require(in_range(op_.communicator, std::ssize(plan_.communicators)), "is on communicator ", op_.communicator,
             " of ", plan_.communicators.size());
     const CommunicatorSpec& spec = plan_.communicators[op_.communicator];
-    require(spec.lane == lane_of(op_), "is on communicator ", op_.communicator, " of the ", to_string(spec.lane),
-            " lane; it belongs on the ", to_string(lane_of(op_)), " lane");
+    // Where communicators are few, gradients of activations and the loss travel with the activations.
+    const bool shares = spec.lane == Lane::kForward && (op_.kind == OpKind::kTransfer || op_.kind == OpKind::kLoss);
+    require(shares || spec.lane == lane_of(op_), "is on communicator ", op_.communicator, " of the ",
+            to_string(spec.lane), " lane; it belongs on the ", to_string(lane_of(op_)), " lane");
     const auto member = [&](int rank) { return std::binary_search(spec.ranks.begin(), spec.ranks.end(), rank); };
     require(exactly ? spec.ranks == op_.participants
                     : std::all_of(op_.participants.begin(), op_.participants.end(), member),

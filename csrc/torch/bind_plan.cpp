@@ -221,6 +221,8 @@ void bind_compile(py::module_& module) {
       .def_readwrite("schema", &CompileSpec::schema)
       .def_readwrite("cost", &CompileSpec::cost)
       .def_readwrite("slot_depth", &CompileSpec::slot_depth)
+      .def_readwrite("max_communicators", &CompileSpec::max_communicators)
+      .def_readwrite("group", &CompileSpec::group)
       .def(
           "add_link",
           [](CompileSpec& spec, int from_stage, int to_stage, std::int64_t bytes, bool differentiable) {

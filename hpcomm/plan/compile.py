@@ -41,6 +41,8 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
     slot_depth: int | None = None,
     reduce: str = "slack",
     schema: str = "frozen",
+    max_communicators: int | None = None,
+    group: bool = False,
 ) -> StepPlan:
     """Compile the communication of one training step; nothing is communicated, no rank needs to exist.
 
@@ -67,6 +69,9 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
     reduce: where buckets are reduced: "eager", inside the stage's last backward; "slack", in bubbles that follow it on
         its rank, or else as "eager"; "end", after the rank's last computation.
     schema: "frozen", or "per_message": a header runs ahead of every message.
+    max_communicators: of a rank. By default one per direction of the pipeline, one for its gradients (more for ties)
+        and one for the loss; with fewer, both directions share one, then the loss as well.
+    group: issue messages as one that are neighbours in the order, ready at the same time and on one communicator.
 
     Raises ``hpcomm.errors.InvalidArgument`` for arguments that contradict each other,
     ``hpcomm.errors.DeadlockError`` for a compute order that contradicts its data or needs more slots,
@@ -93,6 +98,8 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
     spec.buckets = [[]] * num_stages if bucket_bytes is None else [list(sizes) for sizes in bucket_bytes]
     spec.reduce = _member(native.ReducePolicy, "reduce", reduce)
     spec.schema = _member(native.Schema, "schema", schema)
+    spec.max_communicators = 0 if max_communicators is None else max_communicators
+    spec.group = group
     spec.ties = [native.Tie(sorted(stages), size) for stages, size in ties]
     spec.loss_stages = [] if loss_stages is None else list(loss_stages)
     for link in _chain(num_stages, activation_bytes) if links is None else links:

@@ -254,6 +254,51 @@ TEST(compile_reduces_early_in_bubbles_or_at_the_end) {
   }
 }
 
+TEST(compile_shares_communicators_where_they_are_few) {
+  CompileSpec spec = one_f_one_b(3, 2, 4);
+  const auto communicators = [&](int most) {
+    spec.max_communicators = most;
+    const StepPlan plan = compile(spec);
+    verify(plan);
+    std::vector<int> of_rank(plan.world(), 0);
+    for (const CommunicatorSpec& communicator : plan.communicators) {
+      for (const int rank : communicator.ranks) {
+        ++of_rank[rank];
+      }
+    }
+    CHECK(*std::max_element(of_rank.begin(), of_rank.end()) <= most);
+    return plan.communicators;
+  };
+  CHECK_EQ(communicators(4).size(), 2U + 2 + 3 + 1);
+  CHECK_EQ(communicators(9).size(), 2U + 2 + 3 + 1);
+  CHECK_EQ(communicators(3).size(), 2U + 3 + 1);  // both directions on one
+  const auto two = communicators(2);
+  CHECK_EQ(two.size(), 1U + 3);  // and the loss, so that all ranks are on it
+  CHECK_EQ(two[0].ranks.size(), 6U);
+  CHECK(two[0].lane == Lane::kForward);
+  CHECK_THROWS(ErrorKind::kInvalidArgument, communicators(1), "max_communicators is 1; this plan needs at least 2");
+  CHECK_THROWS(ErrorKind::kInvalidArgument, communicators(-1), "max_communicators is -1");
+}
+
+TEST(compile_groups_messages_that_become_ready_together) {
+  CompileSpec spec = one_f_one_b(2, 2, 4);
+  spec.group = true;
+  // Apart: the two directions are on two communicators.
+  CHECK_EQ(table_of(compile(spec)),
+           "rank 0-1 | F0 S0 F1 S1 r0 B0 F2 S2 r1 B1 F3 S3 r2 B2 L r3 B3{R0 R1}\n"
+           "rank 2-3 | r0 F0 r1 B0 s0 F1 B1 r2 s1 F2 B2 r3 s2 F3 L B3{R0 R1} s3\n");
+  // On one, the activation of microbatch 2 and the gradient of microbatch 1 are exchanged in one go.
+  spec.max_communicators = 3;
+  spec.cost.stages = {{1, 2}, {1, 2}};
+  const StepPlan plan = compile(spec);
+  verify(plan);
+  CHECK_EQ(table_of(plan),
+           "rank 0-1 | F0 S0 F1 S1 r0 B0 F2 (S2 r1) B1 F3 (S3 r2) B2 L r3 B3{R0 R1}\n"
+           "rank 2-3 | r0 F0 r1 B0 s0 F1 B1 (r2 s1) F2 B2 (r3 s2) F3 L B3{R0 R1} s3\n");
+  spec.group = false;
+  CHECK(table_of(compile(spec)).find('(') == std::string::npos);
+}
+
 TEST(compile_sends_no_gradient_over_links_without_one) {
   CompileSpec spec = gpipe(3, 1, 2);
   spec.links.push_back({0, 2, 8, /*differentiable=*/false});
