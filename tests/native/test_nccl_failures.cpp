@@ -91,7 +91,9 @@ TEST(nccl_a_failed_peer_ends_what_waits) {
   job.run_threads([&](int rank) {
     const auto world = job.communicator(rank);
     if (rank == 2) {
-      std::this_thread::sleep_for(5ms);
+      for (const int peer : {0, 1}) {
+        (void)job.control(2)->receive(peer, 1, Clock::now() + 20s);
+      }
       job.control(2)->abort("out of memory");
       return;
     }
@@ -99,6 +101,7 @@ TEST(nccl_a_failed_peer_ends_what_waits) {
     const WorkPtr running = world->all_reduce(values.view(), ReduceOp::kSum);
     const WorkPtr queued = world->barrier();
     const WorkPtr behind = world->follow(queued, {rank, -1, 0, "unpack"}, nullptr);
+    job.control(rank)->send(2, 1, "issued");
     for (const WorkPtr& work : {running, queued, behind}) {
       const auto error = error_of(*work);
       CHECK(error && error->kind() == ErrorKind::kPeerError);
@@ -287,7 +290,7 @@ TEST(nccl_an_abort_that_hangs_does_not_hang_us) {
     world->close();
     world.reset();  // gives up after some seconds
   });
-  fake_nccl::rules().abort_hangs = false;
+  fake_nccl::let_aborts_return();
   CHECK(eventually([] { return fake_nccl::live_communicators() == 0; }, 20s));
 }
 
@@ -368,11 +371,10 @@ void use_everything(const NcclJob& job, int rank) {
   }
 }
 
-}  // namespace
-
-TEST(nccl_every_call_of_nccl_may_fail) {
+// Every third call, from the n-th on, fails in a job of its own.
+void fail_every_third(std::uint64_t first) {
   bool failed = true;
-  for (std::uint64_t n = 1; failed; ++n) {
+  for (std::uint64_t n = first; failed; n += 3) {
     NcclJob job(2, {}, 5s);
     CapturedStderr captured;
     fake_nccl::fail("", n, kSystemError);
@@ -391,6 +393,12 @@ TEST(nccl_every_call_of_nccl_may_fail) {
     }
   }
 }
+
+}  // namespace
+
+TEST(nccl_every_call_of_nccl_may_fail_1) { fail_every_third(1); }
+TEST(nccl_every_call_of_nccl_may_fail_2) { fail_every_third(2); }
+TEST(nccl_every_call_of_nccl_may_fail_3) { fail_every_third(3); }
 
 TEST(nccl_every_call_of_cuda_may_fail) {
   for (const char* function : {"cudaGetDevice", "cudaSetDevice", "cudaEventCreateWithFlags", "cudaEventRecord",

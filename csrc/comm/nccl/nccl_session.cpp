@@ -17,11 +17,12 @@ constexpr std::chrono::seconds kPatience{1};
 
 }  // namespace
 
-Session::Session(const Library& library, int device_index, std::string lane_name, std::shared_ptr<Control> controls)
+Session::Session(const Library& library, int device_index, std::string lane_name, const std::shared_ptr<Control>& job)
     : nccl(library),
       device(device_index),
       lane(std::move(lane_name)),
-      control(std::move(controls)),
+      rank(job->rank()),
+      control(job),
       generation(fork_generation()) {}
 
 void Session::settle(Result result, CommHandle polled, Deadline deadline, const ErrorContext& what) const {
@@ -124,18 +125,21 @@ void Session::abort(const Error& why, bool tell) {
 }
 
 void Session::listen() {
-  // Runs on Control's thread, which must not wait: the watchdog does the rest. Weak, as the session holds Control.
-  listener_ = control->on_failure([weak = weak_from_this()](const Error& error) {
-    if (const auto session = weak.lock()) {
-      session->abort(error, false);
-      wake_watchdog();
-    }
-  });
+  // Runs on Control's thread, which must not wait: the watchdog does the rest.
+  if (const auto job = control.lock()) {
+    listener_ = job->on_failure([weak = weak_from_this()](const Error& error) {
+      if (const auto session = weak.lock()) {
+        session->abort(error, false);
+        wake_watchdog();
+      }
+    });
+  }
 }
 
 void Session::stop_listening() {
-  if (const std::uint64_t listener = std::exchange(listener_, 0); listener != 0) {
-    control->remove_listener(listener);
+  const std::uint64_t listener = std::exchange(listener_, 0);
+  if (const auto job = control.lock(); job != nullptr && listener != 0) {
+    job->remove_listener(listener);
   }
 }
 
@@ -163,7 +167,7 @@ std::optional<Error> Session::async_error() {
   if (state == Result::kSuccess || state == Result::kInProgress) {
     return std::nullopt;
   }
-  return Error(ErrorKind::kTransport, nccl.words(state, comm), {control->rank(), -1, -1, "nccl"});
+  return Error(ErrorKind::kTransport, nccl.words(state, comm), {rank, -1, -1, "nccl"});
 }
 
 std::optional<Error> Session::overdue() {

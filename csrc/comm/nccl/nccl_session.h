@@ -23,12 +23,14 @@ namespace hpcomm::nccl {
 
 class Session : public std::enable_shared_from_this<Session> {
  public:
-  Session(const Library& nccl, int device, std::string lane, std::shared_ptr<Control> control);
+  Session(const Library& nccl, int device, std::string lane, const std::shared_ptr<Control>& control);
 
   const Library& nccl;
   const int device;
   const std::string lane;
-  const std::shared_ptr<Control> control;
+  const int rank;  // in the job
+  // The Communicator's: memory that outlives it keeps the session, not the job's connections.
+  const std::weak_ptr<Control> control;
   const std::uint32_t generation;  // fork_generation() of the process that owns it
 
   std::mutex api;

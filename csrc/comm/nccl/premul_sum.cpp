@@ -9,7 +9,7 @@ namespace hpcomm::nccl {
 
 PreMulSum::PreMulSum(Session& session, DType dtype, void* scalar) : session_(session) {
   HPCOMM_REQUIRE(is_floating(dtype), "a pre-multiplied sum of ", to_string(dtype), ": only floats are scaled");
-  const ErrorContext what{session.control->rank(), -1, 0, "ncclRedOpCreatePreMulSum"};
+  const ErrorContext what{session.rank, -1, 0, "ncclRedOpCreatePreMulSum"};
   const DataType type = reduced(dtype, ReduceOp::kSum, what).elements.type;
   const Result made = session.nccl.RedOpCreatePreMulSum(&op_, scalar, type, ScalarResidence::kDevice, session.comm);
   if (made != Result::kSuccess) {

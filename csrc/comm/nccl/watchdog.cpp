@@ -97,8 +97,9 @@ class Watchdog {
     }
     // Told before the abort takes its time. On this rank it reaches the job's other sessions before the loop below.
     for (const SessionPtr& session : sessions) {
-      if (const auto message = session->take_message()) {
-        session->control->abort(*message);
+      const auto message = session->take_message();
+      if (const auto job = session->control.lock(); job != nullptr && message) {
+        job->abort(*message);
       }
     }
     std::vector<SessionPtr> aborted;

@@ -38,7 +38,9 @@ struct Rules {
 
 // Back to a healthy library with `rules`, no injected errors, counts at zero. What is left of before is forgotten.
 void reset(const Rules& rules = {});
-[[nodiscard]] Rules& rules();
+[[nodiscard]] const Rules& rules();
+// The end of Rules::abort_hangs.
+void let_aborts_return();
 
 // How often a function was called since reset(), by name: calls("ncclSend"); of all, with an empty name.
 [[nodiscard]] std::uint64_t calls(const std::string& function = "");
