@@ -25,9 +25,9 @@ Reducer::Reducer(std::shared_ptr<Communicator> communicator, BucketPlan plan, st
                      "the bucket plan was made for another model: it has ", entries[e].count, " ",
                      to_string(entries[e].dtype), " for parameter ", param, ", which has ", params[param].count, " ",
                      to_string(params[param].dtype));
-      // pack() would copy them as they are, without the factor.
-      HPCOMM_REQUIRE(can_scale(params[param].dtype), "gradients of ", to_string(params[param].dtype),
-                     " cannot be scaled (parameter ", param, ")");
+      // pack() would copy the former as they are, without the factor; no transport sums the latter.
+      HPCOMM_REQUIRE(can_scale(params[param].dtype) && size_of(params[param].dtype) > 1, "gradients of ",
+                     to_string(params[param].dtype), " cannot be scaled and summed (parameter ", param, ")");
       placed[param] = true;
       places_[param] = {b, e};
     }

@@ -424,6 +424,8 @@ TEST(reducer_checks_its_plan) {
   CHECK_THROWS(ErrorKind::kInvalidArgument, make(model.plan, params), "parameter 0");
   const std::vector<TensorSize> complex{{4, DType::kComplex64}};
   CHECK_THROWS(ErrorKind::kInvalidArgument, make(plan_buckets(complex, {0}), complex), "complex64 cannot be scaled");
+  const std::vector<TensorSize> tiny{{4, DType::kFloat8E5M2}};
+  CHECK_THROWS(ErrorKind::kInvalidArgument, make(plan_buckets(tiny, {0}), tiny), "cannot be scaled and summed");
   BucketPlan shorter = model.plan;
   shorter.buckets[1].layout = Layout({{5, DType::kFloat32}});
   CHECK_THROWS(ErrorKind::kInvalidArgument, make(shorter, model.params), "bucket 1");
