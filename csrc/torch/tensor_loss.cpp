@@ -37,7 +37,8 @@ class HostLoss final : public TensorLoss {
 
 class DeviceLoss final : public TensorLoss {
  public:
-  explicit DeviceLoss(const std::shared_ptr<Communicator>& communicator) : DeviceLoss(communicator, {communicator}) {}
+  explicit DeviceLoss(const std::shared_ptr<Communicator>& communicator)
+      : DeviceLoss(communicator, CommunicatorAllocator(communicator)) {}
 
   void issue(const at::Tensor& loss_sum, double weight_sum, bool accumulate) override {
     HPCOMM_REQUIRE(loss_sum.numel() == 1, "a loss has one element, this one has ", loss_sum.numel());
