@@ -115,7 +115,7 @@ def attached() -> list[torch.Tensor]:
     stock = nn.parallel.DistributedDataParallel(model())
     hpcomm.attach(stock)
     with pytest.raises(RuntimeError, match="can only be called once"):
-        ddp_module._install(stock, ddp_module._lane_over(dist.group.WORLD))
+        ddp_module._install(stock, ddp_module._lane_over(dist.group.WORLD, torch.device("cpu")))
     x, y = shard(dist.get_rank())
     loss_of(stock(x), y).backward()
     return [p.grad for p in stock.parameters() if p.grad is not None]
