@@ -66,9 +66,9 @@ def draw(rows: list[dict[str, Any]]) -> str:
         return left + (x - x0) / (x1 - x0) * width, top + (y1 - y) / (y1 - y0) * height
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 20} {top + height + 50}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 45} {top + height + 50}" '
         'font-family="DejaVu Sans, Helvetica, Arial, sans-serif" font-size="11">',
-        f'<rect width="{left + width + 20}" height="{top + height + 50}" fill="#FFFFFF"/>',
+        f'<rect width="{left + width + 45}" height="{top + height + 50}" fill="#FFFFFF"/>',
     ]
     for x in range(x0, x1 + 1):
         at, _ = place(x, y0)

@@ -406,6 +406,31 @@ def test_json_names_what_is_damaged() -> None:
     refused(r"dependencies\[0\]: expected a list of 2, found 'ab'", dependencies=["ab"])
 
 
+def test_json_keeps_everything_of_a_plan() -> None:
+    plan = hpcomm.plan.compile(
+        "zbv",
+        pp=2,
+        dp=2,
+        num_microbatches=4,
+        bucket_bytes=[[8, 4]] * 4,
+        links=[(0, 1, 8), (1, 2, 8), (2, 3, 8), (0, 2, 4, False)],
+        ties=[([0, 3], 16), ([1, 2, 3], 32)],
+        schema="per_message",
+        max_communicators=5,
+        group=True,
+    )
+    plan.verify()
+    assert len(plan.ties) == 2
+    back = from_json(to_json(plan))
+    assert back == plan
+    assert (back.ties, back.schema) == (plan.ties, plan.schema)
+    for field in ("ties", "schema"):
+        document = json.loads(to_json(plan))
+        document[field] = {"ties": [[[0, 3], 17], [[1, 2, 3], 32]], "schema": "FROZEN"}[field]
+        with pytest.raises(ValueError, match="its hash is"):
+            from_json(json.dumps(document))
+
+
 def test_json_of_a_meaningless_plan_is_refused_even_with_its_own_hash() -> None:
     plan = plan_of("1f1b", 2, 2, 2)
     lists = plan.lists

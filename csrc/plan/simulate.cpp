@@ -105,6 +105,7 @@ class Machine {
     constexpr int kHost = static_cast<int>(Lane::kCompute);
     std::array<int, 5> previous{};  // per lane, the last node
     previous.fill(-1);
+    std::unordered_map<int, int> gradients;  // stage -> what has added to them last
     for (std::size_t i = 0; i < list.size(); ++i) {
       const auto [op, host] = list[i];
       if (host != -1) {
@@ -113,6 +114,11 @@ class Machine {
       const int lane = static_cast<int>(lane_of(plan_, plan_.operations[op]));
       const int before = costs_.host_waits && lane != kHost ? previous[kHost] : -1;
       follow(previous[lane], first_[op], before);
+      for (const int stage : reduces(plan_.operations[op])) {
+        if (const auto last = gradients.find(stage); last != gradients.end()) {
+          arcs_.push_back({last->second, first_[op]});
+        }
+      }
       std::size_t issues = 0;
       while (i + issues + 1 < list.size() && list[i + issues + 1].host == op) {
         ++issues;
@@ -131,7 +137,18 @@ class Machine {
         }
       }
       previous[lane] = last_[op];
+      if (is_backward(plan_.operations[op].kind)) {
+        gradients[plan_.operations[op].stage] = last_[op];
+      }
     }
+  }
+
+  // The stages whose gradients the operation adds up: what a list says by position, and a device by events.
+  [[nodiscard]] std::vector<int> reduces(const Operation& op) const {
+    if (op.kind == OpKind::kReduce) {
+      return {op.stage};
+    }
+    return op.kind == OpKind::kTied ? plan_.ties[op.bucket].stages : std::vector<int>{};
   }
 
   void follow(int previous, int node, int other) {

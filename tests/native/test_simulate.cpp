@@ -1,5 +1,7 @@
 // plan/simulate: what operations take, and what makes them wait.
+#include <algorithm>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "native/check.h"
@@ -95,6 +97,48 @@ TEST(simulate_reduces_in_a_ring_inside_the_backward) {
   }
   verify(hand.plan());
   CHECK_EQ(makespan(hand.plan(), costs), 2 + 2 * 0.25 + 8.0 / 4);
+}
+
+// On their own, reductions name no data that they read: their place in the list says what has added to the bucket.
+TEST(simulate_reduces_what_backwards_have_added) {
+  using enum OpKind;
+  CompileSpec spec;
+  spec.pp = 2;
+  spec.num_microbatches = 2;
+  spec.stage_to_rank = {0, 1, 0, 1};
+  spec.links = chain(4);
+  spec.buckets.assign(4, {8});
+  spec.ties = {{{0, 3}, 8}};
+  for (const int rank : {0, 1}) {
+    std::vector<ComputeAction>& actions = spec.compute.emplace_back();
+    for (const auto& [kind, stage] : {std::pair{kForward, rank}, std::pair{kForward, rank + 2},
+                                      std::pair{kBackward, rank + 2}, std::pair{kBackward, rank}}) {
+      actions.push_back({kind, stage, 0});
+      actions.push_back({kind, stage, 1});
+    }
+  }
+  for (const ReducePolicy policy : {ReducePolicy::kSlack, ReducePolicy::kEnd}) {
+    spec.reduce = policy;
+    const StepPlan plan = compile(spec);
+    const Timeline timeline = simulate(plan, spec.cost);
+    std::vector<double> complete(4, 0);
+    for (std::size_t op = 0; op < plan.operations.size(); ++op) {
+      if (plan.operations[op].kind == kBackward) {
+        double& end = complete[plan.operations[op].stage];
+        end = std::max(end, timeline.end[op]);
+      }
+    }
+    for (int rank = 0; rank < 2; ++rank) {
+      for (const Issue& issue : plan.lists[rank]) {
+        const Operation& op = plan.operations[issue.op];
+        if (op.kind == kReduce && issue.host == -1) {
+          CHECK(timeline.start[issue.op] >= complete[op.stage]);
+        } else if (op.kind == kTied) {
+          CHECK(timeline.start[issue.op] >= std::max(complete[0], complete[3]));
+        }
+      }
+    }
+  }
 }
 
 TEST(simulate_lets_ranks_of_a_host_share_its_cores) {
