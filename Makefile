@@ -11,6 +11,10 @@ DP ?=
 PP ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+GPU_NCCL ?=
+GPU_MINUTES ?= 8
+BENCH_ARGS ?=
+OUT ?=
 SANITIZE ?= thread
 
 VENV ?= .venv
@@ -39,7 +43,7 @@ SHELL := bash
 .NOTPARALLEL:
 MAKEFLAGS += --no-builtin-rules
 .DEFAULT_GOAL := help
-.PHONY: help build test demo lint format sanitize tsan asan wheel cuda-build cuda-wheel compat clean check-machine FORCE
+.PHONY: help build test demo lint format sanitize tsan asan wheel cuda-build cuda-wheel compat gpu-test gpu-bench clean check-machine FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -102,6 +106,15 @@ cuda-wheel: $(MADE_TORCH) $(MADE_TOOLS)
 
 compat: | check-machine ## build and try hpcomm under every torch of COMPAT, one after the other (gigabytes each)
 	PIP_ARGS='$(PIP_ARGS)' '$(PYTHON)' scripts/compat.py $(COMPAT)
+
+# With the Python, torch, nvcc, CMake and ninja that are there: no .venv, no network. docs/how-to/check-a-gpu.md
+GPU := GPU_NCCL='$(GPU_NCCL)' GPU_MINUTES='$(GPU_MINUTES)' OUT='$(OUT)' '$(PYTHON)' scripts/gpu.py
+
+gpu-test: ## on a machine with a GPU: build for it, run the tests marked cuda (GPU_NCCL= OUT= PYTEST_ARGS=)
+	$(GPU) test $(PYTEST_ARGS)
+
+gpu-bench: ## on a machine with a GPU: build for it, run the GPU benchmarks (GPU_NCCL= OUT= BENCH_ARGS=)
+	$(GPU) bench $(BENCH_ARGS)
 
 clean: ## remove what was built (not .venv and .venv-cuda: rm -rf .venv* for those)
 	rm -rf build dist hpcomm.egg-info hpcomm/_build.py hpcomm/_C.*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

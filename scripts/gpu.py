@@ -1,0 +1,229 @@
+"""`make gpu-test` and `make gpu-bench`: checks the machine, builds with CUDA for its GPU, runs, writes what came out.
+
+    python3 scripts/gpu.py test|bench [arguments for pytest or benchmarks.gpu]
+
+Offline, with the Python that runs it, and nothing is installed. Environment: GPU_NCCL (an NCCL that lets ranks share a
+GPU), GPU_MINUTES (for all of it; 8), OUT (a folder that results and logs are copied to), MAX_JOBS, CUDA_HOME,
+TORCH_CUDA_ARCH_LIST. Results are written as they come: what was measured before
+the time is up, or something hangs, is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import check_gpu  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results"
+LOGS = ROOT / "build/gpu"
+GRACE = 15.0  # seconds that what runs has to end in order when the time is up
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command; its exit code."""
+    if not arguments or arguments[0] not in ("test", "bench"):
+        print(__doc__, file=sys.stderr)
+        return 2
+    end = time.monotonic() + 60 * float(os.environ.get("GPU_MINUTES", "8"))
+    found = check_gpu.facts()
+    print(check_gpu.describe(found), flush=True)
+    lacks = check_gpu.missing(found)
+    if lacks:
+        print("\n" + check_gpu.complain(lacks), file=sys.stderr)
+        return 1
+    LOGS.mkdir(parents=True, exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {
+        "question": f"gpu-{arguments[0]}",
+        "environment": environment(found),
+        "command": shlex.join(["make", f"gpu-{arguments[0]}", *arguments[1:]]),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
+    try:
+        started = time.monotonic()
+        code = build(found)
+        report["build_seconds"] = round(time.monotonic() - started, 1)
+        if code != 0:
+            path = result_path(arguments[0], found)
+            write(path, {**report, "failed": "the build"})
+            return code
+        step = run_tests if arguments[0] == "test" else run_benchmarks
+        return step(list(arguments[1:]), found, report, end)
+    finally:
+        copy_results()
+
+
+def environment(found: dict[str, Any]) -> dict[str, Any]:
+    """What a reader needs to judge a figure, in the words of the other benchmarks."""
+    revision = check_gpu.run("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12")
+    return {
+        "gpu": found["gpus"][0]["name"],
+        "gpus": len(found["gpus"]),
+        "driver": found["driver"],
+        "cuda": found["torch_cuda"],
+        "nvcc": found["nvcc"],
+        "nccl": found.get("nccl", ""),
+        "torch": found["torch"],
+        "python": found["python"],
+        "compiler": found["compiler"],
+        "cpu": found["cpu"],
+        "cores": found["cores"],
+        "most_ranks": check_gpu.most_ranks(found),
+        "commit": os.environ.get("HPCOMM_COMMIT") or revision,
+    }
+
+
+def result_path(what: str, found: dict[str, Any]) -> Path:
+    """Where the figures of this GPU go."""
+    if what == "test":
+        return RESULTS / "gpu-test.json"
+    name = re.sub(r"[^a-z0-9]+", "-", found["gpus"][0]["name"].lower()).strip("-")
+    return RESULTS / f"gpu-bench-{name}.json"
+
+
+def build(found: dict[str, Any]) -> int:
+    """In place, for the GPU that is here; a second time it finds nothing to do."""
+    variables = {
+        **os.environ,
+        "USE_CUDA": "1",
+        "TORCH_CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST") or architectures(found),
+        "MAX_JOBS": os.environ.get("MAX_JOBS") or str(found["cores"]),
+    }
+    print(f"\n== build (TORCH_CUDA_ARCH_LIST={variables['TORCH_CUDA_ARCH_LIST']})", flush=True)
+    log = LOGS / "build.log"
+    with log.open("w") as output:
+        done = subprocess.run(
+            [sys.executable, "setup.py", "build_ext", "--inplace"],
+            cwd=ROOT,
+            env=variables,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    lines = log.read_text(errors="replace").splitlines()
+    if done.returncode != 0:
+        wrong = [line for line in lines if re.search(r"\b(error|Error|FAILED|fatal)\b", line)]
+        print("\n".join([*wrong[:40], "... the end of the log:", *lines[-40:]]))
+        print(f"The build failed; all of it is in {log.relative_to(ROOT)}.", file=sys.stderr)
+    return done.returncode
+
+
+def architectures(found: dict[str, Any]) -> str:
+    """As TORCH_CUDA_ARCH_LIST has them."""
+    return ";".join(sorted({gpu["capability"] for gpu in found["gpus"]}))
+
+
+def variables_of_ranks(found: dict[str, Any]) -> dict[str, str]:
+    """Of whatever starts ranks."""
+    sharing = len(found["gpus"]) == 1
+    return {
+        **os.environ,
+        **(check_gpu.environment_for_ranks(found["gpu_nccl"]) if sharing else {}),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/cuda"), os.environ.get("PYTHONPATH", "")])
+        ),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def run_tests(arguments: list[str], found: dict[str, Any], report: dict[str, Any], end: float) -> int:
+    """Runs what is marked cuda. Its report is read line by line: pytest may not have come to its end."""
+    variables = variables_of_ranks(found)
+    variables["HPCOMM_REQUIRE_GPUS"] = "1"
+    if check_gpu.most_ranks(found) >= 2:
+        variables["HPCOMM_REQUIRE_MULTIRANK"] = "1"
+    else:
+        print("One rank alone: tests of two ranks are skipped, each says why.")
+    lines = LOGS / "tests.jsonl"
+    lines.unlink(missing_ok=True)
+    variables["HPCOMM_TEST_REPORT"] = str(lines)
+    # A kernel that goes wrong in pytest itself would take the tests behind it down: those in ranks come first.
+    everything = [] if any(part.startswith("tests") for part in arguments) else ["tests/cuda", "tests/test_pack.py"]
+    chosen = [*arguments, *everything]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "gpu_report", "-p", "no:cacheprovider",
+               "--durations=15", *chosen]  # fmt: skip
+    print(f"\n== {shlex.join(command)}", flush=True)
+    code = run_until(command, variables, end)
+    tests = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    counts: dict[str, int] = {}
+    for test in tests:
+        counts[test["outcome"]] = counts.get(test["outcome"], 0) + 1
+    path = result_path("test", found)
+    write(path, {**report, "exit_code": code, "counts": counts, "tests": tests})
+    print("\n== " + ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items())))
+    for test in tests:
+        if test["outcome"] in ("failed", "error"):
+            said = [line[1:].strip() for line in test["message"].splitlines() if line.startswith("E ")]
+            print(f"FAILED {test['test']}\n" + "\n".join(f"    {line[:200]}" for line in filter(None, said[:6])))
+    if code == TIME_IS_UP:
+        print("The time is up (GPU_MINUTES); tests that are not listed did not run.", file=sys.stderr)
+    print(f"written: {path.relative_to(ROOT)}")
+    return code
+
+
+def run_benchmarks(arguments: list[str], found: dict[str, Any], report: dict[str, Any], end: float) -> int:
+    """benchmarks.gpu writes its figures itself, behind what it is told of the machine."""
+    path = result_path("bench", found)
+    header = LOGS / "header.json"
+    write(header, report)
+    seconds = max(30.0, end - time.monotonic() - GRACE)
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cuda", "--ranks", str(check_gpu.most_ranks(found)),
+               "--json", str(path), "--header", str(header), "--seconds", f"{seconds:.0f}", *arguments]  # fmt: skip
+    print(f"\n== {shlex.join(command)}", flush=True)
+    code = run_until(command, variables_of_ranks(found), end)
+    print(f"written: {path.relative_to(ROOT)}")
+    return code
+
+
+TIME_IS_UP = 124
+
+
+def run_until(command: list[str], variables: dict[str, str], end: float) -> int:
+    """Runs it; when the time is up interrupts it, and ends its whole session when that does not help."""
+    process = subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True)
+    try:
+        return process.wait(timeout=max(1.0, end - GRACE - time.monotonic()))
+    except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=GRACE)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return TIME_IS_UP if isinstance(error, subprocess.TimeoutExpired) else 130
+
+
+def write(path: Path, document: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(document, indent=1) + "\n")
+    partial.replace(path)
+
+
+def copy_results() -> None:
+    """To OUT, where somebody set it; logs as well."""
+    out = os.environ.get("OUT")
+    if not out:
+        return
+    Path(out).mkdir(parents=True, exist_ok=True)
+    for path in [*sorted(RESULTS.glob("gpu-*.json")), *sorted(LOGS.glob("*.log"))]:
+        shutil.copy(path, out)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

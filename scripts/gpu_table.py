@@ -1,0 +1,181 @@
+"""Writes the GPU figures of README.md from benchmarks/results/gpu-*.json, between two comments.
+
+python scripts/gpu_table.py            # rewrites the block
+python scripts/gpu_table.py --check    # exit code 1 when README.md is not what the results say
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results"
+README = ROOT / "README.md"
+BEGIN = "<!-- GPU figures: written by scripts/gpu_table.py -->"
+END = "<!-- end of GPU figures -->"
+NONE = "not yet measured"
+
+
+class Row(NamedTuple):
+    """One line of the table: which target of which benchmark it shows."""
+
+    label: str
+    benchmark: str
+    target: str
+    wanted: str  # in the benchmark's words
+
+
+COPY_RATE = ">= 80 % of the copy rate"
+PER_TENSOR = ">= 5x faster than a copy_ per tensor"
+HOST = "< 15 us"
+STOCK_DDP = "not slower than stock DDP at its best"
+BATCH = "not slower than batch_isend_irecv"
+
+ROWS = (
+    Row("pack 1 x 64 MB, share of the copy rate", "pack", "pack 1 x 64 MB", COPY_RATE),
+    Row("pack 1 x 1 GB, share of the copy rate", "pack", "pack 1 x 1 GB", COPY_RATE),
+    Row("pack 64 x 1 MB, share of the copy rate", "pack", "pack 64 x 1 MB", COPY_RATE),
+    Row("unpack 64 x 1 MB, share of the copy rate", "pack", "unpack 64 x 1 MB", COPY_RATE),
+    Row("pack 64 x 1 MB with a scale", "pack", "pack 64 x 1 MB, scaled", COPY_RATE),
+    Row("pack 64 x 1 MB, float32 to bfloat16", "pack", "pack 64 x 1 MB, float32 to bfloat16", COPY_RATE),
+    Row("pack 64 x 1 MB with the NaN check", "pack", "pack 64 x 1 MB, checked for NaN", COPY_RATE),
+    Row(
+        "pack 1,000 x 4 KB against a copy per tensor",
+        "pack",
+        "pack 1,000 x 4 KB",
+        PER_TENSOR,
+    ),
+    Row(
+        "unpack 1,000 x 4 KB against a copy per tensor",
+        "pack",
+        "unpack 1,000 x 4 KB",
+        PER_TENSOR,
+    ),
+    Row("host time of an all-reduce, one rank", "issue", "all_reduce of 1 KB, 1 rank(s)", HOST),
+    Row("host time of an all-reduce, two ranks", "issue-2", "all_reduce of 1 KB, 2 rank(s)", HOST),
+    Row("host time of a bucket, two ranks", "issue-2", "a bucket of 16 gradients, 2 rank(s)", HOST),
+    Row("host time of a fused send, two ranks", "issue-2", "a send of 32 x 4 KB, 2 rank(s)", HOST),
+    Row(
+        "DDP of 8 x Linear(4096), one rank", "ddp", "8 x Linear(4096), batch 512", "one rank: within 2 % of no wrapper"
+    ),
+    Row(
+        "DDP of 8 x Linear(4096), two ranks",
+        "ddp-2",
+        "8 x Linear(4096), batch 512",
+        STOCK_DDP,
+    ),
+    Row(
+        "DDP of 200 x Linear(128), two ranks",
+        "ddp-2",
+        "200 x Linear(128), batch 64",
+        STOCK_DDP,
+    ),
+    Row(
+        "its reductions under compute",
+        "ddp-2",
+        "8 x Linear(4096), batch 512",
+        "> 90 % of the reductions' time under compute",
+    ),
+    Row(
+        "message of 32 x 16 KB",
+        "channel",
+        '32 x 16 KB, both ways: hpcomm, schema="frozen"',
+        BATCH,
+    ),
+    Row(
+        "message of 8 x 8 MB",
+        "channel",
+        '8 x 8 MB, both ways: hpcomm, schema="frozen"',
+        BATCH,
+    ),
+    Row(
+        "message of 1 x 64 MB",
+        "channel",
+        '1 x 64 MB, both ways: hpcomm, schema="frozen"',
+        BATCH,
+    ),
+    Row(
+        "step of two stages of 8 x Linear(2048)",
+        "pipeline",
+        "8 x Linear(2048) + GELU, batch 2048, 8 microbatches",
+        "not slower than torch's 1F1B",
+    ),
+)
+
+
+def cell(document: dict[str, Any], row: Row) -> str:
+    """What was measured; or why it was not."""
+    found = document.get("benchmarks", {}).get(row.benchmark)
+    if found is None:
+        return NONE
+    for target in found.get("targets", []):
+        if target["name"] == row.target and target["wanted"] == row.wanted:
+            return target["got"] + {True: "", False: " (missed)", None: " (not judged)"}[target["met"]]
+    return "failed" if found["status"] == "failed" else NONE
+
+
+def title(document: dict[str, Any]) -> str:
+    """A column's head."""
+    environment = document["environment"]
+    return f"{environment['gpu']}, torch {environment['torch']}, NCCL {environment['nccl']}"
+
+
+def render(results: Path) -> str:
+    """The block between the comments."""
+    documents = [json.loads(path.read_text()) for path in sorted(results.glob("gpu-bench-*.json"))]
+    if not documents:
+        return f"GPU figures: {NONE}.\n\n{tests(results)}"
+    heads = [title(document) for document in documents]
+    lines = [f"| | target | {' | '.join(heads)} |", f"|---|---|{'---|' * len(heads)}"]
+    for row in ROWS:
+        cells = [cell(document, row) for document in documents]
+        lines.append(f"| {row.label} | {row.wanted} | {' | '.join(cells)} |")
+    for document in documents:
+        lines += ["", f"{title(document)}: `{document['command']}`, {document['date']}, commit "
+                      f"{document['environment']['commit']}."]  # fmt: skip
+    return "\n".join([*lines, "", tests(results)])
+
+
+def tests(results: Path) -> str:
+    """How the tests on a GPU went."""
+    path = results / "gpu-test.json"
+    if not path.exists():
+        return f"Tests on a GPU (`make gpu-test`): {NONE}."
+    document = json.loads(path.read_text())
+    if "counts" not in document:
+        return f"Tests on a GPU (`make gpu-test`): {document.get('failed', 'something')} failed."
+    counts = ", ".join(f"{number} {outcome}" for outcome, number in sorted(document["counts"].items()))
+    return f"Tests on a GPU (`make gpu-test`): {counts}; {title(document)}, commit {document['environment']['commit']}."
+
+
+def replaced(text: str, block: str) -> str:
+    """``text`` with ``block`` between its two comments.
+
+    Raises:
+        ValueError: a comment is missing, or there more than once.
+    """
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"{README.name} has to have {BEGIN!r} and {END!r} once each")
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n\n{block}\n\n{END}{after}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command; its exit code."""
+    text = README.read_text()
+    new = replaced(text, render(RESULTS))
+    if "--check" in arguments:
+        if new != text:
+            print("README.md has other GPU figures than benchmarks/results: run scripts/gpu_table.py", file=sys.stderr)
+        return int(new != text)
+    README.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

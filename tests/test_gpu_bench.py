@@ -1,0 +1,422 @@
+"""The GPU benchmarks without a GPU: all of them run on the CPU with small sizes, and what is wrong is found.
+
+No times are judged here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+for folder in (ROOT, ROOT / "scripts"):  # `pytest` alone, other than `python -m pytest`, does not look there
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+import check_gpu  # noqa: E402
+import gpu as gpu_command  # noqa: E402
+import gpu_table  # noqa: E402
+
+from benchmarks.gpu import __main__ as program  # noqa: E402
+from benchmarks.gpu import harness, pack, trace  # noqa: E402
+from benchmarks.gpu.harness import Job, Report, Variant  # noqa: E402
+from benchmarks.launch import JobFailed  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+def run_one(name: str, folder: str) -> dict[str, Any]:
+    """In a rank: a whole benchmark, with small sizes."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    report = Report(Path(folder) / "result.json" if rank == 0 else None)
+    importlib.import_module(f"benchmarks.gpu.{name}").run(Job(CPU, rank, world, rounds=2, quick=True, report=report))
+    return report.content()
+
+
+@pytest.mark.parametrize(("name", "world"), [(name, world) for name, world, _ in program.PROGRAM])
+def test_every_benchmark_runs_and_delivers(name: str, world: int, tmp_path: Path) -> None:
+    contents = ranks.run(world, run_one, name, str(tmp_path), timeout=120.0)
+    assert contents[0]["rows"]
+    assert contents[0]["targets"]
+    assert json.loads((tmp_path / "result.json").read_text()).keys() == {"rows", "targets", "notes"}
+    for target in contents[0]["targets"]:
+        assert target["met"] is None, "a CPU is not judged"
+        assert target["got"]
+    for row in contents[0]["rows"]:
+        for peer in row["peers"].values():
+            assert 0 < peer["low"] <= peer["median"] <= peer["high"]
+            assert len(peer["samples"]) == 2
+
+
+def test_the_program_runs_each_in_processes_of_its_own(tmp_path: Path) -> None:
+    file, header = tmp_path / "result.json", tmp_path / "header.json"
+    header.write_text(json.dumps({"environment": {"gpu": "none"}, "command": "as it was called"}))
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--quick", "--rounds", "2", "--ranks", "1",
+               "--only", "issue", "--json", str(file), "--header", str(header), "--seconds", "100"]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(file.read_text())
+    assert document["command"] == "as it was called"
+    assert document["environment"] == {"gpu": "none"}
+    assert document["benchmarks"]["issue"]["status"] == "ok"
+    assert document["benchmarks"]["issue-2"]["status"] == "skipped"
+    assert "needs 2 ranks" in document["benchmarks"]["issue-2"]["error"]
+    assert "SKIPPED issue-2" in done.stdout
+
+
+def test_one_that_fails_is_told_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_ranks(world: int, arguments: list[str], **_: object) -> None:
+        order = json.loads(arguments[-1])
+        result = Path(order["result"])
+        harness.write_json(result, {"rows": [], "targets": [{"name": "t", "wanted": "w", "got": "g", "met": False}]})
+        if order["name"] == "pack":
+            harness.write_json(result.with_suffix(".error0"), {"rank": 0, "traceback": "Traceback ...\nOops: wrong"})
+            raise JobFailed("rank 0 ended with exit code 1")
+        if order["name"] == "ddp" and world == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "run_ranks", run_ranks)
+    file = tmp_path / "all.json"
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu"])
+    code = program.run(program.parse(["--device", "cpu", "--ranks", "2", "--json", str(file)]))
+    assert code == 1
+    found = json.loads(file.read_text())["benchmarks"]
+    assert found["pack"]["status"] == "failed"
+    assert found["pack"]["tracebacks"] == ["Traceback ...\nOops: wrong"]
+    assert found["pack"]["targets"], "what it had found before"
+    assert found["issue"]["status"] == found["ddp"]["status"] == "ok"
+    assert found["ddp-2"]["status"] == "failed"
+    assert found["channel"]["status"] == "skipped"
+    said = capsys.readouterr().out
+    assert "FAILED pack: Oops: wrong" in said
+    assert "MISSED issue: t: w; g" in said
+
+
+def test_unknown_benchmarks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        program.parse(["--only", "pack,speed"])
+    assert "'speed' is none of pack, issue" in capsys.readouterr().err
+
+
+# --- The harness ------------------------------------------------------------------------------------------------------
+
+
+class FakeClock(harness.Clock):
+    """Takes what the variant says, and remembers who was timed."""
+
+    def __init__(self, seconds: dict[int, float]) -> None:
+        self.seconds = seconds
+        self.timed: list[tuple[int, int, str]] = []
+
+    def block(self, variant: Variant, calls: int, how: str) -> float:
+        self.timed.append((variant.per, calls, how))
+        return self.seconds[variant.per]
+
+
+def test_variants_take_turns_and_blocks_have_their_length() -> None:
+    clock = FakeClock({1: 1e-3, 2: 1e-4, 3: 10.0})
+    variants = {name: Variant(lambda: None, per) for name, per in (("a", 1), ("b", 2), ("c", 3))}
+    job = Job(CPU, rounds=4)
+    samples = harness.measure(job, variants, how=harness.ISSUE, block=0.01, most=40, clock=clock)
+    assert samples == {"a": [1e-3] * 4, "b": [1e-4] * 4, "c": [10.0] * 4}
+    blocks = clock.timed[3:]
+    assert [per for per, _, _ in blocks] == [1, 2, 3, 2, 3, 1, 3, 1, 2, 1, 2, 3], "each begins in turn"
+    # 10 ms are 10 iterations; 50 of two, so 40; two at least.
+    assert {per: calls for per, calls, _ in blocks} == {1: 10, 2: 40, 3: 2}
+    assert {how for _, _, how in blocks} == {harness.ISSUE}
+
+
+def test_a_clock_divides_by_what_was_done() -> None:
+    calls = []
+    clock = harness.Clock(Job(CPU))
+    assert clock.block(Variant(lambda: calls.append(1), per=1000), 5, harness.DEVICE) < 1.0
+    assert len(calls) == 5
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    samples = {"ours": [1.0, 10.0, 2.0], "theirs": [2.0, 20.0, 1.0]}
+    assert harness.ratio(samples, "theirs", "ours") == 2.0
+    assert harness.fastest({"a": [3.0, 1.0, 9.0], "b": [2.0, 2.0, 2.0]}, ["a", "b", "absent"]) == "b"
+    assert harness.summary([1.0, 2.0, 3.0, 4.0, 5.0]) == {
+        "median": 3.0, "low": 2.0, "high": 4.0, "samples": [1.0, 2.0, 3.0, 4.0, 5.0],
+    }  # fmt: skip
+    assert harness.summary([7.0])["median"] == 7.0
+
+
+def test_a_report_is_on_disk_after_every_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.json"
+    report = Report(path)
+    report.row("a case", {"ours": [1e-6, 2e-6, 3e-6]}, columns={"ours": "50 %"})
+    assert json.loads(path.read_text())["rows"][0]["peers"]["ours"]["median"] == pytest.approx(2.0)
+    report.target("a case", "faster", "slower", met=False)
+    assert json.loads(path.read_text())["targets"][0]["met"] is False
+    report.note("something")
+    assert json.loads(path.read_text())["notes"] == ["something"]
+    said = capsys.readouterr().out
+    assert "2.00 us" in said
+    assert "50 %" in said
+    assert "MISSED" in said
+
+
+def test_too_little_time_is_noted() -> None:
+    job = Job(CPU, seconds=0.0)
+    assert not job.in_time("a case")
+    assert job.report.notes == ["a case was left out: the time was up"]
+
+
+# --- What is measured is right ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", pack.QUICK, ids=lambda case: case.name)
+def test_every_peer_packs_the_same(case: pack.Case) -> None:
+    one = pack.Tensors(case, CPU)
+    peers = [one.pack, one.foreach_pack, one.copies_pack]
+    assert [one.wrong(peer) for peer in peers] == [0, 0, 0]
+    one.cat()
+    flat = one.narrow if one.narrow is not None else one.flat
+    expected = torch.cat([part.view(torch.uint8) for part in one.expected()])
+    assert torch.equal(flat.view(torch.uint8), expected)
+    assert one.wrong_back() == 0
+    for back in (one.foreach_unpack, one.copies_unpack):
+        one.unpack()
+        ours = [tensor.clone() for tensor in one.tensors]
+        back()
+        assert pack.count_wrong(one.tensors, ours) == 0
+
+
+def test_a_pack_that_is_wrong_is_found() -> None:
+    one = pack.Tensors(pack.QUICK[1], CPU)
+
+    def one_byte_off() -> None:
+        one.pack()
+        one.buffer[one.layout.offsets[3]] += 1
+
+    assert one.wrong(one_byte_off) == 1
+    assert one.wrong(lambda: None) > 1000
+    one.first_bad = torch.full((1,), pack.NO_BAD, dtype=torch.int32)
+    one.pack = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match="a NaN in tensor 20"):
+        pack.require_that_it_finds(one)
+
+
+def events(*described: tuple[str, str, float, float]) -> list[trace.Event]:
+    listed = [
+        {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start}
+        for category, name, start, end in described
+    ]
+    return trace.parse({"traceEvents": [{"ph": "M", "name": "process_name"}, *listed]})
+
+
+def test_the_share_of_reductions_under_compute() -> None:
+    nccl = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+    found = events(
+        ("kernel", "gemm", 0, 10),
+        ("kernel", "gelu", 8, 12),
+        ("kernel", nccl, 5, 15),
+        ("kernel", "gemm", 14, 20),
+        ("kernel", nccl, 18, 28),
+        ("cpu_op", "aten::mm", 0, 100),
+    )
+    # 5 to 12, 14 to 15, 18 to 20, of 20 in all.
+    assert trace.share_under_compute(found) == pytest.approx(0.5)
+    assert trace.share_under_compute(found[:2]) is None
+    assert trace.merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
+
+
+def test_launches_are_counted() -> None:
+    found = events(
+        ("kernel", "void hpcomm::copy_kernel<1020u>(TaskTable)", 0, 1),
+        ("kernel", "ncclDevKernel_SendRecv", 0, 1),
+        ("kernel", "gemm", 0, 1),
+        ("gpu_memset", "Memset (Device)", 0, 1),
+        ("cuda_runtime", "cudaLaunchKernel", 0, 1),
+        ("cuda_driver", "cuLaunchKernelEx", 0, 1),
+        ("cpu_op", "aten::add", 0, 1),
+    )
+    assert trace.launches(found) == {
+        "kernels": 3, "of these NCCL": 1, "of these hpcomm": 1, "copies and fills": 1, "runtime calls": 2,
+    }  # fmt: skip
+
+
+# --- make gpu-test, make gpu-bench ------------------------------------------------------------------------------------
+
+
+def facts(**changed: Any) -> dict[str, Any]:
+    """Of a machine that has everything."""
+    return {
+        "python": "3.12.3",
+        "executable": "/usr/bin/python3",
+        "system": "Linux",
+        "cores": 16,
+        "cpu": "a CPU",
+        "programs": {"nvcc": "/usr/local/cuda/bin/nvcc", "cmake": "cmake", "ninja": "ninja", "git": "git"},
+        "modules": {"setuptools": True, "pytest": True},
+        "compiler": "c++ 13",
+        "driver": "580.1",
+        "gpu_nccl": "",
+        "gpu_nccl_version": "",
+        "nvcc": "13.0",
+        "torch": "2.11.0+cu130",
+        "torch_cuda": "13.0",
+        "nccl": "2.28.9",
+        "gpus": [{"name": "NVIDIA H100 80GB HBM3", "capability": "9.0", "memory_gib": 79.2, "multiprocessors": 132}],
+        **changed,
+    }
+
+
+def test_a_machine_that_lacks_nothing() -> None:
+    assert check_gpu.missing(facts()) == []
+    assert check_gpu.most_ranks(facts()) == 1
+    assert "one: no second GPU" in check_gpu.describe(facts())
+    shared = facts(gpu_nccl="/lib/libnccl.so.2", gpu_nccl_version="2.30.7")
+    assert check_gpu.missing(shared) == []
+    assert check_gpu.most_ranks(shared) == 2
+    assert check_gpu.most_ranks(facts(gpus=facts()["gpus"] * 4)) == 2
+    assert gpu_command.result_path("bench", facts()).name == "gpu-bench-nvidia-h100-80gb-hbm3.json"
+    assert gpu_command.architectures(facts()) == "9.0"
+    variables = check_gpu.environment_for_ranks("/lib/libnccl.so.2")
+    assert variables["LD_PRELOAD"].startswith("/")
+    assert variables["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    assert check_gpu.environment_for_ranks("") == {}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"torch": "", "torch_cuda": "", "gpus": []}, "cannot import it"),
+        ({"torch": "2.13.0+cpu", "torch_cuda": "", "gpus": []}, "is a build for CPUs"),
+        ({"gpus": []}, "sees none here (the driver is 580.1)"),
+        ({"python": "3.9.1"}, "Python 3.10 or newer"),
+        ({"nvcc": "12.4"}, "nvcc is 12.4"),
+        ({"programs": {"nvcc": "", "cmake": "", "ninja": "ninja"}}, "nvcc, the compiler"),
+        ({"programs": {"nvcc": "nvcc", "cmake": "", "ninja": "ninja"}}, "cmake: not beside"),
+        ({"compiler": ""}, "a C++ compiler"),
+        ({"modules": {"pytest": False}}, "the Python module pytest"),
+        ({"gpu_nccl": "/nowhere"}, "GPU_NCCL=/nowhere is not a library"),
+        ({"gpu_nccl": "/old", "gpu_nccl_version": "2.28.9"}, "GPU_NCCL is 2.28.9"),
+    ],
+)
+def test_what_a_machine_lacks_is_said(changed: dict[str, Any], words: str) -> None:
+    lacks = check_gpu.missing(facts(**changed))
+    assert words in check_gpu.complain(lacks)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU lacks nothing")
+@pytest.mark.parametrize("what", ["test", "bench"])
+def test_a_machine_without_a_gpu_is_told_so(what: str, tmp_path: Path) -> None:
+    command = [sys.executable, "scripts/gpu.py", what]
+    environment = {**os.environ, "OUT": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "The GPU half cannot be checked on this machine. It lacks:" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="promises are kept where there is a GPU")
+def test_promised_gpus_that_are_not_there_fail_the_tests() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "cuda",
+               "tests/cuda/test_cuda_communicator.py"]  # fmt: skip
+    for variables, word in (({}, "skipped"), ({"HPCOMM_REQUIRE_GPUS": "1"}, "errors")):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60,
+                              check=False)  # fmt: skip
+        assert word in done.stdout.splitlines()[-1], done.stdout
+        assert (done.returncode == 0) == (not variables)
+
+
+def test_the_report_of_the_tests_is_written_line_by_line(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "def test_good(): pass\n"
+        "def test_bad(): assert 1 == 2, 'one is not two'\n"
+        "def test_skipped(): pytest.skip('no second GPU')\n"
+        "@pytest.mark.xfail\n"
+        "def test_expected(): assert 0\n"
+        "@pytest.fixture\n"
+        "def broken(): raise RuntimeError('the fixture')\n"
+        "def test_error(broken): pass\n"
+    )
+    lines = tmp_path / "report.jsonl"
+    environment = {**os.environ, "HPCOMM_TEST_REPORT": str(lines), "PYTHONPATH": str(ROOT / "tests/cuda")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "gpu_report", "-p", "no:cacheprovider", str(tmp_path)]
+    subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=60, check=False)
+    found = {line["test"].split("::")[1]: line for line in map(json.loads, lines.read_text().splitlines())}
+    assert {name: line["outcome"] for name, line in found.items()} == {
+        "test_good": "passed",
+        "test_bad": "failed",
+        "test_skipped": "skipped",
+        "test_expected": "xfailed",
+        "test_error": "error",
+    }
+    assert "one is not two" in found["test_bad"]["message"]
+    assert "no second GPU" in found["test_skipped"]["message"]
+
+
+# --- README -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_readme_has_the_figures_that_the_results_say() -> None:
+    text = gpu_table.README.read_text()
+    assert gpu_table.replaced(text, gpu_table.render(gpu_table.RESULTS)) == text, "run scripts/gpu_table.py"
+
+
+def test_the_table_shows_targets_misses_and_what_was_not_measured(tmp_path: Path) -> None:
+    environment = {"gpu": "NVIDIA X", "torch": "2.11.0", "nccl": "2.30.7", "commit": "abc"}
+    good = {"name": "pack 1 x 64 MB", "wanted": ">= 80 % of the copy rate", "got": "91 %", "met": True}
+    bad = {"name": "pack 1 x 1 GB", "wanted": ">= 80 % of the copy rate", "got": "71 %", "met": False}
+    document = {
+        "environment": environment,
+        "command": "make gpu-bench",
+        "date": "today",
+        "benchmarks": {
+            "pack": {"status": "ok", "targets": [good, bad]},
+            "ddp": {"status": "failed", "targets": []},
+            "channel": {"status": "skipped"},
+        },
+    }
+    assert gpu_table.render(tmp_path).startswith("GPU figures: not yet measured.")
+    (tmp_path / "gpu-bench-x.json").write_text(json.dumps(document))
+    text = gpu_table.render(tmp_path)
+    assert "| pack 1 x 64 MB, share of the copy rate | >= 80 % of the copy rate | 91 % |" in text
+    assert "| >= 80 % of the copy rate | 71 % (missed) |" in text
+    assert "| DDP of 8 x Linear(4096), one rank | one rank: within 2 % of no wrapper | failed |" in text
+    assert "| message of 8 x 8 MB | not slower than batch_isend_irecv | not yet measured |" in text
+    assert "NVIDIA X, torch 2.11.0, NCCL 2.30.7: `make gpu-bench`, today, commit abc." in text
+    assert "(`make gpu-test`): not yet measured." in text
+    (tmp_path / "gpu-test.json").write_text(json.dumps({"environment": environment, "counts": {"passed": 3}}))
+    assert "(`make gpu-test`): 3 passed; NVIDIA X" in gpu_table.render(tmp_path)
+
+
+def test_every_row_of_the_table_is_a_target_of_a_benchmark() -> None:
+    """Names are matched by their text: one that was changed in a benchmark alone would never be shown."""
+    from benchmarks.gpu import channel, ddp, issue, pipeline
+
+    known = {f"{what} {case.name}" for case in pack.CASES for what in ("pack", "unpack")}
+    known |= {*ddp.MODELS, *pipeline.CASES}
+    known |= {f'{name}, both ways: hpcomm, schema="frozen"' for name in channel.CASES}
+    known |= {f"{case}, {n} rank(s)" for n in (1, 2)
+              for case in ("all_reduce of 1 KB", "a bucket of 16 gradients", "a send of 32 x 4 KB")}  # fmt: skip
+    assert [row for row in gpu_table.ROWS if row.target not in known] == []
+    runs = {name if n == 1 or name in ("channel", "pipeline") else f"{name}-{n}" for name, n, _ in program.PROGRAM}
+    for row in gpu_table.ROWS:
+        assert row.benchmark in runs
+        source = (ROOT / f"benchmarks/gpu/{row.benchmark.split('-')[0]}.py").read_text()
+        assert row.wanted in source or row.wanted == f"< {issue.TARGET:.0f} us", row
+
+
+def test_a_readme_without_the_comments_is_refused() -> None:
+    with pytest.raises(ValueError, match="once each"):
+        gpu_table.replaced("nothing here", "block")
