@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -35,9 +37,38 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests of the GPU half: skipped on a machine without GPUs, failed where HPCOMM_REQUIRE_GPUS promises some."""
-    if item.get_closest_marker("cuda") is None or torch.cuda.is_available():
+    """Tests of the GPU half are skipped where there is no GPU, or none for a second rank, with the reason.
+
+    They fail where HPCOMM_REQUIRE_GPUS promises GPUs, or HPCOMM_REQUIRE_MULTIRANK two ranks on them.
+    """
+    if item.get_closest_marker("cuda") is None:
         return
-    if os.environ.get("HPCOMM_REQUIRE_GPUS"):
-        pytest.fail("HPCOMM_REQUIRE_GPUS is set, but torch sees no GPU", pytrace=False)
-    pytest.skip("no GPU")
+    if not torch.cuda.is_available():
+        _skip_or_fail("HPCOMM_REQUIRE_GPUS", "no GPU")
+    if item.get_closest_marker("multirank") is not None:
+        problem = _no_second_rank()
+        if problem:
+            _skip_or_fail("HPCOMM_REQUIRE_MULTIRANK", problem)
+
+
+def _skip_or_fail(promise: str, problem: str) -> None:
+    if os.environ.get(promise):
+        pytest.fail(f"{promise} is set, but there is {problem}", pytrace=False)
+    pytest.skip(problem)
+
+
+@functools.cache
+def _no_second_rank() -> str:
+    """Why two ranks cannot have GPUs here; empty where they can."""
+    from hpcomm import _C
+
+    if torch.cuda.device_count() >= 2:
+        return ""
+    version = re.match(r"(\d+)\.(\d+)\.(\d+)", _C.nccl_version())
+    if version is None:
+        return "one GPU, and no NCCL that says its version"
+    if tuple(map(int, version.groups())) < (2, 30, 3):
+        return f"one GPU, and NCCL {version[0]} takes one rank on each (2.30.3 and newer take more)"
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        return "one GPU, and NCCL_MULTI_RANK_GPU_ENABLE=1 is not set"
+    return ""

@@ -183,8 +183,9 @@ class _Step:
             self._outgoing[True, microbatch] = output
             return
         loss = runner.stage.loss(microbatch, output, self._targets[microbatch])
-        # In microbatch order; on a GPU the host does not wait for it.
-        self._loss_sum = self._loss_sum.to(loss.weighted.device) + loss.weighted.detach().double()
+        # In microbatch order. A zero on the CPU plus a number on a GPU is a number there; moved there, the zero would
+        # make the host wait for the device.
+        self._loss_sum = self._loss_sum + loss.weighted.detach().double()
         self._weight_sum += loss.weight
         if self._keep_outputs:  # without their graphs: those are the microbatch's to free
             self._outputs.append(output.detach() if isinstance(output, torch.Tensor) else output)

@@ -1,0 +1,174 @@
+"""Pipelines on a GPU equal one process: one rank, two stages, two replicas; frozen ones are quiet and captured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gpu_tools import blocking_calls, host_never_waits, mesh_on, run, synchronize, traced
+from torch import nn
+
+import hpcomm
+
+MESHES = pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param({}, id="one rank"),
+        pytest.param({"pp": 2}, marks=pytest.mark.multirank, id="pp=2"),
+        pytest.param({"dp": 2}, marks=pytest.mark.multirank, id="dp=2"),
+    ],
+)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(10, 10), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(*layers, nn.Linear(10, 4)).double()
+
+
+def batch(replica: int, device: str, salt: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7 + replica + 100 * salt)
+    x = torch.randn(8, 10, generator=generator, dtype=torch.float64)
+    return x.to(device), torch.randn(8, 4, generator=generator, dtype=torch.float64).to(device)
+
+
+def mse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def one_process(replicas: int, salt: int = 0) -> tuple[float, dict[str, torch.Tensor]]:
+    whole = model()
+    shards = [batch(r, "cpu", salt) for r in range(replicas)]
+    loss = mse(whole(torch.cat([x for x, _ in shards])), torch.cat([y for _, y in shards]))
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+
+
+def world_of(axes: dict[str, int]) -> int:
+    return axes.get("pp", 1) * axes.get("dp", 1)
+
+
+def require_one_process(results: list[tuple[float, dict[str, torch.Tensor]]], replicas: int, salt: int = 0) -> None:
+    expected_loss, expected = one_process(replicas, salt)
+    seen = set()
+    for loss, gradients in results:
+        assert loss == pytest.approx(expected_loss, rel=1e-10)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12)
+            seen.add(name)
+    assert seen == set(expected)
+
+
+def gradients(pipe: hpcomm.Pipeline) -> dict[str, torch.Tensor]:
+    return {name: p.grad.cpu() for name, p in pipe.named_parameters() if p.grad is not None}
+
+
+def trained(device: str, axes: dict[str, int], options: dict[str, Any]) -> list[tuple[float, dict[str, torch.Tensor]]]:
+    results = []
+    with mesh_on(device, **axes) as mesh:
+        pipe = hpcomm.Pipeline(model(), mesh=mesh, num_microbatches=4, loss_fn=mse, **options)
+        for salt in range(3):
+            pipe.zero_grad()
+            x, y = batch(mesh.dp.rank, device, salt)
+            loss = pipe.step(x, target=y)
+            assert loss.device.type == device
+            results.append((float(loss), gradients(pipe)))
+    return results
+
+
+@MESHES
+@pytest.mark.parametrize("options", [{}, {"schema": "frozen", "schedule": "gpipe", "bucket_cap_mb": 0.0001}], ids=str)
+def test_steps_equal_one_process(device: str, axes: dict[str, int], options: dict[str, Any]) -> None:
+    results = run(device, world_of(axes), trained, axes, options)
+    for salt in range(3):
+        require_one_process([mine[salt] for mine in results], axes.get("dp", 1), salt)
+
+
+def accumulated(device: str, axes: dict[str, int]) -> tuple[float, dict[str, torch.Tensor]]:
+    with mesh_on(device, **axes) as mesh:
+        pipe = hpcomm.Pipeline(model(), mesh=mesh, num_microbatches=2, loss_fn=mse)
+        x, y = batch(mesh.dp.rank, device)
+        pipe.step(x, target=y, reduce=False)
+        loss = pipe.step(x, target=y)
+        return float(loss), gradients(pipe)
+
+
+@MESHES
+def test_accumulation(device: str, axes: dict[str, int]) -> None:
+    require_one_process(run(device, world_of(axes), accumulated, axes), axes.get("dp", 1))
+
+
+def clipped(device: str, axes: dict[str, int]) -> tuple[float, dict[str, torch.Tensor]]:
+    with mesh_on(device, **axes) as mesh:
+        pipe = hpcomm.Pipeline(model(), mesh=mesh, num_microbatches=2, loss_fn=mse)
+        x, y = batch(mesh.dp.rank, device)
+        pipe.step(x, target=y)
+        norm = hpcomm.clip_grad_norm_(pipe, 0.01)
+        hpcomm.verify(pipe, model().to(device), x, target=y, tolerance=1e-8)
+        return float(norm), {}
+
+
+@MESHES
+def test_clipping_and_verify(device: str, axes: dict[str, int]) -> None:
+    _, expected = one_process(axes.get("dp", 1))
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in expected.values()]))
+    for mine, _ in run(device, world_of(axes), clipped, axes):
+        assert mine == pytest.approx(norm.item(), rel=1e-5)
+
+
+def quiet(device: str, axes: dict[str, int]) -> list[str]:
+    with mesh_on(device, **axes) as mesh:
+        pipe = hpcomm.Pipeline(model(), mesh=mesh, num_microbatches=4, loss_fn=mse, schema="frozen")
+        x, y = batch(mesh.dp.rank, device)
+
+        def step() -> None:
+            pipe.zero_grad()
+            pipe.step(x, target=y)
+
+        for _ in range(3):
+            step()
+        synchronize(device)
+        with host_never_waits(device):
+            step()
+        return blocking_calls(traced(device, step))
+
+
+@MESHES
+def test_frozen_steps_have_no_hidden_synchronization(device: str, axes: dict[str, int]) -> None:
+    world = world_of(axes)
+    assert run(device, world, quiet, axes) == [[]] * world
+
+
+def captured(_: str) -> list[tuple[float, dict[str, torch.Tensor]]]:
+    with mesh_on("cuda") as mesh:
+        pipe = hpcomm.Pipeline(model(), mesh=mesh, num_microbatches=4, loss_fn=mse, schema="frozen")
+        x, y = batch(0, "cuda")
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                pipe.zero_grad()
+                pipe.step(x, target=y)
+        torch.cuda.current_stream().wait_stream(side)
+        pipe.zero_grad()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            loss = pipe.step(x, target=y)
+        results = []
+        for salt in (1, 2, 3):
+            for static, new in zip((x, y), batch(0, "cuda", salt), strict=True):
+                static.copy_(new)
+            graph.replay()
+            results.append((float(loss), gradients(pipe)))
+        torch.cuda.synchronize()
+        del graph
+        return results
+
+
+@pytest.mark.cuda
+def test_a_frozen_step_in_a_graph_is_replayed_with_new_data() -> None:
+    (results,) = run("cuda", 1, captured)
+    for i, salt in enumerate((1, 2, 3)):
+        require_one_process([results[i]], 1, salt)
