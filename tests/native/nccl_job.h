@@ -119,6 +119,15 @@ class NcclJob {
     return make_nccl_communicator(config(rank, name), options);
   }
 
+  // Returns when all ranks have come to the meeting of this number: a fault comes after what it is to find.
+  void meet(int rank, std::uint64_t number) const {
+    std::vector<int> all;
+    for (int r = 0; r < size_; ++r) {
+      all.push_back(r);
+    }
+    (void)control(rank)->exchange(all, 1000 + number, "", Clock::now() + std::chrono::seconds(20));
+  }
+
   // Runs body(rank) on every rank, in a thread of its own whose device is the rank's.
   template <typename Body>
   void run_threads(const Body& body) const {

@@ -71,7 +71,9 @@ TEST(nccl_asynchronous_errors_end_all_ranks) {
     WorkPtr work;
     if (rank != 1) {
       work = world->all_reduce(values.view(), ReduceOp::kSum);
-    } else {
+    }
+    job.meet(rank, 1);
+    if (rank == 1) {
       fake_nccl::break_communicators(1, kRemoteError);
     }
     CHECK(eventually([&] { return world->aborted() && other->aborted(); }, 20s));
@@ -118,6 +120,7 @@ TEST(nccl_abort_ends_all_ranks_and_streams_go_on) {
   NcclJob job(2);
   job.run_threads([&](int rank) {
     const auto world = job.communicator(rank);
+    job.meet(rank, 1);
     DeviceVector<float> values(rank, 4);
     std::vector<WorkPtr> works;
     if (rank == 0) {
@@ -188,6 +191,7 @@ TEST(nccl_destruction_ends_what_is_pending) {
     CapturedStderr captured;
     job.run_threads([&](int rank) {
       auto world = job.communicator(rank);
+      job.meet(rank, 1);
       DeviceVector<float> values(rank, 4);
       std::vector<WorkPtr> works;
       auto held = std::make_shared<int>(1);
@@ -237,6 +241,7 @@ TEST(nccl_split_that_a_peer_does_not_join) {
   NcclJob job(2, {}, 500ms);
   job.run_threads([&](int rank) {
     const auto world = job.communicator(rank);
+    job.meet(rank, 1);
     if (rank == 0) {
       CHECK_THROWS(ErrorKind::kPeerError, world->split(0, 0), "rank 1");
     } else {
@@ -280,6 +285,7 @@ TEST(nccl_an_abort_that_hangs_does_not_hang_us) {
   CapturedStderr captured;
   job.run_threads([&](int rank) {
     auto world = job.communicator(rank);
+    job.meet(rank, 1);
     DeviceVector<float> values(rank, 4);
     if (rank == 0) {
       const WorkPtr work = world->all_reduce(values.view(), ReduceOp::kSum);
@@ -299,6 +305,7 @@ TEST(nccl_a_device_that_breaks_is_reported) {
   CapturedStderr captured;
   job.run_threads([&](int rank) {
     const auto world = job.communicator(rank);
+    job.meet(rank, 1);
     if (rank == 0) {
       fake_cuda::fail("cudaEventRecord", 1, cudaErrorIllegalAddress);
       CHECK_THROWS(ErrorKind::kTransport, world->barrier(), "illegal");
