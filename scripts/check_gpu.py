@@ -112,7 +112,7 @@ def facts() -> dict[str, Any]:
         "modules": {name: importlib.util.find_spec(name) is not None for name in MODULES},
         "compiler": (run(os.environ.get("CXX", "c++").split()[0], "--version").splitlines() or [""])[0],
         "driver": (run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines() or [""])[0],
-        "gpu_nccl": os.environ.get("GPU_NCCL", ""),
+        "gpu_nccl": str(Path(os.environ["GPU_NCCL"]).resolve()) if os.environ.get("GPU_NCCL") else "",
         "gpu_nccl_version": "",
     }
     release = re.search(r"\brelease (\d+\.\d+)", run(found["programs"]["nvcc"] or "nvcc", "--version"))
