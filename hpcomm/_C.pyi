@@ -1,4 +1,4 @@
-"""Types of the native module. Kept by hand beside csrc/torch/bind_*.cpp; tests/test_stub.py compares the names."""
+"""Types of the native module. Kept by hand beside csrc/torch/bind_*.cpp; tests/test_package.py compares the names."""
 
 from collections.abc import Callable, Sequence
 from os import PathLike
