@@ -1,6 +1,6 @@
 """A plugin of pytest (-p gpu_report): a line of JSON per test into HPCOMM_TEST_REPORT, as soon as it has ended.
 
-On a machine that is lent for minutes, tests that hang must not eat them: after three of them it ends the session.
+GPU time is dear, and tests that hang wait for their deadlines: after three of them it ends the session.
 """
 
 from __future__ import annotations
