@@ -337,6 +337,36 @@ def test_promised_gpus_that_are_not_there_fail_the_tests() -> None:
         assert (done.returncode == 0) == (not variables)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here everything is to fail")
+def test_results_are_written_and_copied_when_everything_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A machine that says it has a GPU, and has none."""
+    out = tmp_path / "out"
+    monkeypatch.setattr(check_gpu, "facts", facts)
+    monkeypatch.setattr(gpu_command, "build", lambda _: 0)
+    monkeypatch.setattr(gpu_command, "RESULTS", ROOT / "build/gpu/test-results")
+    monkeypatch.setenv("OUT", str(out))
+    monkeypatch.setenv("GPU_MINUTES", "2")
+    monkeypatch.setenv("HPCOMM_COMMIT", "abc")
+    assert gpu_command.main(["test", "tests/cuda/test_cuda_backend.py", "-k", "both_devices"]) == 1
+    document = json.loads((out / "gpu-test.json").read_text())
+    assert document["environment"]["commit"] == "abc"
+    assert document["environment"]["gpu"] == "NVIDIA H100 80GB HBM3"
+    assert document["counts"] == {"error": 2}, "of one rank and of two"
+    assert all("but there is no GPU" in test["message"] for test in document["tests"])
+    assert "FAILED tests/cuda/test_cuda_backend.py::test_one_group_serves_both_devices[1]" in capfd.readouterr().out
+
+    assert gpu_command.main(["bench", "--only", "launches", "--quick"]) == 1
+    document = json.loads((out / "gpu-bench-nvidia-h100-80gb-hbm3.json").read_text())
+    assert document["environment"]["commit"] == "abc"
+    assert document["command"] == "make gpu-bench --only launches --quick"
+    assert document["benchmarks"]["launches"]["status"] == "failed"
+    assert "Traceback" in document["benchmarks"]["launches"]["tracebacks"][0]
+    assert document["benchmarks"]["launches-2"]["status"] == "skipped"
+    assert "FAILED launches: RuntimeError: torch sees no GPU here" in capfd.readouterr().out
+
+
 def test_the_report_of_the_tests_is_written_line_by_line(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(
         "import pytest\n"
@@ -363,6 +393,20 @@ def test_the_report_of_the_tests_is_written_line_by_line(tmp_path: Path) -> None
     }
     assert "one is not two" in found["test_bad"]["message"]
     assert "no second GPU" in found["test_skipped"]["message"]
+
+
+def test_tests_that_hang_end_the_session(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.parametrize('number', range(9))\n"
+        "def test_hangs(number): raise RuntimeError('not done after 45.0 s')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests/cuda")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "gpu_report", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60,
+                          check=False)  # fmt: skip
+    assert "3 tests hung until their deadline" in done.stdout
+    assert "3 failed" in done.stdout
 
 
 # --- README -----------------------------------------------------------------------------------------------------------

@@ -19,20 +19,27 @@ def main() -> None:
     adopt_mpi_environment()  # ends with its launcher, and at the deadline with a stack
     order = json.loads(sys.argv[1])
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cpu")
-    if order["device"] == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
     path = Path(order["result"])
     report = Report(path if rank == 0 else None)
-    job = Job(device, rank, ranks, order["rounds"], order["quick"], order["seconds"], report)
     try:
+        job = Job(pick_device(order["device"]), rank, ranks, order["rounds"], order["quick"], order["seconds"], report)
         importlib.import_module(f"benchmarks.gpu.{order['name']}").run(job)
     except BaseException:
         write_json(path.with_suffix(f".error{rank}"), {"rank": rank, "traceback": traceback.format_exc()})
         raise
     if rank == 0:
         write_json(path, report.content())
+
+
+def pick_device(asked: str) -> torch.device:
+    """The CPU, or the GPU of this rank, which several may share."""
+    if asked == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RuntimeError("torch sees no GPU here")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 if __name__ == "__main__":

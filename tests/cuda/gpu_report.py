@@ -1,14 +1,30 @@
-"""A plugin of pytest (-p gpu_report): a line of JSON per test into HPCOMM_TEST_REPORT, as soon as it has ended."""
+"""A plugin of pytest (-p gpu_report): a line of JSON per test into HPCOMM_TEST_REPORT, as soon as it has ended.
+
+GPU time is dear, and tests that hang wait for their deadlines: after three of them it ends the session.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import pytest
+import pytest
+
+HUNG = "not done after"  # tests/ranks, at the deadline of a run
+MOST_HANGS = 3
+
+_hangs = 0
+
+
+@pytest.hookimpl
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """Counts the runs that hung, and ends the session after the third."""
+    global _hangs  # noqa: PLW0603 - one session per process
+    if call.excinfo is not None and HUNG in str(call.excinfo.value):
+        _hangs += 1
+        if _hangs >= MOST_HANGS:
+            item.session.shouldstop = f"{_hangs} tests hung until their deadline; the rest would as well"
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -22,7 +22,7 @@ import torch
 import hpcomm
 
 # Seconds for one run of ranks. A GPU's first use takes a process seconds, and several ranks may have to share it.
-DEADLINE = {"cpu": 60.0, "cuda": 60.0}
+DEADLINE = {"cpu": 60.0, "cuda": 45.0}
 # Seconds after which ranks must have seen a fault: an order of magnitude above what it takes, far below time-outs.
 SOON = 30.0
 

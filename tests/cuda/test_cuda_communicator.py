@@ -54,7 +54,7 @@ def reduced(parts: list[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def nccl_has(dtype: torch.dtype, op: str) -> bool:
-    """What docs say a GPU can reduce; everything else is refused with words, not with wrong numbers."""
+    """What NCCL can reduce; everything else is refused with words, not with wrong numbers."""
     if dtype == torch.bool:
         return op not in ("avg", "bxor")
     if dtype == torch.int16 or op in BITWISE:
@@ -74,6 +74,8 @@ def reductions(device: str) -> list[str]:
     with mesh_on(device, dp=-1) as mesh:
         comm, rank, world = mesh.dp, mesh.rank, mesh.size
         for dtype in DTYPES:
+            if dtype in FLOAT8 and device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+                continue  # NCCL adds them from there on
             for op in REDUCTIONS:
                 exact = op == "avg" and not (dtype.is_floating_point or dtype.is_complex)
                 if device == "cpu" and (exact or (op in BITWISE and (dtype.is_floating_point or dtype.is_complex))):
