@@ -175,9 +175,11 @@ class CudaStream final : public Stream {
     const DeviceGuard device(device_);
     const cudaStream_t stream = handle();
     auto* native = static_cast<cudaEvent_t>(event.native_handle());
+    const bool capturing = cuda::is_capturing(stream);
     if (native == nullptr) {
       event.wait();
-    } else {
+    } else if (!capturing || !event.done()) {
+      // In a capture, what has happened before it orders nothing any more, and the graph could not contain it.
       const cudaError_t status = cudaStreamWaitEvent(stream, native, 0);
       if (status == cudaErrorStreamCaptureIsolation) {
         (void)cudaGetLastError();
@@ -187,7 +189,7 @@ class CudaStream final : public Stream {
       }
       check(status, "cudaStreamWaitEvent");
     }
-    if (!cuda::is_capturing(stream)) {
+    if (!capturing) {
       held_->reap();
     }
   }

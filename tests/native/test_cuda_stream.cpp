@@ -587,12 +587,12 @@ TEST(cuda_stream_events_are_edges_of_a_captured_graph) {
   CHECK_EQ(fake_cuda::queries_in_captures(), 0);
 }
 
-TEST(cuda_stream_in_a_capture_refuses_events_from_before) {
+TEST(cuda_stream_in_a_capture_refuses_events_that_have_not_happened) {
   fake_cuda::reset(1, 0);
   const Lane lane;
   const Lane other;
+  auto gate = other.gate();
   const Event outside = other.stream->record();
-  outside.wait();
   capture(
       lane,
       [&] {
@@ -600,8 +600,26 @@ TEST(cuda_stream_in_a_capture_refuses_events_from_before) {
         check_no_error_is_left();
       },
       cudaErrorStreamCaptureInvalidated);
+  gate->open();
   lane.stream->wait(outside);
   lane.stream->synchronize();
+}
+
+TEST(cuda_stream_in_a_capture_passes_events_that_have_happened) {
+  fake_cuda::reset(1, 0);
+  const Lane lane;
+  const Lane other;
+  const Event seen = other.stream->record();
+  seen.wait();
+  const Event unseen = other.stream->record();
+  CHECK_EQ(cudaStreamSynchronize(other.raw->get()), cudaSuccess);  // as a program does before it captures
+  cudaGraph_t graph = capture(lane, [&] {
+    lane.stream->wait(seen);
+    lane.stream->wait(unseen);
+    check_no_error_is_left();
+  });
+  CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
+  CHECK_EQ(fake_cuda::queries_in_captures(), 0);
 }
 
 TEST(cuda_stream_keeps_what_one_of_its_captures_holds) {
