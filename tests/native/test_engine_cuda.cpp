@@ -348,6 +348,8 @@ TEST(engine_cuda_peer_that_fails_ends_a_step) {
     const auto lane = gpu.lane("gradient");
     Reducer reducer(lane, model.plan, model.params, std::make_shared<CommunicatorAllocator>(lane));
     gpu.synchronize();
+    // What a program does that never blocks on a Work: it asks whether an error is known, and goes on.
+    const WorkPtr barrier = rank == 0 ? lane->barrier() : nullptr;
     ++there;
     CHECK(eventually([&] { return there == 2; }));
     if (rank == 1) {
@@ -364,6 +366,15 @@ TEST(engine_cuda_peer_that_fails_ends_a_step) {
         CHECK(error.kind() == ErrorKind::kPeerError);
       }
       CHECK_THROWS(ErrorKind::kPeerError, reducer.finish(), "ran out of ideas");
+      CHECK(eventually([&] {
+        try {
+          barrier->check();
+          return false;
+        } catch (const Error& error) {
+          return error.kind() == ErrorKind::kPeerError;
+        }
+      }));
+      CHECK_THROWS(ErrorKind::kPeerError, lane->follow(barrier, barrier->what(), nullptr)->check(), "ran out of ideas");
     }
     --left;
     CHECK(eventually([&] { return left == 0; }, 20000ms));

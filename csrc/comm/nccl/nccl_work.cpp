@@ -142,6 +142,19 @@ bool NcclWork::wait_until(Deadline deadline) const {
   }
 }
 
+void NcclWork::check() const {
+  for (std::unique_lock lock(mutex_); error_ != nullptr; lock.lock()) {
+    if (stage_ == Stage::kFailed) {
+      std::rethrow_exception(error_);
+    }
+    lock.unlock();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  if (after_ != nullptr) {
+    after_->check();
+  }
+}
+
 Event NcclWork::event() const {
   const std::lock_guard lock(mutex_);
   if (stage_ == Stage::kNotLaunched) {

@@ -24,6 +24,8 @@ class NcclWork final : public Work {
   // Throws kInvalidArgument inside the group that the operation belongs to: it is launched when the group ends.
   [[nodiscard]] Event event() const override;
   [[nodiscard]] Device device() const noexcept override { return device_; }
+  // Of a doomed one, when its kernel has given up: a second at most.
+  void check() const override;
 
   // By whoever issues it, one of the three.
   void launched(Event event);
