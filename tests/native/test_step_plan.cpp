@@ -172,7 +172,8 @@ TEST(text_names_stages_where_a_rank_holds_several) {
   spec.compute = {{{kForward, 0, 0}, {kForward, 2, 0}, {kBackward, 2, 0}, {kBackward, 0, 0}},
                   {{kForward, 1, 0}, {kBackward, 1, 0}}};
   CHECK_EQ(table_of(compile(spec)),
-           "rank 0 | 0F0 0S0 2r0 2F0 L 2B0{2R0} 2s0 0r0 0B0{0R0}\n"
+           // Stage 2's bucket waits for the bubble behind the gradient that stage 1 is waiting for.
+           "rank 0 | 0F0 0S0 2r0 2F0 L 2B0 2s0 2R0 0r0 0B0{0R0}\n"
            "rank 1 | 1r0 1F0 1S0 L 1r0 1B0{1R0} 1s0\n");
 }
 
