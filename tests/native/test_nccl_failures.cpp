@@ -389,6 +389,9 @@ void fail_every_third(std::uint64_t first) {
     failed = !fake_nccl::failure_waits();
     fake_nccl::fail("", 0, 0);
     CHECK(n < 500);
+    if (failed) {
+      job.expect_half_an_operation();
+    }
     if (failed && fake_nccl::history().size() >= n) {
       const std::string which = fake_nccl::history()[n - 1];
       // NCCL's own refusal to free something cannot be mended; everything else leaves nothing behind.
