@@ -102,7 +102,10 @@ def test_tune_prints_the_best(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 
 def test_wrong_questions_are_answered_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert run(capsys, "plan", "show", tmp_path / "missing.json")[0] == 2
+    status, text = run(capsys, "plan", "show", tmp_path / "missing.json")
+    assert (status, text) == (2, f"hpcomm: there is no plan file {tmp_path / 'missing.json'}\n")
+    status, text = run(capsys, "plan", "show", "zb1p", "--pp", 4)
+    assert (status, text.endswith("for the schedule write --schedule zb1p\n")) == (2, True)
     (tmp_path / "bad.json").write_text("{}")
     status, text = run(capsys, "plan", "show", tmp_path / "bad.json")
     assert (status, text.count("\n")) == (2, 1)

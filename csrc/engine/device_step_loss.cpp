@@ -21,12 +21,12 @@ void DeviceStepLoss::issue(bool accumulate) {
   options.keepalive = memory_.owner;
   options.ready = communicator_->compute()->record();
   const WorkPtr reduced = communicator_->all_reduce(numbers_, ReduceOp::kSum, options);
-  finish_loss(communicator_->stream(), at(0), at(kFactor), accumulate, memory_.owner);
+  finish_loss(communicator_->stream(), at(LossSums::kLoss), at(kFactor), accumulate, memory_.owner);
   work_ = communicator_->follow(reduced, reduced->what(), memory_.owner);
 }
 
 void DeviceStepLoss::forget() {
-  const BufferView kept{at(kKept), sizeof(double), 1, DType::kFloat64, communicator_->device()};
+  const BufferView kept{at(LossSums::kKept), sizeof(double), 1, DType::kFloat64, communicator_->device()};
   clear(communicator_->stream(), kept, memory_.owner);
 }
 

@@ -30,8 +30,7 @@ class DeviceStepLoss {
   [[nodiscard]] const WorkPtr& work() const noexcept { return work_; }
 
  private:
-  // In doubles from the start of the memory: loss, weight, reducing, kept weight; the factor in a line of its own.
-  static constexpr std::size_t kKept = 3;
+  // In doubles from the start of the memory: LossSums (pack/step_math.h), then the factor in a line of its own.
   static constexpr std::size_t kFactor = 8;
   static constexpr std::size_t kBytes = 128;
 

@@ -84,7 +84,11 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 def _source(options: argparse.Namespace) -> tuple[StepPlan, CostModel | None]:
     costs = load_costs(options.costs) if options.costs else None
     if options.file:
-        return from_json(Path(options.file).read_text()), costs
+        file = Path(options.file)
+        if not file.exists():
+            hint = f"; for the schedule write --schedule {file}" if str(file) in SCHEDULES else ""
+            raise FileNotFoundError(f"there is no plan file {file}{hint}")
+        return from_json(file.read_text()), costs
     per_rank = options.stages_per_rank or SCHEDULES[options.schedule].stages_per_rank
     trains = options.schedule != "forward_only"
     plan = compile_plan(
