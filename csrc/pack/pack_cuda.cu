@@ -14,6 +14,7 @@
 #include "pack/copy_task.h"
 #include "pack/pack.h"
 #include "pack/step_math.h"
+#include "stream/cuda_call.h"
 
 namespace hpcomm {
 
@@ -61,43 +62,12 @@ __global__ void finish_loss_kernel(double* sums, double* factor, bool accumulate
 // --- Host
 // -------------------------------------------------------------------------------------------------------------
 
-// The last error is cleared: whoever asks the runtime next would take it for his own.
-void require(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) {
-    (void)cudaGetLastError();
-    throw Error(ErrorKind::kTransport, str(what, ": ", cudaGetErrorString(error), " (", cudaGetErrorName(error), ")"));
-  }
-}
-
-// Kernels go to the current device, whatever the stream's: make it the stream's, and put back what the caller had.
-class DeviceScope {
- public:
-  explicit DeviceScope(int device) {
-    require(cudaGetDevice(&before_), "cudaGetDevice");
-    if (before_ != device) {
-      require(cudaSetDevice(device), "cudaSetDevice");
-      changed_ = true;
-    }
-  }
-  ~DeviceScope() {
-    if (changed_) {
-      (void)cudaSetDevice(before_);
-    }
-  }
-  DeviceScope(const DeviceScope&) = delete;
-  DeviceScope& operator=(const DeviceScope&) = delete;
-
- private:
-  int before_ = 0;
-  bool changed_ = false;
-};
-
 int multiprocessors(int device) {
   static std::array<std::atomic<int>, 64> known{};  // by device; 0: not asked yet
   const auto place = static_cast<std::size_t>(device);
   int count = place < known.size() ? known[place].load(std::memory_order_relaxed) : 0;
   if (count == 0) {
-    require(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+    cuda::check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
     if (place < known.size()) {
       known[place].store(count, std::memory_order_relaxed);
     }
@@ -110,9 +80,9 @@ template <typename... Parameters>
 void launch(void (*kernel)(Parameters...), std::uint32_t blocks, std::uint32_t threads, Stream& stream,
             const std::remove_cvref_t<Parameters>&... parameters) {
   std::array<void*, sizeof...(Parameters)> addresses{const_cast<void*>(static_cast<const void*>(&parameters))...};
-  require(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(blocks), dim3(threads), addresses.data(), 0,
-                           static_cast<cudaStream_t>(stream.native_handle())),
-          "cudaLaunchKernel");
+  cuda::check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(blocks), dim3(threads), addresses.data(), 0,
+                               static_cast<cudaStream_t>(stream.native_handle())),
+              "cudaLaunchKernel");
 }
 
 template <std::uint32_t kCapacity>
@@ -145,14 +115,14 @@ void load(const void* kernel, int device) {
       error == cudaErrorUnsupportedPtxVersion) {
     int major = 0;
     int minor = 0;
-    require(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
-    require(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "cudaDeviceGetAttribute");
+    cuda::check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+    cuda::check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "cudaDeviceGetAttribute");
     (void)cudaGetLastError();
     throw Error(ErrorKind::kTransport, str("this copy of hpcomm was compiled for ", compiled_for(), "; device ", device,
                                            " is sm_", major, minor, " (", cudaGetErrorString(error),
                                            "); build it with TORCH_CUDA_ARCH_LIST=", major, ".", minor));
   }
-  require(error, "cudaFuncGetAttributes");
+  cuda::check(error, "cudaFuncGetAttributes");
 }
 
 }  // namespace
@@ -162,7 +132,7 @@ void launch_copies_cuda(Stream& stream, const std::vector<CopyItem>& items, cons
   // Chunks for each multiprocessor: four blocks fit at a time, and eight times as many leave none idle at the end.
   constexpr std::size_t kChunksEach = 32;
   const int device = stream.device().index;
-  const DeviceScope scope(device);
+  const cuda::DeviceGuard scope(device);
   const auto wanted = static_cast<std::size_t>(multiprocessors(device)) * kChunksEach;
   for (const ChunkMap& map : map_chunks(items, kManyTasks, wanted)) {
     if (map.tasks.size() <= kFewTasks) {
@@ -174,13 +144,13 @@ void launch_copies_cuda(Stream& stream, const std::vector<CopyItem>& items, cons
 }
 
 void launch_finish_loss_cuda(Stream& stream, double* sums, double* factor, bool accumulate) {
-  const DeviceScope scope(stream.device().index);
+  const cuda::DeviceGuard scope(stream.device().index);
   launch(finish_loss_kernel, 1, 1, stream, sums, factor, accumulate);
 }
 
 void load_kernels_cuda() {
   int device = 0;
-  require(cudaGetDevice(&device), "cudaGetDevice");
+  cuda::check(cudaGetDevice(&device), "cudaGetDevice");
   for (const void* kernel :
        {reinterpret_cast<const void*>(copy_kernel<kFewTasks>), reinterpret_cast<const void*>(copy_kernel<kManyTasks>),
         reinterpret_cast<const void*>(finish_loss_kernel)}) {
