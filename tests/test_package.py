@@ -35,9 +35,9 @@ def test_every_public_name_exists() -> None:
 
 
 def stub() -> dict[str, set[str]]:
-    """Class -> members, and "" -> functions, of _C.pyi."""
+    """Class -> members, and "" -> functions, of the files _C_*.pyi."""
     found: dict[str, set[str]] = {"": set()}
-    for node in ast.parse((ROOT / "_C.pyi").read_text()).body:
+    for node in (node for path in ROOT.glob("_C_*.pyi") for node in ast.parse(path.read_text()).body):
         if isinstance(node, ast.FunctionDef):
             found[""].add(node.name)
         elif isinstance(node, ast.ClassDef):
@@ -52,6 +52,13 @@ def stub() -> dict[str, set[str]]:
 
 def test_the_stub_has_what_the_module_has() -> None:
     declared = stub()
+    named = {
+        alias.name
+        for node in ast.parse((ROOT / "_C.pyi").read_text()).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert named == (declared.keys() - {""}) | declared[""]
     native = {name: value for name, value in vars(_C).items() if not name.startswith("_")}
     classes = {name for name, value in native.items() if inspect.isclass(value)}
     assert classes == declared.keys() - {""}

@@ -1,0 +1,107 @@
+"""Packing, channels, gradients and the torch.distributed backend: types of the native module, see _C.pyi."""
+
+from collections.abc import Sequence
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from hpcomm._C_comm import Communicator, Control, Neighbourhood, Work
+
+# --- csrc/torch/bind_pack.cpp ---
+
+class Layout:
+    """Where ``tensors`` lie in one contiguous buffer; floating point ones as ``wire``, if given."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], wire: torch.dtype | None = None) -> None: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def offsets(self) -> list[int]: ...
+
+def pack(
+    layout: Layout,
+    tensors: Sequence[torch.Tensor | None],
+    buffer: torch.Tensor,
+    *,
+    scale: torch.Tensor | None = None,
+    first_bad: torch.Tensor | None = None,
+) -> None:
+    """Copies ``tensors`` (None: zeros) to their places in ``buffer``, times ``scale``, cast to the wire type.
+
+    Args:
+        buffer: contiguous, at least ``layout.bytes`` bytes, on the device of the tensors.
+        scale: float64, one element, on that device; read when the kernel runs.
+        first_bad: int32, one element, on that device; becomes the smaller of what it is and the first index of a tensor
+            with an infinity or a NaN.
+
+    On the caller's current stream. Raises InvalidArgument.
+    """
+
+def unpack(
+    layout: Layout,
+    buffer: torch.Tensor,
+    tensors: Sequence[torch.Tensor | None],
+    *,
+    scale: torch.Tensor | None = None,
+) -> None:
+    """The way back; None skips an entry."""
+
+# --- csrc/torch/bind_engine.cpp ---
+
+class Receipt:
+    def wait(self, timeout: float = -1.0) -> tuple[bytes, list[torch.Tensor]]: ...
+    def done(self) -> bool: ...
+
+class SendEdge:
+    def __init__(self, communicator: Communicator, peer: int, frozen: bool) -> None: ...
+    def send(self, structure: str, tensors: Sequence[torch.Tensor], microbatch: int = -1) -> Work: ...
+
+class RecvEdge:
+    def __init__(self, communicator: Communicator, peer: int, frozen: bool) -> None: ...
+    def recv(self, microbatch: int = -1) -> Receipt: ...
+
+class BucketPlan:
+    def __init__(self, params: Sequence[torch.Tensor], first_bytes: int = ..., cap_bytes: int = ...) -> None: ...
+    @property
+    def buckets(self) -> list[list[int]]: ...
+    @property
+    def bytes(self) -> list[int]: ...
+    @property
+    def hash(self) -> int: ...
+
+class StepLoss:
+    def __init__(self, communicator: Communicator) -> None: ...
+    def issue(self, loss_sum: torch.Tensor, weight_sum: float, accumulate: bool = False) -> None: ...
+    def forget(self) -> None: ...
+    def wait(self) -> torch.Tensor: ...
+
+class Reducer:
+    def __init__(self, communicator: Communicator, params: Sequence[torch.Tensor], plan: BucketPlan) -> None: ...
+    def arm(self, loss: StepLoss) -> None: ...
+    def awaits(self, param: int) -> bool: ...
+    @property
+    def issued(self) -> int: ...
+    def finish(self) -> None: ...
+
+class ReadyHooks:
+    def __init__(self, reducer: Reducer, params: Sequence[torch.Tensor]) -> None: ...
+    def mark_rest(self) -> None: ...
+
+def register_ddp_hook(reducer: c10d.Reducer, communicator: Communicator) -> None: ...
+
+# --- csrc/torch/bind_backend.cpp ---
+
+class BackendJob:
+    """What the groups of one job share; the last one to go ends it: the properties are None from then on."""
+
+    def __init__(self, control: Control, neighbourhood: Neighbourhood | None) -> None: ...
+    @property
+    def control(self) -> Control: ...
+    @property
+    def neighbourhood(self) -> Neighbourhood: ...
+    @property
+    def ended(self) -> bool: ...
+    def anchor(self) -> None: ...
+    def end(self) -> None: ...
+
+def backend(communicator: Communicator, job: BackendJob) -> c10d.Backend: ...
