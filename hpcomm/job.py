@@ -11,14 +11,13 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from hpcomm import _C
 from hpcomm.communicator import (
-    agree,
     cpu_transport,
     find_neighbours,
     gloo_options,
     over_shared_memory,
     start_control,
 )
-from hpcomm.errors import HpcommError
+from hpcomm.errors import HpcommError, SchemaMismatch
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend
@@ -32,6 +31,7 @@ def create_group(options: Any) -> Backend:
     """A Backend for the group that torch describes; collective over its ranks."""
     transport = cpu_transport()
     timeout: float = options.timeout.total_seconds()
+    _require_equal(options, transport)
     if transport == "gloo":
         return _gloo_backend(options, timeout)
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
@@ -42,6 +42,26 @@ def create_group(options: Any) -> Backend:
     if not options.global_ranks_in_group:
         job.native.anchor()
     return _C.backend(communicator, job.native)
+
+
+def _require_equal(options: Any, transport: str) -> None:
+    """All ranks of the group chose this transport: one on gloo would wait for peers that never come there.
+
+    Raises:
+        SchemaMismatch: on ranks that chose another one than the first to come.
+    """
+    store = options.store
+    # One key per group of this name: a store may outlive it.
+    generation = store.add(f"hpcomm/made/{options.group_rank}", 1)
+    mine = f"{transport} of rank {options.group_rank}"
+    first = store.compare_set(f"hpcomm/transport/{generation}", "", mine).decode()
+    if first.split()[0] != transport:
+        raise SchemaMismatch(
+            f"ranks disagree on HPCOMM_CPU_TRANSPORT: rank {options.group_rank} has {transport!r}, "
+            f"rank {first.split()[-1]} has {first.split()[0]!r}; set it alike on every rank",
+            rank=options.group_rank,
+            peer=int(first.split()[-1]),
+        )
 
 
 class Job:
@@ -55,7 +75,6 @@ class Job:
         generation = store.add(f"hpcomm/generation/{rank}", 1)
         private = PrefixStore(f"hpcomm/{generation}", store)
         control = start_control(private, rank, len(ranks), timeout=timeout)
-        agree(control, "transport (HPCOMM_CPU_TRANSPORT)", [transport], timeout=timeout)
         neighbourhood = find_neighbours(control, timeout=timeout) if len(ranks) > 1 else None
         self.native = _C.BackendJob(control, neighbourhood)
 

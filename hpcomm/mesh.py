@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from hpcomm.communicator import agree, default_timeout, emulation, first_communicator, start_control
+from hpcomm.communicator import agree, cpu_transport, default_timeout, emulation, first_communicator, start_control
 from hpcomm.devices import pick_device
 from hpcomm.errors import InvalidArgument, PeerError, RankFailed, TimedOut
 
@@ -93,6 +93,7 @@ class Mesh:
         private = PrefixStore(f"hpcomm/{generation}", store)
         self.control: Control = start_control(private, rank, world, timeout=timeout)
         terms = [f"{axis}={size}" for axis, size in sizes.items()] + [f"device={device.type}"] + emulation()
+        terms.append(f"HPCOMM_CPU_TRANSPORT={cpu_transport()}")
         agree(self.control, "mesh", terms, timeout=timeout)
         self.world: Communicator = first_communicator(
             private,

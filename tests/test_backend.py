@@ -410,6 +410,29 @@ def test_the_transport_can_be_chosen() -> None:
     assert {outcome.exception for outcome in outcomes} == {"InvalidArgument"}
 
 
+def on_different_transports() -> str:
+    choice = ("auto", "gloo")[int(os.environ["RANK"])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HPCOMM_CPU_TRANSPORT", choice)
+        try:
+            dist.init_process_group("hpcomm", timeout=timedelta(seconds=3))
+        except Exception as error:  # the other rank waits for a peer that has gone
+            return f"{type(error).__name__}: {error}"
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    return "made"
+
+
+def test_ranks_with_different_transports_are_told() -> None:
+    told = ranks.run(2, on_different_transports)
+    assert any(
+        text.startswith("SchemaMismatch") and "HPCOMM_CPU_TRANSPORT" in text and "'auto'" in text and "'gloo'" in text
+        for text in told
+    ), told
+    assert "made" not in told
+
+
 # --- Errors -----------------------------------------------------------------------------------------------------------
 
 

@@ -283,7 +283,8 @@ void TcpControl::run() {
 
 // On connections where nothing else was said since the last time. What still waits to be sent needs no help.
 void TcpControl::beat() {
-  static const std::string bytes = encode(FrameKind::kHeartbeat, 0, {});
+  // Never destroyed: at process exit the thread of a Control that nobody closed still reads it.
+  static const auto& bytes = *new std::string(encode(FrameKind::kHeartbeat, 0, {}));
   std::lock_guard lock(mutex_);
   for (Peer& peer : peers_) {
     if (peer.fd.valid() && peer.state == PeerState::kOpen && !closing_ && !peer.spoke && peer.outgoing.empty()) {
