@@ -46,6 +46,7 @@ def in_fork(cases: type[unittest.TestCase], name: str, seconds: float) -> tuple[
             with log.open("wb") as output:
                 os.dup2(output.fileno(), 1)
                 os.dup2(output.fileno(), 2)
+            tempfile.tempdir = folder  # the suite leaves its file stores behind
             report.write_text(json.dumps(run(cases, name)))
             os._exit(0)
         with suppress(OSError):
