@@ -43,6 +43,12 @@ from hpcomm._C_comm import (
     nccl_version as nccl_version,
 )
 from hpcomm._C_comm import (
+    near_control as near_control,
+)
+from hpcomm._C_comm import (
+    neighbourhood_of as neighbourhood_of,
+)
+from hpcomm._C_comm import (
     shm_communicator as shm_communicator,
 )
 from hpcomm._C_comm import (

@@ -75,11 +75,13 @@ def job_secret() -> bytes | None:
 def start_control(store: Store, rank: int, size: int, *, timeout: float) -> Control:
     """Connects the Control of all ``size`` ranks that share ``store`` (collective).
 
+    Over TCP; between ranks that share memory, messages travel through that, unless ``HPCOMM_CPU_TRANSPORT=gloo``.
+
     Raises:
         TimedOut: a rank did not come within ``timeout`` seconds.
         RankFailed: a rank went away while the job was starting, or has another ``HPCOMM_SECRET``.
     """
-    heartbeat, secret = heartbeat_timeout(), job_secret()
+    heartbeat, secret, transport = heartbeat_timeout(), job_secret(), cpu_transport()
     if size == 1:
         return _C.solo_control()
     if rank == 0:
@@ -91,7 +93,10 @@ def start_control(store: Store, rank: int, size: int, *, timeout: float) -> Cont
     listener = _C.ControlListener(_listen_host(), rank, size, token)
     store.set(f"control/{rank}", listener.address)
     addresses = [_get(store, f"control/{r}", f"rank {r}", timeout).decode() for r in range(size)]
-    return listener.connect(addresses, timeout, heartbeat)
+    control = listener.connect(addresses, timeout, heartbeat)
+    # All ranks take part, whatever they chose: whether they agree on it is asked through this Control.
+    host = f"none, rank {rank} uses gloo" if transport == "gloo" else os.environ.get("HPCOMM_HOST", "")
+    return _C.near_control(control, _C.Neighbourhood(control, timeout, host), timeout)
 
 
 def first_communicator(
@@ -132,17 +137,12 @@ def first_communicator(
     factory = _gloo_factory(store, timeout)
     if chosen == "gloo":
         return _emulated(_C.c10d_communicator(config, factory(name, control.rank, control.size), factory))
-    neighbourhood = find_neighbours(control, timeout=timeout)
+    neighbourhood = _C.neighbourhood_of(control)
     memory = over_shared_memory(config, neighbourhood, list(ranks), control.rank, chosen)
     if memory is not None:
         return _emulated(memory)
     gloo = factory(name, control.rank, control.size)
     return _emulated(_C.c10d_communicator(config, gloo, factory, neighbourhood))
-
-
-def find_neighbours(control: Control, *, timeout: float) -> Neighbourhood:
-    """The ranks of the job that share memory with this one (collective)."""
-    return _C.Neighbourhood(control, timeout, os.environ.get("HPCOMM_HOST", ""))
 
 
 def over_shared_memory(

@@ -12,7 +12,6 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from hpcomm import _C
 from hpcomm.communicator import (
     cpu_transport,
-    find_neighbours,
     gloo_options,
     over_shared_memory,
     start_control,
@@ -75,7 +74,7 @@ class Job:
         generation = store.add(f"hpcomm/generation/{rank}", 1)
         private = PrefixStore(f"hpcomm/{generation}", store)
         control = start_control(private, rank, len(ranks), timeout=timeout)
-        neighbourhood = find_neighbours(control, timeout=timeout) if len(ranks) > 1 else None
+        neighbourhood = _C.neighbourhood_of(control) if len(ranks) > 1 else None
         self.native = _C.BackendJob(control, neighbourhood)
 
     def communicator(self, ranks: list[int], rank: int, name: str, timeout: float) -> Communicator | None:

@@ -1,7 +1,8 @@
-// Control: small ordered messages between all ranks of a job, abort, and the death of a peer. CPU only, TCP.
+// Control: small ordered messages between all ranks of a job, abort, and the death of a peer. CPU only.
 //
-// One connection per pair of ranks and one I/O thread per process. Headers, plan hashes and errors travel here, never
-// tensor data. A send never waits for the receiver: what the socket does not take is queued.
+// One TCP connection per pair of ranks and one I/O thread per process; comm/shm/near_control.h carries the messages
+// between ranks of one host. Headers, plan hashes and errors travel here, never tensor data. A send never waits for the
+// receiver: what the socket does not take is queued.
 //
 // A Control belongs to the process that made it. In a forked child its sockets are closed, abort() and close() do
 // nothing, and everything else raises kClosed.

@@ -6,6 +6,7 @@
 #include "comm/communicator.h"
 #include "comm/emulated/emulated_communicator.h"
 #include "comm/nccl/nccl_communicator.h"
+#include "comm/shm/near_control.h"
 #include "comm/shm/shm_communicator.h"
 #include "comm/solo/solo_communicator.h"
 #include "torch/bindings.h"
@@ -271,6 +272,24 @@ void bind_comm(py::module_& module) {
       .def_property_readonly("ranks", &shm::Neighbourhood::ranks)
       .def("contains", &shm::Neighbourhood::contains, py::arg("ranks"))
       .def("why_not", &shm::Neighbourhood::why_not, py::arg("rank"));
+  // Over another Control, for as long as the neighbourhood has ranks that share memory; collective over the job.
+  module.def(
+      "near_control",
+      [](std::shared_ptr<Control> below, std::shared_ptr<shm::Neighbourhood> neighbourhood, double timeout) {
+        const WithoutGil scope;
+        return released_without_gil(std::shared_ptr<Control>(
+            shm::NearControl::over(std::move(below), std::move(neighbourhood), in_seconds(timeout))));
+      },
+      py::arg("below"), py::arg("neighbourhood"), py::arg("timeout"));
+  // That of a Control from near_control().
+  module.def(
+      "neighbourhood_of",
+      [](const Control& control) {
+        const auto* const near = dynamic_cast<const shm::NearControl*>(&control);
+        HPCOMM_REQUIRE(near != nullptr, "this Control was not made by near_control()");
+        return near->neighbourhood();
+      },
+      py::arg("control"));
   module.def(
       "shm_communicator",
       [](const CommunicatorConfig& config, std::shared_ptr<shm::Neighbourhood> neighbourhood) {

@@ -6,12 +6,24 @@
 #include <vector>
 
 #include "comm/mailbox.h"
+#include "comm/shm/near_control.h"
 #include "comm/shm/neighbourhood.h"
 #include "comm/shm/shm_communicator.h"
 #include "native/check.h"
 #include "native/thread_communicator.h"
 
 namespace hpcomm::testing {
+
+// The Controls of a job on one host.
+inline std::vector<std::shared_ptr<Control>> connect_near_controls(int size) {
+  std::vector<std::shared_ptr<Control>> controls = connect_controls(size);
+  run_ranks(size, [&controls](int rank) {
+    auto& mine = controls[static_cast<std::size_t>(rank)];
+    const Deadline soon = Clock::now() + std::chrono::seconds(20);
+    mine = shm::NearControl::over(mine, shm::Neighbourhood::discover(mine, soon), soon);
+  });
+  return controls;
+}
 
 class ShmJob {
  public:
@@ -21,7 +33,10 @@ class ShmJob {
         controls_(size > 1 ? connect_controls(size) : std::vector{make_solo_control()}),
         neighbourhoods_(static_cast<std::size_t>(size)) {
     run_ranks(size, [this](int rank) {
-      neighbourhoods_[static_cast<std::size_t>(rank)] = shm::Neighbourhood::discover(control(rank), soon());
+      auto& mine = controls_[static_cast<std::size_t>(rank)];
+      auto& near = neighbourhoods_[static_cast<std::size_t>(rank)];
+      near = shm::Neighbourhood::discover(mine, soon());
+      mine = shm::NearControl::over(mine, near, soon());
     });
   }
 
