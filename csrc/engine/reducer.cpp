@@ -1,6 +1,7 @@
 // Buckets are filled in ready order and issued in plan order.
 #include "engine/reducer.h"
 
+#include <algorithm>
 #include <exception>
 #include <utility>
 
@@ -47,10 +48,11 @@ Reducer::Reducer(std::shared_ptr<Communicator> communicator, BucketPlan plan, st
   }
 }
 
-void Reducer::arm(Scale scale, Event scale_ready) {
+void Reducer::arm(Scale scale, Event scale_ready, std::size_t permitted) {
   std::lock_guard lock(mutex_);
   HPCOMM_ASSERT(!armed_, "armed twice without finish()");
   armed_ = true;
+  permitted_ = permitted;
   scale_ = std::move(scale);
   next_ = 0;
   works_.clear();
@@ -61,6 +63,13 @@ void Reducer::arm(Scale scale, Event scale_ready) {
     pending_.push_back({entries, std::vector<void*>(entries, nullptr), std::vector<Keepalive>(entries)});
   }
   communicator_->stream().wait(scale_ready);
+}
+
+void Reducer::permit(std::size_t buckets) {
+  std::lock_guard lock(mutex_);
+  HPCOMM_ASSERT(armed_, "permit() without arm()");
+  permitted_ = buckets;
+  issue_complete();
 }
 
 void Reducer::mark_ready(int param, void* gradient, Keepalive keepalive) {
@@ -111,6 +120,7 @@ std::vector<WorkPtr> Reducer::flush() {
     pending.missing = 0;
   }
   armed_ = false;
+  permitted_ = kAllBuckets;
   try {
     issue_complete();
   } catch (...) {
@@ -138,7 +148,7 @@ void Reducer::finish() {
 }
 
 void Reducer::issue_complete() {
-  while (next_ < pending_.size() && pending_[next_].missing == 0) {
+  while (next_ < std::min(permitted_, pending_.size()) && pending_[next_].missing == 0) {
     works_.push_back(issue(next_));
     ++next_;
   }

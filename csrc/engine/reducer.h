@@ -27,11 +27,16 @@ class Reducer {
   Reducer(std::shared_ptr<Communicator> communicator, BucketPlan plan, std::vector<TensorSize> params,
           std::shared_ptr<Allocator> allocator);
 
+  static constexpr std::size_t kAllBuckets = static_cast<std::size_t>(-1);
+
   // The next marks count. Gradients are multiplied by `scale` on the way in, which is read after `scale_ready`.
-  void arm(Scale scale, Event scale_ready);
+  // No more than `permitted` buckets are issued before permit() allows more: a plan may put the others later.
+  void arm(Scale scale, Event scale_ready, std::size_t permitted = kAllBuckets);
+  // From now on the first `buckets` may be issued, and those of them that are complete are.
+  void permit(std::size_t buckets);
   // Gradient `param` is final. Contiguous memory of the parameter's size that `keepalive` holds; the reduced values
   // are written back into it. Null: this rank contributes zeros and keeps no result. A second mark of the same
-  // parameter throws. Issues every bucket that is next in plan order and complete. Any one thread at a time.
+  // parameter throws. Issues every bucket that is next in plan order, complete and permitted. Any one thread at a time.
   void mark_ready(int param, void* gradient, Keepalive keepalive);
   // Size and dtype that mark_ready() takes the memory to have.
   [[nodiscard]] TensorSize expected(int param) const;
@@ -77,6 +82,7 @@ class Reducer {
   std::vector<Pending> pending_;
   std::vector<std::uint8_t> marked_;
   std::size_t next_ = 0;
+  std::size_t permitted_ = kAllBuckets;
   std::vector<WorkPtr> works_;
 };
 

@@ -156,8 +156,12 @@ void bind_engine(py::module_& module) {
            }),
            py::arg("communicator"), py::arg("params"), py::arg("plan"))
       .def(
-          "arm", [](Reducer& reducer, const TensorLoss& loss) { reducer.arm(loss.scale(), loss.ready()); },
-          py::arg("loss"))
+          "arm",
+          [](Reducer& reducer, const TensorLoss& loss, std::size_t permitted) {
+            reducer.arm(loss.scale(), loss.ready(), permitted);
+          },
+          py::arg("loss"), py::arg("permitted") = Reducer::kAllBuckets)
+      .def("permit", &Reducer::permit, py::arg("buckets"))
       .def("awaits", &Reducer::awaits, py::arg("param"))
       .def_property_readonly("issued", &Reducer::issued)
       .def("finish", [](Reducer& reducer) {
@@ -178,6 +182,7 @@ void bind_engine(py::module_& module) {
 
   py::class_<ReadyHooks>(module, "ReadyHooks")
       .def(py::init<std::shared_ptr<Reducer>, const std::vector<at::Tensor>&>(), py::arg("reducer"), py::arg("params"))
+      .def("mark", &ReadyHooks::mark, py::arg("param"))
       .def("mark_rest", &ReadyHooks::mark_rest);
 
   module.def("register_ddp_hook", &register_ddp_hook, py::arg("reducer"), py::arg("communicator"));

@@ -15,7 +15,7 @@ namespace hpcomm {
 
 namespace {
 
-void mark(Reducer& reducer, int index, const at::Tensor& param) {
+void mark_param(Reducer& reducer, int index, const at::Tensor& param) {
   const at::Tensor& gradient = param.grad();
   if (!gradient.defined()) {
     reducer.mark_ready(index, nullptr, nullptr);
@@ -48,7 +48,7 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
     auto param = param_.lock();
     if (reducer != nullptr && param != nullptr && reducer->armed()) {
       try {
-        mark(*reducer, index_, at::Tensor(std::move(param)));
+        mark_param(*reducer, index_, at::Tensor(std::move(param)));
       } catch (...) {
         std::rethrow_exception(visible_to_torch(std::current_exception()));
       }
@@ -88,12 +88,15 @@ ReadyHooks::~ReadyHooks() {
   }
 }
 
+void ReadyHooks::mark(int index) {
+  if (reducer_->awaits(index)) {
+    mark_param(*reducer_, index, params_[static_cast<std::size_t>(index)]);
+  }
+}
+
 void ReadyHooks::mark_rest() {
   for (std::size_t i = 0; i < params_.size(); ++i) {
-    const int index = static_cast<int>(i);
-    if (reducer_->awaits(index)) {
-      mark(*reducer_, index, params_[i]);
-    }
+    mark(static_cast<int>(i));
   }
 }
 

@@ -19,6 +19,8 @@ class ReadyHooks {
   ReadyHooks& operator=(const ReadyHooks&) = delete;
   ~ReadyHooks();
 
+  // Marks parameter `index`, whose gradient was computed without autograd, if its mark is still missing.
+  void mark(int index);
   // Marks every parameter that the backward did not reach: with its gradient if it has one, as missing otherwise.
   void mark_rest();
 

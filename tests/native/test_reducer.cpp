@@ -212,6 +212,25 @@ TEST(reducer_reduces_while_the_backward_runs) {
   CHECK_EQ(recorder->seen().size(), 2);
 }
 
+TEST(reducer_waits_for_the_plans_permission) {
+  const Model model({{4}, {4}, {4}});
+  const auto recorder = std::make_shared<Recorder>();
+  const auto reducer = model.reducer(recorder);
+  for (int step = 0; step < 2; ++step) {  // a permission ends with its step
+    const Gradients gradients = model.gradients(0);
+    reducer->arm({}, {}, 1);
+    for (std::size_t p = 0; p < 3; ++p) {
+      mark(*reducer, gradients, p);
+      CHECK_EQ(reducer->issued(), 1);
+    }
+    reducer->permit(2);
+    CHECK_EQ(reducer->issued(), 2);
+    reducer->finish();
+    CHECK_EQ(recorder->seen().size(), 3 * (step + 1));
+  }
+  CHECK_THROWS(ErrorKind::kInternal, reducer->permit(1), "permit() without arm()");
+}
+
 TEST(reducer_reduces_single_gradients_where_they_lie) {
   const auto recorder = std::make_shared<Recorder>();
   const Model model({{7}, {7, 7}});
