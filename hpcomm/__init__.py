@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hpcomm import _C as _C
     from hpcomm import errors, plan
     from hpcomm._C import Communicator, StepPlan
-    from hpcomm.amp import clip_grad_norm_
+    from hpcomm.amp import GradScaler, clip_grad_norm_
     from hpcomm.channel import Channel
     from hpcomm.ddp import DistributedDataParallel, attach
     from hpcomm.errors import (
@@ -34,16 +34,18 @@ if TYPE_CHECKING:
         TransportError,
     )
     from hpcomm.mesh import Mesh, init
-    from hpcomm.pipeline import Pipeline
+    from hpcomm.pipeline import Chain, Pipeline
     from hpcomm.reference import verify
 
 # Public name -> the module it lives in.
 _HOMES = {
+    "Chain": "hpcomm.pipeline",
     "Channel": "hpcomm.channel",
     "Closed": "hpcomm.errors",
     "Communicator": "hpcomm._C",
     "DeadlockError": "hpcomm.errors",
     "DistributedDataParallel": "hpcomm.ddp",
+    "GradScaler": "hpcomm.amp",
     "HpcommError": "hpcomm.errors",
     "InternalError": "hpcomm.errors",
     "InvalidArgument": "hpcomm.errors",
@@ -65,11 +67,13 @@ _HOMES = {
 _SUBMODULES = ("errors", "plan")
 
 __all__ = [
+    "Chain",
     "Channel",
     "Closed",
     "Communicator",
     "DeadlockError",
     "DistributedDataParallel",
+    "GradScaler",
     "HpcommError",
     "InternalError",
     "InvalidArgument",

@@ -1,14 +1,15 @@
-"""Gradient clipping over a mesh (loss scaling joins it here)."""
+"""Gradient clipping and loss scaling over a mesh."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hpcomm.errors import InvalidArgument, NumericsMismatch
 
 if TYPE_CHECKING:
+    from hpcomm.mesh import Mesh
     from hpcomm.pipeline import Pipeline
 
 __all__: list[str] = []
@@ -39,11 +40,12 @@ def clip_grad_norm_(
     place = {name: i for i, name in enumerate(pipe.parameter_names)}
     norms = torch.zeros(len(place), dtype=torch.float32, device=pipe.mesh.device)
     gradients = []
-    for name, parameter in pipe.named_parameters():
+    for name, parameter, counts_here in pipe.owned_parameters():
         if parameter.grad is not None:
             gradients.append(parameter.grad)
-            norms[place[name]] = torch.linalg.vector_norm(parameter.grad, norm_type)
-    # Every entry comes from one stage and is zero elsewhere: the sum is exact.
+            if counts_here:  # a shared parameter counts once
+                norms[place[name]] = torch.linalg.vector_norm(parameter.grad, norm_type)
+    # Every entry comes from one rank and is zero elsewhere: the sum is exact.
     pipe.mesh.pp.all_reduce(norms)
     total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
@@ -52,3 +54,47 @@ def clip_grad_norm_(
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.dtype))
     return total
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` for training in float16 on a mesh: a step is skipped by all ranks, or by none.
+
+    ``loss = pipe.step(x, target=y, scaler=scaler)`` scales the loss; then ``scaler.step(optimizer)`` and
+    ``scaler.update()`` as with torch's. ``scaler.unscale_(optimizer)`` comes before :func:`clip_grad_norm_`. Infinities
+    and NaNs that any rank finds count for all: :meth:`unscale_` and :meth:`step` are collective over the mesh.
+
+    A step's gradients carry a scale of ``get_scale()`` times a power of two near 1, the same on all ranks, that is part
+    of the loss's weights and gone once they are reduced.
+
+    Args:
+        mesh: of the Pipeline.
+        kwargs: of torch's class, without ``device``.
+    """
+
+    def __init__(self, mesh: Mesh, **kwargs: Any) -> None:
+        super().__init__(mesh.device.type, **kwargs)
+        self._mesh = mesh
+        if self.is_enabled():
+            # Only the last stage scales a loss; every rank needs the scale.
+            self.scale(torch.zeros((), device=mesh.device))
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divides the gradients by the scale, and agrees on whether any of them is not finite."""
+        super().unscale_(optimizer)
+        if self.is_enabled():
+            self._agree(optimizer)
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        # For optimizers that unscale by themselves.
+        super()._check_inf_per_device(optimizer)
+        return self._agree(optimizer)
+
+    def _agree(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        found: dict[Any, Any] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        if not found:  # a stage without gradients
+            found[self._mesh.device] = torch.zeros((), dtype=torch.float32, device=self._mesh.device)
+        (worst,) = found.values()
+        flag = worst.reshape(1).contiguous()
+        self._mesh.world.all_reduce(flag, "max")
+        worst.copy_(flag[0])
+        return found

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcomm.errors import InvalidArgument, NumericsMismatch
+from hpcomm.pipeline.chain import run_alone
+from hpcomm.pipeline.microbatch import split
+from hpcomm.pipeline.randomness import generator_of, kept
 from hpcomm.tree import flatten, unflatten
 
 if TYPE_CHECKING:
@@ -32,7 +35,7 @@ class Comparison:
 
 
 def verify(
-    pipe: Pipeline, model: torch.nn.Module, x: Any, *, target: Any = None, tolerance: float = 1e-4
+    pipe: Pipeline, model: torch.nn.Module, x: Any, *, target: Any = None, tolerance: float = 1e-4, **keywords: Any
 ) -> Comparison:
     """Runs one step of ``pipe`` and the same global batch through ``model`` in this process; compares the gradients.
 
@@ -40,10 +43,11 @@ def verify(
     needs the memory of the whole model. Gradients of ``pipe`` are cleared afterwards. Collective over the mesh.
 
     Args:
-        pipe: a pipeline that accumulates nothing at the moment, without randomness (dropout) in its layers.
+        pipe: a pipeline that accumulates nothing at the moment. Random layers (dropout) draw the same numbers in both.
         model: built like the one that ``pipe`` was made of; its parameters are overwritten, and it moves to the device
             of the mesh.
-        x, target: this replica's shard, on every rank of the replica.
+        x, target, keywords: this replica's shard, on every rank of the replica; a tuple ``x`` is what the first layer
+            takes as one argument.
         tolerance: the largest relative difference that passes.
 
     Returns:
@@ -57,10 +61,11 @@ def verify(
     if x is None:
         raise InvalidArgument("verify(): every rank computes the reference, so every rank needs x (and target)")
     pipe.zero_grad()
-    loss = float(pipe.step(x, target=target))
+    number = pipe.step_number
+    loss = float(pipe.step(x, target=target, **keywords))
     model.to(pipe.mesh.device).load_state_dict(pipe.full_state_dict())
     model.train(pipe.module.training)
-    reference_loss = _reference_step(pipe, model, x, target)
+    reference_loss = _reference_step(pipe, model, x, target, keywords, number)
     differences = _differences(pipe, model)
     pipe.zero_grad()
     model.zero_grad()
@@ -76,15 +81,33 @@ def verify(
     return Comparison(loss, reference_loss, worst, name, len(differences))
 
 
-def _reference_step(pipe: Pipeline, model: torch.nn.Module, x: Any, target: Any) -> float:
-    """Backward of the global loss through the whole model, one replica's shard at a time."""
-    shards = _gather((x, target), pipe.mesh.dp)
-    parts = [pipe.loss_of(model(shard), shard_target) for shard, shard_target in shards]
-    weight = sum(part.weight for part in parts)
-    total = torch.stack([part.weighted for part in parts]).sum() / weight
+def _reference_step(
+    pipe: Pipeline, model: torch.nn.Module, x: Any, target: Any, keywords: dict[str, Any], number: int
+) -> float:
+    """Backward of the global loss through the whole model, one microbatch at a time, as step ``number``."""
+    parts = pipe.num_microbatches
     model.zero_grad()
-    total.backward()  # type: ignore[no-untyped-call]
-    return float(total.detach())
+    sums, weights = [], []
+    with kept(generator_of(pipe.mesh.device)):
+        for replica, (shard, shard_target, shard_keywords) in enumerate(_gather((x, target, keywords), pipe.mesh.dp)):
+            draws = pipe.draws(number, replica) if model.training else None
+            cut = zip(
+                split(shard, parts, "input"),
+                split(shard_target, parts, "target"),
+                pipe.split_keywords(shard_keywords, shard),
+                strict=True,
+            )
+            for microbatch, (part, part_target, part_keywords) in enumerate(cut):
+                output = run_alone(model, (part,), part_keywords, draws, microbatch)
+                loss = pipe.loss_of(output, part_target)
+                loss.weighted.backward()  # type: ignore[no-untyped-call]
+                sums.append(loss.weighted.detach())
+                weights.append(loss.weight)
+    weight = sum(weights)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= weight
+    return float(torch.stack(sums).double().sum()) / weight
 
 
 def _differences(pipe: Pipeline, model: torch.nn.Module) -> list[tuple[str, float]]:
@@ -92,7 +115,7 @@ def _differences(pipe: Pipeline, model: torch.nn.Module) -> list[tuple[str, floa
     reference = dict(model.named_parameters())
     place = {name: i for i, name in enumerate(pipe.parameter_names)}
     found = torch.zeros(len(place), dtype=torch.float64, device=pipe.mesh.device)
-    for name, parameter in pipe.named_parameters():
+    for name, parameter, _ in pipe.owned_parameters():
         expected = reference[name].grad
         if not parameter.requires_grad or (expected is None and parameter.grad is None):
             continue

@@ -90,13 +90,13 @@ def test_models_that_cannot_be_cut() -> None:
         cut(chain(), 6)
     with pytest.raises(hpcomm.InvalidArgument, match="Linear is no chain"):
         cut(nn.Linear(1, 1), 1)
-    tied = chain()
-    tied.second.weight = tied.first.weight  # type: ignore[union-attr]
-    with pytest.raises(
-        hpcomm.InvalidArgument, match="parameter first.weight of stage 0 is also second.weight of stage 1"
-    ):
-        cut(tied, 2, ["act"])
-    assert len(cut(tied, 2, ["first"])) == 2  # both in one stage
+
+
+def test_a_layer_that_stands_twice_in_the_chain_runs_twice() -> None:
+    layer = nn.Linear(1, 1)
+    first, second = cut(nn.Sequential(layer, nn.Tanh(), layer), 2, [1])
+    assert [name for name, _ in second._modules.items()] == ["1", "2"]
+    assert first[0] is second[1]
 
 
 def test_microbatches() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -13,13 +14,13 @@ __all__: list[str] = []
 
 def split(batch: Any, parts: int, what: str) -> list[Any]:
     """``parts`` microbatches of a tensor, or of a tuple, list or dict of tensors; the first ones are larger by one
-    sample when the batch does not divide evenly. None gives None for each.
+    sample when the batch does not divide evenly. None and numbers are the same for each.
 
     Raises:
         InvalidArgument: fewer samples than parts, or something without a batch dimension.
     """
-    if batch is None:
-        return [None] * parts
+    if batch is None or isinstance(batch, (bool, int, float)):
+        return [batch] * parts
     if isinstance(batch, torch.Tensor):
         if batch.dim() == 0:
             raise InvalidArgument(f"{what}: a tensor without a batch dimension cannot be cut into microbatches")
@@ -36,6 +37,42 @@ def split(batch: Any, parts: int, what: str) -> list[Any]:
         rows = [split(value, parts, f"{what}[{i}]") for i, value in enumerate(batch)]
         return [type(batch)(row[i] for row in rows) for i in range(parts)]
     raise InvalidArgument(f"{what}: {type(batch).__name__} cannot be cut into microbatches; pass tensors")
+
+
+def split_keywords(keywords: Mapping[str, Any], parts: int, batch: int, whole: Collection[str]) -> list[dict[str, Any]]:
+    """Keyword arguments of each microbatch; those named in ``whole``, strings, and tensors without
+    dimensions are the same for all.
+
+    Args:
+        batch: samples of the batch; 0 when this rank does not know.
+
+    Raises:
+        InvalidArgument: a tensor with another number of samples than the batch, which is not in ``whole``.
+    """
+    columns = {}
+    for name, value in keywords.items():
+        if name in whole or isinstance(value, str) or (isinstance(value, torch.Tensor) and value.dim() == 0):
+            columns[name] = [value] * parts
+            continue
+        for rows in _lengths(value):
+            if batch and rows != batch:
+                raise InvalidArgument(
+                    f"keyword argument {name!r} has {rows} rows, the batch {batch} samples: pass one row per sample, "
+                    f"or whole=[{name!r}] to the Pipeline if every microbatch takes all of it"
+                )
+        columns[name] = split(value, parts, name)
+    return [{name: column[i] for name, column in columns.items()} for i in range(parts)]
+
+
+def _lengths(tree: Any) -> list[int]:
+    """Dimension 0 of each tensor that has one."""
+    if isinstance(tree, torch.Tensor):
+        return [tree.shape[0]] if tree.dim() > 0 else []
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if isinstance(tree, (tuple, list)):
+        return [rows for item in tree for rows in _lengths(item)]
+    return []
 
 
 def samples(batch: Any) -> int:

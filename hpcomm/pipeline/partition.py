@@ -26,7 +26,8 @@ def chain_of(model: torch.nn.Module) -> list[Layer]:
             f"Pipeline: {type(model).__name__} is no chain of layers; pass an nn.Sequential "
             "whose children run one after the other"
         )
-    return list(model.named_children())
+    # With repetitions, as forward() runs them: named_children() leaves a layer out that it has seen.
+    return [(name, layer) for name, layer in model._modules.items() if layer is not None]
 
 
 def layer_cost(layer: torch.nn.Module) -> float:
@@ -83,7 +84,7 @@ def cut(model: torch.nn.Module, parts: int, split_at: Sequence[str | int] | None
 
     Raises:
         InvalidArgument: see :func:`chain_of` and :func:`balance`; or ``split_at`` does not give ``parts`` stages of
-            at least one layer; or two stages share a parameter (not supported in this version).
+            at least one layer.
     """
     layers = chain_of(model)
     if split_at is None:
@@ -95,11 +96,7 @@ def cut(model: torch.nn.Module, parts: int, split_at: Sequence[str | int] | None
         if starts != sorted(set(starts)) or starts[-1] >= len(layers):
             raise InvalidArgument(f"split_at={list(split_at)!r}: places must ascend, from 1 to {len(layers) - 1}")
     ends = [*starts[1:], len(layers)]
-    stages: list[torch.nn.Module] = [
-        torch.nn.Sequential(OrderedDict(layers[start:end])) for start, end in zip(starts, ends, strict=True)
-    ]
-    _require_separate(stages)
-    return stages
+    return [torch.nn.Sequential(OrderedDict(layers[start:end])) for start, end in zip(starts, ends, strict=True)]
 
 
 def _index(layers: list[Layer], place: str | int) -> int:
@@ -109,15 +106,3 @@ def _index(layers: list[Layer], place: str | int) -> int:
     if place not in names:
         raise InvalidArgument(f"split_at names layer {place!r}; the model has {', '.join(names)}")
     return names.index(place)
-
-
-def _require_separate(stages: list[torch.nn.Module]) -> None:
-    owner: dict[int, tuple[int, str]] = {}
-    for index, stage in enumerate(stages):
-        for name, parameter in stage.named_parameters():
-            first, known = owner.setdefault(id(parameter), (index, name))
-            if first != index:
-                raise InvalidArgument(
-                    f"parameter {known} of stage {first} is also {name} of stage {index}: tied parameters "
-                    "across stages are not supported in this version; put both layers into one stage with split_at"
-                )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,43 +13,61 @@ import torch
 from hpcomm import _C
 from hpcomm.channel import require_schema
 from hpcomm.communicator import agree
-from hpcomm.ddp import describe_parameters
-from hpcomm.errors import InvalidArgument, SchemaMismatch
-from hpcomm.mesh import describe
+from hpcomm.errors import InvalidArgument
+from hpcomm.pipeline import chain, sharing
+from hpcomm.pipeline.checks import describe, require_arguments
+from hpcomm.pipeline.failure import tell_peers
+from hpcomm.pipeline.links import links_of
+from hpcomm.pipeline.microbatch import samples, split, split_keywords
+from hpcomm.pipeline.parameters import FreshGradients, container, identity, start_equal
 from hpcomm.pipeline.partition import cut
-from hpcomm.pipeline.runner import Runner
-from hpcomm.pipeline.stage import Loss, LossFn, evaluate
-from hpcomm.plan import compile as compile_plan
-from hpcomm.plan.schedules import SCHEDULES
-from hpcomm.plan.serialize import from_json, to_json
+from hpcomm.pipeline.planning import Schedule, ScheduleLike, Wishes, plan_together, schedule_of
+from hpcomm.pipeline.randomness import Draws, generator_of, kept
+from hpcomm.pipeline.reductions import Reductions
+from hpcomm.pipeline.runner import Batch, Runner
+from hpcomm.pipeline.stage import Loss, LossFn, Stage, evaluate
 
 if TYPE_CHECKING:
-    from hpcomm._C import BucketPlan, StepPlan
+    from contextlib import AbstractContextManager
+
+    from hpcomm._C import BucketPlan, Communicator, CostModel, StepPlan
+    from hpcomm.amp import GradScaler
     from hpcomm.mesh import Mesh
+    from hpcomm.pipeline.chain import Call
+    from hpcomm.pipeline.runner import StepResult
 
 __all__: list[str] = []
 
-PLAN_CHANNEL = 2  # of Control, see hpcomm.communicator
-_MIB = 1 << 20
-# One stage per rank, undivided backwards: what the runner executes of what can be planned.
-RUNNABLE = ("gpipe", "1f1b")
+_UNIT_CHANNEL = 4  # of Control, see hpcomm.communicator
 
 
 class Pipeline:
-    """A model cut into ``mesh.pp`` stages, each replicated ``mesh.dp`` times, trained by one verified plan.
+    """A model cut into stages over ``mesh.pp``, each replicated ``mesh.dp`` times, trained by one verified plan.
 
     Args:
-        model: an ``nn.Sequential``, the same on every rank, on the CPU or on ``mesh.device``. Each rank keeps its own
-            stage, moved to ``mesh.device``, with the values of the first replica. Build the optimizer from
-            :meth:`parameters` afterwards.
+        model: an ``nn.Sequential``, or a :class:`hpcomm.Chain` where layers have skip connections; the same on every
+            rank, on the CPU or on ``mesh.device``. Each rank keeps its own stages, moved to ``mesh.device``, with the
+            values of the first replica. Build the optimizer from :meth:`parameters` afterwards. Parameters that several
+            stages share stay tied: their gradients are added up over all owners.
         mesh: from :func:`hpcomm.init`; ``tp`` must be 1 in this version.
-        schedule: "1f1b" or "gpipe".
+        schedule: a name in ``hpcomm.plan.SCHEDULES``; a table, as ``hpcomm.plan.parse`` reads it; or the path of a CSV
+            file of ``torch.distributed.pipelining``.
         num_microbatches: parts of a replica's batch along dimension 0.
         loss_fn: ``loss_fn(output, target)``: the mean loss of a microbatch, weighted by its number of samples; or a
             pair ``(sum, weight)``.
+        stages_per_rank: of a named schedule; its own number by default.
         split_at: layers (name or index) that begin stages 1, 2, ...; balanced by parameter counts if None.
+        reduce: where gradients are reduced: "slack" (in bubbles), "eager" (inside the last backward), "end".
         schema: "per_message", or "frozen" where every microbatch of every step has the same shapes.
         bucket_cap_mb: largest gradient bucket in MiB; the first one is at most 1 MiB.
+        inputs: "all": every rank of a replica passes the arguments that its stages use. "first": only the rank of the
+            first stage does, and sends on what later stages need.
+        keywords: with ``inputs="first"``, names of the keyword arguments that steps will be given.
+        whole: names of keyword arguments that are not cut: every microbatch gets all of them.
+        seed: of the random numbers that layers draw in training. They depend on it, on the number of the step, on the
+            microbatch's place in the global batch and on the layer, not on the mesh or the schedule.
+        costs: what the plan's order and the place of reductions are decided by, see :func:`hpcomm.plan.compile`; rank
+            0's counts.
 
     Making a Pipeline is collective over the mesh.
 
@@ -62,234 +83,360 @@ class Pipeline:
         mesh: Mesh,
         num_microbatches: int,
         loss_fn: LossFn,
-        schedule: str = "1f1b",
+        schedule: ScheduleLike = "1f1b",
+        stages_per_rank: int | None = None,
         split_at: Sequence[str | int] | None = None,
+        reduce: str = "slack",
         schema: str = "per_message",
         bucket_cap_mb: float = 25.0,
+        inputs: str = "all",
+        keywords: Sequence[str] = (),
+        whole: Sequence[str] = (),
+        seed: int = 0,
+        costs: CostModel | None = None,
     ) -> None:
         self.mesh = mesh
-        options = f"{schedule=} {num_microbatches=} split_at={split_at and list(split_at)} {schema=} {bucket_cap_mb=}"
+        options = (
+            f"{num_microbatches=} {stages_per_rank=} split_at={split_at and list(split_at)} {reduce=} {schema=} "
+            f"{bucket_cap_mb=} {inputs=} keywords={sorted(keywords)} whole={sorted(whole)} {seed=}"
+        )
         # A rank that cannot go on says so in the agreement: the others must not wait for it in a later one.
         problem: InvalidArgument | None = None
-        stages: list[torch.nn.Module] = []
+        modules: list[torch.nn.Module] = []
+        plain = Schedule([], [])
         try:
-            _check(model, mesh, schedule, num_microbatches, bucket_cap_mb)
+            require_arguments(model, mesh, num_microbatches, bucket_cap_mb, reduce, inputs)
             require_schema(schema)
-            stages = cut(model, mesh.shape["pp"], split_at)
+            plain = schedule_of(schedule, mesh.shape["pp"], num_microbatches, stages_per_rank)
+            modules = cut(model, plain.stages, split_at)
         except InvalidArgument as error:
             problem = error
         agree(
             mesh.control,
             "model or the arguments of Pipeline",
-            [options, f"problem: {problem}", *_describe(model, stages)],
+            [options, f"schedule={plain.table}", f"problem: {problem}", *describe(model, modules)],
             timeout=mesh.timeout,
         )
         if problem is not None:
             raise problem
 
-        self._names = [[name for name, _ in stage.named_parameters()] for stage in stages]
-        self._shapes = [{k: (v.shape, v.dtype) for k, v in stage.state_dict().items()} for stage in stages]
-        bucket_plans = [_bucket_plan(stage, bucket_cap_mb) for stage in stages]
-        self.plan = self._agree_on_plan(schedule, num_microbatches, bucket_plans, schema)
-        self.stage_index = mesh.coordinate["pp"]
-        self.module = stages[self.stage_index].to(mesh.device)
-        self.bucket_plan = bucket_plans[self.stage_index]
-        self._start_equal()
-        self._runner = Runner(self.plan, mesh, self.module, self.bucket_plan, loss_fn, schema=schema)
         self._loss_fn = loss_fn
-        self._accumulating = False
+        self._parts = num_microbatches
+        self._schema = schema
+        self._schedule = plain
+        self._seed = seed
+        self._whole = frozenset(whole)
+        self._promised = frozenset(keywords) if inputs == "first" else None
+        calls = _calls(modules, chain.skips_of(model))
+        self._accepted = [call.keywords for stage in calls for call in stage]
+        self._links = links_of(calls, _loaders(calls, keywords) if inputs == "first" else ())
+        self._shapes = [{k: (v.shape, v.dtype) for k, v in stage.state_dict().items()} for stage in modules]
+        owned = sharing.owners_of(modules)
+        self._names = [entry.name for entry in owned]
+        ties = sharing.ties_of(owned)
+        alone = [sharing.reduced_alone(owned, stage) for stage in range(plain.stages)]
+        buckets = [sharing.bucket_plan(parameters, bucket_cap_mb) for parameters in alone]
+        self._wishes = Wishes(
+            self._links,
+            [plan.bytes for plan in buckets],
+            [(tie.stages, sum(tie.buckets.bytes)) for tie in ties],
+            reduce,
+            schema,
+            costs,
+        )
+        self.plan = plan_together(mesh, plain, self._wishes)
 
-    def step(self, *inputs: Any, target: Any = None, reduce: bool = True, return_outputs: bool = False) -> Any:
-        """One training step on this replica's batch (collective over the mesh).
+        here = [stage for stage, rank in enumerate(plain.placement) if rank == mesh.coordinate["pp"]]
+        self.stages = {stage: modules[stage].to(mesh.device) for stage in here}
+        self.module = next(iter(self.stages.values())) if len(here) == 1 else container(self.stages)
+        self.bucket_plans = {stage: buckets[stage] for stage in here}
+        # Of the local parameters: the name in the model, and the first stage that owns it.
+        self._canonical = {id(e.parameter): (e.name, e.stages[0]) for e in owned if set(e.stages) & set(here)}
+        divided = {(a.stage, a.microbatch) for row in plain.table for a in row if a.kind == "I"}
+        stages = {
+            stage: Stage(
+                stage,
+                self.stages[stage],
+                calls[stage],
+                [link for link in self._links if link.target == stage],
+                [link for link in self._links if link.source == stage],
+                {microbatch for s, microbatch in divided if s == stage},
+            )
+            for stage in here
+        }
+        self._local_stages = stages
+        reductions = None
+        if plain.trains:
+            reductions = Reductions(self.plan, mesh, {s: alone[s] for s in here}, self.bucket_plans, ties)
+        self._loss = _C.StepLoss(_scalar_lane(self.plan, mesh))
+        self._runner = Runner(self.plan, mesh, stages, self._links, reductions, self._loss, schema=schema)
+        self._evaluation: Runner | None = None if plain.trains else self._runner
+        start_equal(mesh, self.module, [e for e in owned if set(e.stages) & set(here)], plain.placement)
+        self._identity = identity(self.module)
+        self._generator = generator_of(mesh.device)
+        self._unit = 0.0
+        self._accumulating = False
+        self.step_number = 0
+
+    # --- Steps ---
+
+    def step(
+        self,
+        *inputs: Any,
+        target: Any = None,
+        reduce: bool = True,
+        return_outputs: bool = False,
+        scaler: GradScaler | None = None,
+        **keywords: Any,
+    ) -> Any:
+        """One training step on this replica's batch (collective over the mesh). Under ``torch.no_grad()`` it is
+        :meth:`eval_step`.
 
         Args:
-            inputs: one tensor, or a tuple, list or dict of tensors, for the first stage: this replica's shard. All pp
-                ranks of a replica pass equal arguments, or None for what their stages do not use.
-            target: for ``loss_fn``, on the last stage; cut like the input.
+            inputs: for the first layer of the model: this replica's shard. Tensors, or trees of them, are cut into
+                microbatches along dimension 0; numbers and None are the same for all. All pp ranks of a replica pass
+                equal arguments, or None for what their stages do not use.
+            target: for ``loss_fn``, on the last stage; cut like the inputs.
             reduce: False accumulates; the next reducing step reduces the sum once.
-            return_outputs: return ``(loss, outputs)``: the model's outputs for this replica's batch on last-stage
+            return_outputs: return ``(loss, outputs)``: the model's outputs for this replica's batch on the last stage's
                 ranks, None elsewhere.
+            scaler: for training in float16; see :class:`hpcomm.GradScaler`.
+            keywords: for every layer whose ``forward`` has an argument of that name; cut like the inputs.
 
         Returns:
             The loss: sum of weight x loss over all microbatches and replicas / sum of weights. A 0-dim float64 tensor,
             the same on every rank. Gradients of that loss are in ``.grad`` (added to what was there).
 
         Raises:
-            InvalidArgument: no input where one is needed, or fewer samples than microbatches.
+            InvalidArgument: no input where one is needed, fewer samples than microbatches, a keyword argument that no
+                layer takes; or parameters were replaced, frozen, unfrozen or converted since the Pipeline was made.
             PeerError, RankFailed, TimedOut: another rank raised, died, or did not come.
             Any exception of the model or of ``loss_fn``; the other ranks then raise PeerError. The pipeline cannot
             be used after an error.
         """
-        if len(inputs) != 1:
-            raise InvalidArgument(f"step() takes one input (a tensor or a tree of tensors), got {len(inputs)}")
-        try:
-            if self.stage_index == 0 and inputs[0] is None:
-                raise InvalidArgument("step(): the first stage needs an input, got None")
-            if self._accumulating and all(p.grad is None for p in self.module.parameters()):
+        if not torch.is_grad_enabled():
+            return self.eval_step(*inputs, target=target, return_outputs=return_outputs, **keywords)
+        runner = self._runner
+        with self._telling_peers(runner):
+            if not self._schedule.trains:
+                raise InvalidArgument("step(): the schedule has no backwards; use eval_step()")
+            if identity(self.module) != self._identity:
+                raise InvalidArgument(
+                    "the stage's parameters changed since the Pipeline was made (replaced, frozen, unfrozen or "
+                    "converted); make a new Pipeline of the changed model"
+                )
+            for stage in self._local_stages.values():
+                stage.refresh()
+            batch = self._batch(inputs, target, keywords, self._loss_fn)
+            batch.reduce, batch.keep_outputs = reduce, return_outputs
+            if scaler is not None:
+                batch.scale, batch.unit = scaler.scale, self._unit_of(inputs, target)
+            if self._accumulating and all(p.grad is None for p in self.parameters()):
                 self._drop_accumulated()  # by the optimizer's zero_grad()
-            with _FreshGradients(self.module, keep=self._accumulating):
-                result = self._runner.step(inputs[0], target, reduce=reduce, keep_outputs=return_outputs)
-        except BaseException as error:
-            # The peers are in the middle of the same plan: they learn why it ends.
-            self.mesh.control.abort(f"stage {self.stage_index}: {describe(error)}")
-            self._runner.stage.clear()
-            raise
+            with self._random_numbers(batch), FreshGradients(self.module, keep=self._accumulating):
+                result = runner.step(batch)
+        self.step_number += 1
         self._accumulating = not reduce
-        if not return_outputs:
-            return result.loss
-        return result.loss, _join(result.outputs)
+        return self._answer(result, return_outputs)
+
+    def eval_step(self, *inputs: Any, target: Any = None, return_outputs: bool = False, **keywords: Any) -> Any:
+        """The forwards of a step, without gradients (collective over the mesh). Call :meth:`eval` first where layers
+        behave differently in training.
+
+        Arguments, return value and errors as of :meth:`step`. Without a target the loss is computed only if
+        ``return_outputs`` is False: to get outputs alone, no loss is needed. It is NaN then.
+        """
+        with torch.no_grad():
+            if self._evaluation is None:
+                self._evaluation = self._evaluator()
+            with self._telling_peers(self._evaluation):
+                wants_loss = target is not None or not return_outputs
+                # Who has the target knows; on other ranks the function is not called.
+                batch = self._batch(inputs, target, keywords, self._loss_fn if wants_loss else None)
+                batch.keep_outputs = return_outputs
+                with self._random_numbers(batch):
+                    result = self._evaluation.step(batch)
+        return self._answer(result, return_outputs)
 
     def loss_of(self, output: Any, target: Any) -> Loss:
         """The weighted loss of any output, as the last stage computes it for a microbatch."""
         return evaluate(self._loss_fn, output, target)
 
+    # --- Parameters ---
+
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """The local stage's parameters."""
+        """The local stages' parameters."""
         return self.module.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """The local stage's parameters under the plain model's names."""
+        """The local stages' parameters under the plain model's names."""
         return self.module.named_parameters()
 
+    def owned_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, bool]]:
+        """The local stages' parameters under their first names in the model, and whether this rank holds the first of
+        the stages that share it: over ``mesh.pp`` that is true once for every parameter of the model.
+        """
+        for parameter in self.module.parameters():
+            name, first = self._canonical[id(parameter)]
+            yield name, parameter, first in self.stages
+
     def state_dict(self) -> dict[str, Any]:
-        """The local stage's state under the plain model's names; the union over ``mesh.pp`` is the plain model's."""
+        """The local stages' state under the plain model's names; the union over ``mesh.pp`` is the plain model's."""
         return self.module.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads the local stage's part of ``state``, which may be the whole model's.
+        """Loads the local stages' part of ``state``, which may be the whole model's.
 
         Raises:
-            RuntimeError: an entry of the local stage is missing or has another shape (torch's own error).
+            RuntimeError: an entry of the local stages is missing or has another shape (torch's own error).
         """
         mine = self.module.state_dict().keys()
         self.module.load_state_dict({name: value for name, value in state.items() if name in mine})
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the local gradients; also drops what steps with ``reduce=False`` have accumulated."""
-        self.module.zero_grad(set_to_none)
+    def zero_grad(self) -> None:
+        """Drops all gradients, accumulated ones included."""
+        self.module.zero_grad()
         self._drop_accumulated()
 
     def train(self, mode: bool = True) -> Pipeline:
-        """Training or evaluation mode of the local stage."""
+        """Training mode of the local stages (or evaluation mode)."""
         self.module.train(mode)
         return self
 
     def eval(self) -> Pipeline:
-        """Evaluation mode of the local stage."""
+        """Evaluation mode of the local stages."""
         return self.train(False)
 
     @property
     def parameter_names(self) -> list[str]:
-        """All parameters of the model in its order, those of other stages included."""
-        return [name for names in self._names for name in names]
+        """All parameters of the model in its order, those of other stages included; a shared one once."""
+        return list(self._names)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Parts of a replica's batch."""
+        return self._parts
+
+    @property
+    def stage_index(self) -> int:
+        """The first of this rank's stages."""
+        return next(iter(self.stages))
+
+    @property
+    def bucket_plan(self) -> BucketPlan:
+        """Of the first of this rank's stages."""
+        return next(iter(self.bucket_plans.values()))
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's state on every rank, copied from its stages (collective over ``mesh.pp``)."""
-        mine = self.module.state_dict()
         whole: dict[str, torch.Tensor] = {}
         for stage, shapes in enumerate(self._shapes):
+            mine = self.stages[stage].state_dict() if stage in self.stages else {}
             for name, (shape, dtype) in shapes.items():
-                local = stage == self.stage_index
                 value = (
                     mine[name].detach().clone().contiguous()
-                    if local
+                    if name in mine
                     else torch.empty(shape, dtype=dtype, device=self.mesh.device)
                 )
-                self.mesh.pp.broadcast(value, stage)
+                self.mesh.pp.broadcast(value, self._schedule.placement[stage])
                 whole[name] = value
         return whole
 
-    def _agree_on_plan(
-        self, schedule: str, num_microbatches: int, bucket_plans: list[BucketPlan], schema: str
-    ) -> StepPlan:
-        """Rank 0 compiles; everybody else takes its plan and checks it."""
-        control, world = self.mesh.control, self.mesh.size
-        if control.rank == 0:
-            plan = compile_plan(
-                schedule,
-                pp=self.mesh.shape["pp"],
-                dp=self.mesh.shape["dp"],
-                num_microbatches=num_microbatches,
-                bucket_bytes=[buckets.bytes for buckets in bucket_plans],
-                schema=schema,
-            )
-            text = to_json(plan).encode()
-            for peer in range(1, world):
-                control.send(peer, PLAN_CHANNEL, text)
-        else:
-            plan = from_json(control.receive(0, PLAN_CHANNEL, self.mesh.timeout).decode())
-        if plan.world != world:
-            raise SchemaMismatch(f"rank 0 sent a plan for {plan.world} ranks; the mesh has {world}", rank=control.rank)
-        plan.verify()
-        agree(control, "plan", [f"{plan.hash:016x}"], timeout=self.mesh.timeout)
-        return plan
+    # --- Inside ---
+
+    def draws(self, step: int, replica: int) -> Draws:
+        """The random numbers of a replica's microbatches in a step."""
+        return Draws(self._generator, self._seed, step, replica * self._parts)
+
+    def split_keywords(self, keywords: Mapping[str, Any], inputs: Any) -> list[dict[str, Any]]:
+        """Keyword arguments of a step by microbatch."""
+        return split_keywords(keywords, self._parts, samples(inputs), self._whole)
+
+    def _batch(self, inputs: tuple[Any, ...], target: Any, keywords: dict[str, Any], loss_fn: LossFn | None) -> Batch:
+        """The arguments' part for this rank, cut into microbatches."""
+        parts, first, last = self._parts, 0 in self.stages, self._schedule.stages - 1 in self.stages
+        if first and (not inputs or all(value is None for value in inputs)):
+            raise InvalidArgument("step(): the first stage needs an input, got None")
+        for name in keywords:
+            if self._promised is not None and name not in self._promised:
+                raise InvalidArgument(
+                    f"step(): {name!r} is not among keywords={sorted(self._promised)} of the Pipeline"
+                )
+            if not any(names is None or name in names for names in self._accepted):
+                raise InvalidArgument(f"step(): no layer of the model takes the keyword argument {name!r}")
+        cut_inputs: list[tuple[Any, ...]] = [()] * parts
+        if first:
+            cut_inputs = list(zip(*[split(value, parts, "input") for value in inputs], strict=True))
+        loads = self._promised is not None
+        wants_target = first if loads else last
+        wants_keywords = first or not loads
+        return Batch(
+            cut_inputs,
+            split(target if wants_target else None, parts, "target"),
+            self.split_keywords(keywords if wants_keywords else {}, inputs),
+            loss_fn,
+            self.draws(self.step_number, self.mesh.coordinate["dp"]) if self.module.training else None,
+        )
+
+    def _evaluator(self) -> Runner:
+        plan = plan_together(self.mesh, self._schedule.forwards(), self._wishes)
+        return Runner(plan, self.mesh, self._local_stages, self._links, None, self._loss, schema=self._schema)
+
+    def _random_numbers(self, batch: Batch) -> AbstractContextManager[None]:
+        return nullcontext() if batch.draws is None else kept(self._generator)
+
+    def _telling_peers(self, runner: Runner) -> tell_peers:
+        return tell_peers(self.mesh, runner)
+
+    def _unit_of(self, inputs: tuple[Any, ...], target: Any) -> float:
+        """About the number of samples of a global batch, as a power of two: with a loss scale, a backward starts from
+        scale x sum / unit, of the magnitude of one process's scale x mean, and overflows where that does. Agreed once.
+        """
+        if self._unit == 0.0:
+            mine = json.dumps([self.mesh.coordinate["dp"], samples(target) or samples(inputs)]).encode()
+            told = self.mesh.control.exchange(range(self.mesh.size), _UNIT_CHANNEL, mine, self.mesh.timeout)
+            most: dict[int, int] = {}
+            for replica, count in map(json.loads, told):
+                most[replica] = max(most.get(replica, 0), count)
+            self._unit = 2.0 ** round(math.log2(max(1, sum(most.values()))))
+        return self._unit
+
+    @staticmethod
+    def _answer(result: StepResult, return_outputs: bool) -> Any:
+        return (result.loss, _join(result.outputs)) if return_outputs else result.loss
 
     def _drop_accumulated(self) -> None:
         self._accumulating = False
-        self._runner.forget_accumulated()
-
-    def _start_equal(self) -> None:
-        """Replicas start with the first one's values."""
-        if self.mesh.dp.size == 1:
-            return
-        with torch.no_grad():
-            for value in self.module.state_dict().values():
-                dense = value.detach().contiguous()
-                self.mesh.dp.broadcast(dense, 0)
-                value.copy_(dense)
+        self._loss.forget()
 
 
-class _FreshGradients:
-    """Sets gradients aside that were reduced (or made) before this step, and adds them back after it: the sum of the
-    microbatches is reduced alone. With ``keep``, what is there came from ``reduce=False`` and belongs to the sum.
-    """
-
-    def __init__(self, module: torch.nn.Module, *, keep: bool) -> None:
-        self._before = (
-            [] if keep else [(p, p.grad) for p in module.parameters() if p.requires_grad and p.grad is not None]
-        )
-
-    def __enter__(self) -> None:
-        for parameter, _ in self._before:
-            parameter.grad = None
-
-    def __exit__(self, *_: object) -> None:
-        for parameter, before in self._before:
-            parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+def _calls(modules: Sequence[torch.nn.Module], skips: Mapping[str, Sequence[str]]) -> list[list[Call]]:
+    calls: list[list[Call]] = []
+    first = 0
+    for stage in modules:
+        calls.append(chain.calls_of(stage, first, skips))
+        first += len(calls[-1])
+    return calls
 
 
-def _describe(model: torch.nn.Module, stages: list[torch.nn.Module]) -> list[str]:
-    """What ranks must agree on: parameters first, since they say most, then buffers, layers and the cut."""
-    state = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in model.state_dict().items() if hasattr(t, "shape")]
-    layers = [line for name, child in model.named_children() for line in f"{name}: {child!r}".split("\n")]
-    cuts = [f"stage {i}: {', '.join(name for name, _ in s.named_children())}" for i, s in enumerate(stages)]
-    return [*describe_parameters(model), *state, *layers, *cuts]
+def _loaders(calls: Sequence[Sequence[Call]], keywords: Sequence[str]) -> list[int]:
+    """Stages that take something of what the first stage's rank loads: the target, or a keyword argument."""
+    found = {len(calls) - 1}
+    for stage, layers in enumerate(calls):
+        if any(c.keywords is None or name in c.keywords for c in layers for name in keywords):
+            found.add(stage)
+    return sorted(found)
 
 
-def _check(model: torch.nn.Module, mesh: Mesh, schedule: str, num_microbatches: int, bucket_cap_mb: float) -> None:
-    if mesh.shape["tp"] != 1:
-        raise InvalidArgument(f"Pipeline: tp={mesh.shape['tp']} is not supported in this version; use dp and pp")
-    if tuple(mesh.shape) != ("pp", "dp", "tp"):
-        raise InvalidArgument(f"Pipeline: the axes must be ordered pp, dp, tp in this version, got {tuple(mesh.shape)}")
-    if num_microbatches < 1:
-        raise InvalidArgument(f"Pipeline: num_microbatches={num_microbatches}; at least 1")
-    if bucket_cap_mb <= 0:
-        raise InvalidArgument(f"Pipeline: bucket_cap_mb={bucket_cap_mb}; a positive size")
-    if schedule not in RUNNABLE:
-        known = "is planned, but not run in this version" if schedule in SCHEDULES else "is unknown"
-        raise InvalidArgument(f"Pipeline: schedule {schedule!r} {known}; use one of {', '.join(RUNNABLE)}")
-    for name, tensor in model.state_dict().items():
-        if isinstance(tensor, torch.Tensor) and tensor.device not in {torch.device("cpu"), mesh.device}:
-            raise InvalidArgument(
-                f"Pipeline: {name} is on {tensor.device}, the mesh on {mesh.device}; build the model there "
-                "or on the CPU"
-            )
-
-
-def _bucket_plan(stage: torch.nn.Module, cap_mb: float) -> BucketPlan:
-    cap = max(1, int(cap_mb * _MIB))
-    parameters = [p for p in stage.parameters() if p.requires_grad]
-    return _C.BucketPlan(parameters, min(_MIB, cap), cap)
+def _scalar_lane(plan: StepPlan, mesh: Mesh) -> Communicator:
+    """That of the plan's loss, or one of this rank alone where the mesh has one rank."""
+    places = [op.communicator for op in plan.operations if op.kind == _C.OpKind.LOSS]
+    spec = plan.communicators[places[0]] if places[0] >= 0 else None
+    # All lanes in the plan's order: no two ranks may make those that they share in different orders.
+    for each in plan.communicators:
+        if mesh.rank in each.ranks:
+            mesh.lane(each.ranks, each.lane.name.lower())
+    return mesh.lane([mesh.rank], "alone") if spec is None else mesh.lane(spec.ranks, spec.lane.name.lower())
 
 
 def _join(outputs: list[Any]) -> Any:

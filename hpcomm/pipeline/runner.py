@@ -2,28 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from hpcomm import _C
-from hpcomm.channel import Pending, Receiver, Sender
-from hpcomm.errors import InternalError, InvalidArgument
-from hpcomm.pipeline.microbatch import split
-from hpcomm.pipeline.stage import LossFn, Stage
+from hpcomm.channel import Receiver, Sender
+from hpcomm.pipeline.links import handed_over
+from hpcomm.pipeline.stage import evaluate
 
 if TYPE_CHECKING:
-    from hpcomm._C import Action, BucketPlan, Communicator, ReadyHooks, Reducer, StepLoss, StepPlan, Work
+    from contextlib import AbstractContextManager
+
+    from hpcomm._C import Action, StepLoss, StepPlan, Work
     from hpcomm.mesh import Mesh
+    from hpcomm.pipeline.links import Link
+    from hpcomm.pipeline.randomness import Draws
+    from hpcomm.pipeline.reductions import Reductions
+    from hpcomm.pipeline.stage import Loss, LossFn, Stage
 
 __all__: list[str] = []
+
+
+@dataclass
+class Batch:
+    """What one step computes on, on this rank, by microbatch."""
+
+    inputs: Sequence[tuple[Any, ...]]  # of the model's first layer; used on the first stage's rank
+    targets: Sequence[Any]  # of loss_fn; used on the last stage's rank
+    keywords: Sequence[dict[str, Any]]
+    loss_fn: LossFn | None  # None: no loss is wanted
+    draws: Draws | None = None
+    unit: float = 1.0  # losses and weights are counted in these
+    scale: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda loss: loss)  # of the backward's start
+    reduce: bool = True
+    keep_outputs: bool = False
 
 
 class StepResult(NamedTuple):
     """What a step leaves behind on this rank."""
 
     loss: torch.Tensor  # 0-dim float64, the same on every rank
-    outputs: list[Any]  # of each microbatch, on the last stage; empty elsewhere
+    outputs: list[Any]  # of each microbatch, on the last stage's rank; empty elsewhere
+
+
+@dataclass
+class _Walk:
+    """The state of one walk over the list."""
+
+    batch: Batch
+    # Messages by (is it an activation, stage that made it, stage that takes it, microbatch): made here and not sent
+    # yet, asked for and not taken yet, or handed over from stage to stage of this rank.
+    mail: dict[tuple[bool, int, int, int], Any] = field(default_factory=dict)
+    sent: list[Work] = field(default_factory=list)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    losses: dict[int, Loss] = field(default_factory=dict)
 
 
 class Runner:
@@ -31,174 +68,226 @@ class Runner:
 
     Args:
         plan: verified, the same on every rank.
-        module: the local stage.
-        bucket_plan: of the local parameters that require a gradient; equal on all replicas.
+        stages: those of this rank, by index.
+        links: of the whole model, in the same order on every rank.
+        reductions: of the gradients; None for a plan without backwards.
+        loss: of the mesh; steps of several plans may share it.
         schema: of the messages, see :class:`hpcomm.Channel`.
 
-    Making one is collective over the mesh: lanes are made here, in the plan's order of communicators.
+    Making one is collective over the mesh: edges are made in the order of ``links``.
     """
 
     def __init__(
         self,
         plan: StepPlan,
         mesh: Mesh,
-        module: torch.nn.Module,
-        bucket_plan: BucketPlan,
-        loss_fn: LossFn,
+        stages: Mapping[int, Stage],
+        links: Sequence[Link],
+        reductions: Reductions | None,
+        loss: StepLoss,
         *,
         schema: str,
     ) -> None:
-        self._actions: list[Action] = plan.actions(mesh.rank)
-        self._kind = _C.ActionKind
-        self._activation = _C.Payload.ACTIVATION
-        self._num_microbatches = plan.num_microbatches
-        self._is_first = mesh.coordinate["pp"] == 0
-        self._is_last = mesh.coordinate["pp"] == mesh.shape["pp"] - 1
-        self.stage = Stage(module, loss_fn if self._is_last else None)
+        self._stages = stages
+        self._last_stage = plan.num_stages - 1
+        self._loads_from_first = any(link.loads for link in links)
+        self._device = mesh.device
+        self._reductions = reductions
+        self._loss = loss
+        actions = plan.actions(mesh.rank)
+        self._edges = _edges(plan, mesh, actions, links, schema)
+        self._local = {(link.source, link.target) for link in links if link.source in stages and link.target in stages}
+        # Functions, not bound methods: those would be a circle, and a Pipeline that is dropped must be gone at once.
+        self._program = [(*self._instruction(action), action) for action in actions]
+        self._walk: _Walk
+        self.position = 0  # in the list: what a failed step was about to do
 
-        backwards = [action for action in self._actions if action.kind == self._kind.BACKWARD]
-        # The Reducer issues buckets in its own order; the plan must say the same.
-        final = backwards[-1]
-        if [inner.bucket for inner in final.inside] != list(range(len(bucket_plan.buckets))):
-            raise InternalError(
-                f"the plan reduces buckets {[inner.bucket for inner in final.inside]} in the last backward"
-            )
-        self._final_backward = final.op
-
-        lanes = [
-            mesh.lane(spec.ranks, spec.lane.name.lower()) if mesh.rank in spec.ranks else None
-            for spec in plan.communicators
-        ]
-        self._edges: dict[tuple[bool, int], Sender | Receiver] = {}
-        for action in self._actions:
-            if action.kind in (self._kind.SEND, self._kind.RECV):
-                key = (action.payload == self._activation, action.peer)
-                lane = lanes[action.communicator]
-                assert lane is not None
-                end = Sender if action.kind == self._kind.SEND else Receiver
-                if key not in self._edges:
-                    self._edges[key] = end(lane, lane.ranks.index(action.peer), schema=schema)
-
-        scalar = self._lane_named(lanes, "scalar", mesh)
-        self._parameters = _identity(module)
-        self._loss: StepLoss = _C.StepLoss(scalar)
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        gradient = self._lane_named(lanes, "gradient", mesh)
-        self._reducer: Reducer = _C.Reducer(gradient, parameters, bucket_plan)
-        self._hooks: ReadyHooks = _C.ReadyHooks(self._reducer, parameters)
-
-    @staticmethod
-    def _lane_named(lanes: list[Communicator | None], name: str, mesh: Mesh) -> Communicator:
-        """That of the plan, or one of this rank alone where the plan needs none."""
-        planned = next((lane for lane in lanes if lane is not None and lane.lane == name), None)
-        return planned or mesh.lane([mesh.rank], "alone")
-
-    def forget_accumulated(self) -> None:
-        """The gradients of steps with ``reduce=False`` were dropped, so their weight must not count."""
-        self._loss.forget()
-
-    def step(self, inputs: Any, target: Any, *, reduce: bool, keep_outputs: bool) -> StepResult:
-        """One training step; gradients are in ``.grad`` when it returns.
-
-        Raises:
-            InvalidArgument: parameters were replaced, frozen, unfrozen or converted since the buckets were laid out.
+    def step(self, batch: Batch) -> StepResult:
+        """One walk over the list; gradients are in ``.grad`` when it returns. Any exception leaves ``position`` at the
+        action that raised it.
         """
-        if _identity(self.stage.module) != self._parameters:
-            raise InvalidArgument(
-                "the stage's parameters changed since the Pipeline was made (replaced, frozen, unfrozen or converted); "
-                "make a new Pipeline of the changed model"
-            )
-        step = _Step(self, inputs, target, reduce, keep_outputs)
-        for action in self._actions:
-            step.run(action)
-        return step.finish()
-
-
-def _identity(module: torch.nn.Module) -> list[tuple[int, bool, torch.dtype]]:
-    return [(id(p), p.requires_grad, p.dtype) for p in module.parameters()]
-
-
-class _Step:
-    """The state of one walk over the list."""
-
-    def __init__(self, runner: Runner, inputs: Any, target: Any, reduce: bool, keep_outputs: bool) -> None:
-        self._runner = runner
-        self._keep_outputs = keep_outputs
-        self._reduce = reduce
-        parts = runner._num_microbatches
-        self._inputs = split(inputs if runner._is_first else None, parts, "input")
-        self._targets = split(target if runner._is_last else None, parts, "target")
-        self._pending: dict[tuple[bool, int], Pending] = {}
-        self._outgoing: dict[tuple[bool, int], Any] = {}
-        self._outputs: list[Any] = []
-        self._sent: list[Work] = []
-        self._armed = False
-        self._loss_sum = torch.zeros((), dtype=torch.float64)
-        self._weight_sum = 0.0
-
-    def run(self, action: Action) -> None:
-        """Issues one action."""
-        runner, kind, microbatch = self._runner, action.kind, action.microbatch
-        try:
-            if kind == runner._kind.FORWARD:
-                self._forward(microbatch)
-            elif kind == runner._kind.BACKWARD:
-                self._backward(microbatch, final=action.op == runner._final_backward)
-            elif kind == runner._kind.SEND:
-                key = (action.payload == runner._activation, microbatch)
-                sender = runner._edges[key[0], action.peer]
-                assert isinstance(sender, Sender)
-                self._sent.append(sender.send(self._outgoing.pop(key), microbatch))
-            elif kind == runner._kind.RECV:
-                is_activation = action.payload == runner._activation
-                receiver = runner._edges[is_activation, action.peer]
-                assert isinstance(receiver, Receiver)
-                self._pending[is_activation, microbatch] = receiver.recv(microbatch)
-            elif kind == runner._kind.LOSS:
-                runner._loss.issue(self._loss_sum, self._weight_sum, not self._reduce)
-            else:
-                raise AssertionError(f"the runner has no {kind.name}")
-        except Exception as error:
-            what = kind.name.lower()
-            where = f"in {what}" if microbatch < 0 else f"in {what} of microbatch {microbatch}, stage {action.stage}"
-            if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(where)
-            raise
-
-    def finish(self) -> StepResult:
-        """Waits for everything issued."""
-        runner = self._runner
-        loss = runner._loss.wait()
-        if self._armed:
-            runner._reducer.finish()
-        for work in self._sent:
+        walk = self._walk = _Walk(batch)
+        for position, (function, arguments, _) in enumerate(self._program):
+            self.position = position
+            function(self, *arguments)
+        self.position = len(self._program)
+        loss = self._loss.wait()
+        if self._reductions is not None:
+            self._reductions.finish()
+        for work in walk.sent:
             work.wait()
-        return StepResult(loss, self._outputs)
+        return StepResult(loss, [walk.outputs[i] for i in sorted(walk.outputs)])
 
-    def _forward(self, microbatch: int) -> None:
-        runner = self._runner
-        inputs = self._inputs[microbatch] if runner._is_first else self._pending.pop((True, microbatch)).wait()
-        output = runner.stage.forward(microbatch, inputs)
-        if not runner._is_last:
-            self._outgoing[True, microbatch] = output
+    def where(self) -> Action | None:
+        """The action that the last step has reached; None before the first and when all were issued."""
+        return self._program[self.position][2] if 0 <= self.position < len(self._program) else None
+
+    def clear(self) -> None:
+        """Forgets what a failed step left behind."""
+        for stage in self._stages.values():
+            stage.clear()
+        if hasattr(self, "_walk"):
+            del self._walk
+
+    # --- What an action does ---
+
+    def _instruction(self, action: Action) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        """An action with everything looked up that does not change from step to step."""
+        kind, stage, microbatch = action.kind.name, action.stage, action.microbatch
+        if kind == "FORWARD":
+            return Runner._forward, (self._stages[stage], microbatch)
+        if kind in {"BACKWARD", "INPUT_GRAD"}:
+            # A first half never completes its stage's gradients.
+            reductions = self._reductions if kind == "BACKWARD" else None
+            return Runner._backward, (self._stages[stage], microbatch, reductions, action.op)
+        if kind == "WEIGHT_GRAD":
+            return Runner._weight_gradients, (self._stages[stage], microbatch, action.op)
+        if kind == "SEND":
+            key = (action.payload == _C.Payload.ACTIVATION, stage, action.peer_stage, microbatch)
+            return Runner._send, (self._edges[key[:3]].send, key)
+        if kind == "RECV":
+            key = (action.payload == _C.Payload.ACTIVATION, action.peer_stage, stage, microbatch)
+            return Runner._receive, (self._edges[key[:3]].recv, key)
+        if kind == "LOSS":
+            return Runner._issue_loss, ()
+        assert self._reductions is not None
+        if kind == "REDUCE":
+            return Runner._reduce, (self._reductions.permit, stage, action.bucket)
+        assert kind == "TIED", kind
+        return Runner._reduce, (self._reductions.reduce_tie, action.bucket, self._loss)
+
+    def _send(self, send: Callable[[Any, int], Work], key: tuple[bool, int, int, int]) -> None:
+        walk = self._walk
+        walk.sent.append(send(walk.mail.pop(key), key[3]))
+
+    def _receive(self, receive: Callable[[int], Any], key: tuple[bool, int, int, int]) -> None:
+        self._walk.mail[key] = receive(key[3])
+
+    def _reduce(self, issue: Callable[..., None], *arguments: Any) -> None:
+        if self._walk.batch.reduce:
+            issue(*arguments)
+
+    def _take(self, is_activation: bool, source: int, target: int, microbatch: int) -> Any:
+        mail = self._walk.mail.pop((is_activation, source, target, microbatch))
+        pair = (source, target) if is_activation else (target, source)
+        return mail if pair in self._local else mail.wait()
+
+    def _forward(self, stage: Stage, microbatch: int) -> None:
+        walk, index = self._walk, stage.index
+        batch = walk.batch
+        messages = {link.source: self._take(True, link.source, index, microbatch) for link in stage.incoming}
+        inputs = batch.inputs[microbatch] if index == 0 else ()
+        keywords = batch.keywords[microbatch]
+        loaded: dict[int, Any] = {}
+        target = batch.targets[microbatch]
+        if self._loads_from_first:
+            if index == 0:
+                loaded = {
+                    link.target: (target if link.target == self._last_stage else None, keywords)
+                    for link in stage.outgoing
+                    if link.loads
+                }
+            else:
+                target = next((messages[link.source][2][0] for link in stage.incoming if link.loads), None)
+        output, outgoing = stage.forward(microbatch, inputs, messages, keywords, loaded, batch.draws)
+        for target_stage, message in outgoing.items():
+            local = (index, target_stage) in self._local
+            walk.mail[True, index, target_stage, microbatch] = handed_over(message) if local else message
+        if index != self._last_stage:
             return
-        loss = runner.stage.loss(microbatch, output, self._targets[microbatch])
-        # In microbatch order. A zero on the CPU plus a number on a GPU is a number there; moved there, the zero would
-        # make the host wait for the device.
-        self._loss_sum = self._loss_sum + loss.weighted.detach().double()
-        self._weight_sum += loss.weight
-        if self._keep_outputs:  # without their graphs: those are the microbatch's to free
-            self._outputs.append(output.detach() if isinstance(output, torch.Tensor) else output)
+        if batch.loss_fn is not None:
+            loss = evaluate(batch.loss_fn, output, target)
+            if batch.unit != 1.0:
+                loss.weighted, loss.weight = loss.weighted / batch.unit, loss.weight / batch.unit
+            stage.start_from(microbatch, loss, output, batch.scale)
+            loss.weighted = loss.weighted.detach().double()
+            walk.losses[microbatch] = loss
+        if batch.keep_outputs:  # without their graphs: those are the microbatch's to free
+            walk.outputs[microbatch] = detached(output)
 
-    def _backward(self, microbatch: int, *, final: bool) -> None:
-        runner = self._runner
-        gradients = None if runner._is_last else self._pending.pop((False, microbatch)).wait()
-        armed = final and self._reduce
-        if armed:
-            runner._reducer.arm(runner._loss)
-            self._armed = True
-        input_gradients = runner.stage.backward(microbatch, gradients)
-        if armed:
-            runner._hooks.mark_rest()
-        if not runner._is_first:
-            self._outgoing[False, microbatch] = input_gradients
+    def _backward(self, stage: Stage, microbatch: int, reductions: Reductions | None, op: int) -> None:
+        walk, index = self._walk, stage.index
+        gradients = {
+            link.target: self._take(False, link.target, index, microbatch)
+            for link in stage.outgoing
+            if link.differentiable
+        }
+        final = reductions is not None and walk.batch.reduce and reductions.arm(index, op, self._loss)
+        with self._without_autocast():
+            arrived = stage.backward(microbatch, gradients)
+        if final:
+            assert reductions is not None
+            reductions.complete(index)
+        for link in stage.incoming:
+            if link.differentiable:
+                walk.mail[False, index, link.source, microbatch] = arrived[link.source]
+
+    def _weight_gradients(self, stage: Stage, microbatch: int, op: int) -> None:
+        reductions = self._reductions
+        assert reductions is not None
+        final = self._walk.batch.reduce and reductions.arm(stage.index, op, self._loss)
+        with self._without_autocast():
+            stage.weight_gradients(microbatch, partial(reductions.mark, stage.index) if final else None)
+        if final:
+            reductions.complete(stage.index)
+
+    def _without_autocast(self) -> AbstractContextManager[Any]:
+        """Backwards run in the dtypes that their forwards chose."""
+        kind = self._device.type
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+    def _issue_loss(self) -> None:
+        # In microbatch order, whatever the schedule's. A zero on the CPU plus a number on a GPU is a number there; were
+        # it moved there, the host would wait for the device.
+        total = torch.zeros((), dtype=torch.float64)
+        weight = 0.0
+        for microbatch in sorted(self._walk.losses):
+            loss = self._walk.losses[microbatch]
+            total = total + loss.weighted
+            weight += loss.weight
+        training = self._reductions is not None
+        self._loss.issue(total, weight, training and not self._walk.batch.reduce)
+
+
+def _edges(
+    plan: StepPlan, mesh: Mesh, actions: Sequence[Action], links: Sequence[Link], schema: str
+) -> dict[tuple[bool, int, int], Any]:
+    """One end of an edge for each link and direction that crosses this rank, and all lanes of the plan.
+
+    Links have edges of their own, since a frozen edge has one schema. They share the lane, where the plan orders them.
+    """
+    lanes = [
+        mesh.lane(spec.ranks, spec.lane.name.lower()) if mesh.rank in spec.ranks else None
+        for spec in plan.communicators
+    ]
+    ends: dict[tuple[bool, int, int], Action] = {}
+    for action in actions:
+        if action.kind in (_C.ActionKind.SEND, _C.ActionKind.RECV):
+            pair = (action.stage, action.peer_stage)
+            if action.kind == _C.ActionKind.RECV:
+                pair = pair[::-1]
+            ends.setdefault((action.payload == _C.Payload.ACTIVATION, *pair), action)
+    edges: dict[tuple[bool, int, int], Any] = {}
+    for is_activation in (True, False):
+        for link in links:
+            pair = (link.source, link.target) if is_activation else (link.target, link.source)
+            key = (is_activation, *pair)
+            end = ends.get(key)
+            if end is None:
+                continue
+            lane = lanes[end.communicator]
+            assert lane is not None
+            make = Sender if end.kind == _C.ActionKind.SEND else Receiver
+            edges[key] = make(lane, lane.ranks.index(end.peer), schema=schema)
+    return edges
+
+
+def detached(tree: Any) -> Any:
+    """The tree with its tensors outside any graph."""
+    if isinstance(tree, torch.Tensor):
+        return tree.detach()
+    if isinstance(tree, dict):
+        return {key: detached(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(detached(item) for item in tree)
+    return tree

@@ -1,25 +1,32 @@
-"""Stage: the local part of the model, its forwards and backwards by microbatch."""
+"""Stage: one stage of the model on this rank, its forwards and backwards by microbatch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hpcomm.errors import InvalidArgument
+from hpcomm.pipeline import chain, deferred
 from hpcomm.pipeline.microbatch import samples
 from hpcomm.tree import tensors_of
+
+if TYPE_CHECKING:
+    from hpcomm.pipeline.links import Link
+    from hpcomm.pipeline.randomness import Draws
 
 __all__: list[str] = []
 
 LossFn = Callable[..., Any]
+# Per tensor of a message; None where it needs no gradient.
+MessageGradients = list["torch.Tensor | None"]
 
 
 @dataclass
 class Loss:
-    """The weighted loss of one microbatch: what :meth:`Stage.backward` starts from on the last stage."""
+    """The weighted loss of one microbatch: what a backward starts from on the last stage."""
 
     weighted: torch.Tensor  # scalar with a graph: weight x loss, or the sum that loss_fn returned
     weight: float
@@ -44,62 +51,162 @@ def evaluate(loss_fn: LossFn, output: Any, target: Any) -> Loss:
 
 
 @dataclass
-class _Saved:
-    inputs: list[torch.Tensor]  # received leaves that a gradient goes back to, or not
-    outputs: list[torch.Tensor]
+class _Tape:
+    """What one microbatch's backward needs."""
+
+    arrived: dict[int, list[torch.Tensor]]  # source stage -> leaves that a gradient goes back to, or not
+    left: dict[int, list[torch.Tensor]]  # target stage -> tensors that a gradient comes back for, or not
+    pending: list[deferred.Pending] | None  # a divided backward's second half
+    root: torch.Tensor | None = None  # the loss
 
 
 class Stage:
-    """Runs the local module; keeps each microbatch's graph from its forward to its backward.
+    """Runs the layers of one stage; keeps each microbatch's graph from its forward to its backward.
 
     Args:
-        module: the local layers.
-        loss_fn: on the last stage: ``loss_fn(output, target)`` (or ``loss_fn(output)`` when the step has no target)
-            gives the mean loss of a microbatch, or a pair ``(sum, weight)``.
+        index: of the stage.
+        module: its layers.
+        calls: how they are called.
+        incoming, outgoing: its links.
+        divided: microbatches whose backward is run in two halves.
     """
 
-    def __init__(self, module: torch.nn.Module, loss_fn: LossFn | None) -> None:
+    def __init__(
+        self,
+        index: int,
+        module: torch.nn.Module,
+        calls: Sequence[chain.Call],
+        incoming: Sequence[Link],
+        outgoing: Sequence[Link],
+        divided: Collection[int],
+    ) -> None:
+        self.index = index
         self.module = module
-        self._loss_fn = loss_fn
-        self._saved: dict[int, _Saved] = {}
-        self._losses: dict[int, Loss] = {}
+        self.incoming = list(incoming)
+        self.outgoing = list(outgoing)
+        self._calls = list(calls)
+        self._wanted = frozenset(name for link in outgoing for name in link.skips) | frozenset(
+            name for call in calls for name in call.skips
+        )
+        self._divided = frozenset(divided)
+        self._deferral = deferred.Deferral(module) if divided else None
+        self._tapes: dict[int, _Tape] = {}
+        self._pending: dict[int, list[deferred.Pending]] = {}
 
-    def forward(self, microbatch: int, inputs: Any) -> Any:
-        """The stage's output for one microbatch; its graph is kept."""
-        output = self.module(inputs)
-        self._saved[microbatch] = _Saved(tensors_of(inputs), tensors_of(output))
-        return output
+    def refresh(self) -> None:
+        """Takes up layers that were added to the stage, or taken from it, since the last step."""
+        if [layer for _, layer in chain.layers_of(self.module)] != [call.layer for call in self._calls]:
+            first = self._calls[0].place if self._calls else 0
+            skips = {call.name: call.skips for call in self._calls}
+            self._calls = chain.calls_of(self.module, first, skips)
 
-    def loss(self, microbatch: int, output: Any, target: Any) -> Loss:
-        """The loss of one microbatch on the last stage; see :func:`evaluate`."""
-        assert self._loss_fn is not None
-        loss = evaluate(self._loss_fn, output, target)
-        trainable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_of(output))
-        if trainable and not loss.weighted.requires_grad:
-            raise InvalidArgument("loss_fn returned a loss without a graph (detached?): nothing would be trained")
-        self._losses[microbatch] = loss
-        return loss
+    def forward(
+        self,
+        microbatch: int,
+        inputs: tuple[Any, ...],
+        messages: Mapping[int, Any],
+        keywords: Mapping[str, Any],
+        loaded: Mapping[int, Any],
+        draws: Draws | None,
+    ) -> tuple[Any, dict[int, Any]]:
+        """The stage's output for one microbatch, and its messages by target stage; its graph is kept.
 
-    def backward(self, microbatch: int, gradients: Any) -> list[torch.Tensor | None]:
-        """Accumulates parameter gradients of one microbatch; returns the gradients of its inputs, None where an input
-        needs none. ``gradients`` holds one entry per output tensor; ignored on the last stage.
+        Args:
+            inputs: positional arguments of the model, for its first stage.
+            messages: by source stage.
+            keywords: of the step; those that came with a message are added.
+            loaded: by target stage, what the first stage hands to it.
         """
-        saved = self._saved.pop(microbatch)
-        loss = self._losses.pop(microbatch, None)
-        if loss is not None:
-            roots, seeds = [loss.weighted], [None]
-        else:
-            pairs = [
-                (output, gradient)
-                for output, gradient in zip(saved.outputs, gradients, strict=True)
-                if output.requires_grad and gradient is not None
-            ]
-            roots, seeds = [output for output, _ in pairs], [gradient for _, gradient in pairs]
-        if any(root.requires_grad for root in roots):
-            torch.autograd.backward(roots, seeds)
-        return [tensor.grad if tensor.requires_grad else None for tensor in saved.inputs]
+        tape = _Tape({}, {}, [] if microbatch in self._divided else None)
+        known: dict[str, Any] = {}
+        value: Any = inputs
+        for link in self.incoming:
+            message = messages[link.source]
+            output, came = link.open(message, known)
+            tape.arrived[link.source] = tensors_of(message)
+            if link.output is not None:
+                value = output
+            if came is not None:
+                keywords = came[1]
+        if self._calls:
+            with self._deferring(tape.pending):
+                value = chain.run(self._calls, value, known, self._wanted, keywords, draws, microbatch)
+        outgoing = {link.target: link.message(value, known, loaded.get(link.target)) for link in self.outgoing}
+        if torch.is_grad_enabled():
+            tape.left = {target: tensors_of(message) for target, message in outgoing.items()}
+            self._tapes[microbatch] = tape
+        return value, outgoing
+
+    def start_from(
+        self, microbatch: int, loss: Loss, output: Any, scale: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """The backward of this microbatch starts from ``scale(loss.weighted)``.
+
+        Raises:
+            InvalidArgument: the output has a graph, the loss has none.
+        """
+        if not torch.is_grad_enabled():
+            return
+        if not loss.weighted.requires_grad and any(tensor.requires_grad for tensor in tensors_of(output)):
+            raise InvalidArgument("loss_fn returned a loss without a graph (detached?): nothing would be trained")
+        self._tapes[microbatch].root = scale(loss.weighted)
+
+    def backward(self, microbatch: int, gradients: Mapping[int, MessageGradients]) -> dict[int, MessageGradients]:
+        """Accumulates the gradients of parameters and returns those of the messages, by source stage. Of a divided
+        backward it is the first half, which leaves the weights' gradients to :meth:`weight_gradients`.
+
+        Args:
+            gradients: of the messages that were sent, by target stage.
+        """
+        tape = self._tapes.pop(microbatch)
+        roots: list[torch.Tensor] = []
+        seeds: list[torch.Tensor | None] = []
+        if tape.root is not None and tape.root.requires_grad:
+            roots.append(tape.root)
+            seeds.append(None)
+        for target, arrived in gradients.items():
+            for output, gradient in zip(tape.left[target], arrived, strict=True):
+                if gradient is not None and output.requires_grad:
+                    roots.append(output)
+                    seeds.append(gradient)
+        if roots:
+            with self._deferring(tape.pending):
+                torch.autograd.backward(roots, seeds)
+        if tape.pending is not None:
+            self._pending[microbatch] = tape.pending
+        return {
+            source: [tensor.grad if tensor.requires_grad else None for tensor in leaves]
+            for source, leaves in tape.arrived.items()
+        }
+
+    def weight_gradients(self, microbatch: int, done: Callable[[torch.Tensor], None] | None) -> None:
+        """The second half of a divided backward; ``done`` is told each parameter that it has finished."""
+        deferred.compute(self._pending.pop(microbatch), done)
 
     def clear(self) -> None:
         """Forgets what a failed step left behind."""
-        self._saved.clear()
-        self._losses.clear()
+        self._tapes.clear()
+        self._pending.clear()
+        if self._deferral is not None:
+            self._deferral.open(None)
+
+    def _deferring(self, pending: list[deferred.Pending] | None) -> _Deferring:
+        return _Deferring(self._deferral, pending)
+
+
+class _Deferring:
+    """Opens a list for deferred work. In the backward as well: a checkpointed layer runs its forward again there."""
+
+    __slots__ = ("_deferral", "_pending")
+
+    def __init__(self, deferral: deferred.Deferral | None, pending: list[deferred.Pending] | None) -> None:
+        self._deferral = None if pending is None else deferral
+        self._pending = pending
+
+    def __enter__(self) -> None:
+        if self._deferral is not None:
+            self._deferral.open(self._pending)
+
+    def __exit__(self, *_: object) -> None:
+        if self._deferral is not None:
+            self._deferral.open(None)

@@ -1,0 +1,170 @@
+"""Chain: layers that run one after the other, with skip connections and keyword arguments into any of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from hpcomm.errors import InvalidArgument
+from hpcomm.pipeline.randomness import may_draw
+
+if TYPE_CHECKING:
+    from hpcomm.pipeline.randomness import Draws
+
+__all__: list[str] = []
+
+
+class Chain(torch.nn.Sequential):
+    """An ``nn.Sequential`` whose layers may also take outputs of earlier ones, and keyword arguments.
+
+    Layer ``n`` is called as ``layer(previous, *skips, **keywords)``: the output of the layer before it, the outputs of
+    the layers that ``skips`` names for it, and those keyword arguments of the call whose names its ``forward`` has.
+    The first layer gets the positional arguments of the call. What a layer returns (a tensor, or a tree of tuples,
+    lists and dicts around tensors, numbers and None) is one argument of the next.
+
+    It runs by itself as any module does; a Pipeline made of it sends the skipped values from stage to stage.
+
+    Args:
+        layers: modules, or names and modules.
+        skips: name of a layer to the names of the earlier layers whose outputs it takes as well.
+
+    Raises:
+        InvalidArgument: ``skips`` names an unknown layer, or one that does not come earlier.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module],
+        *,
+        skips: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        named = layers if isinstance(layers, Mapping) else {str(i): layer for i, layer in enumerate(layers)}
+        super().__init__(OrderedDict(named))
+        self.skips = {name: list(sources) for name, sources in (skips or {}).items()}
+        require_skips(list(named), self.skips)
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """The output of the last layer."""
+        return run_alone(self, inputs, keywords, None, 0)
+
+
+def skips_of(model: torch.nn.Module) -> dict[str, list[str]]:
+    """The skip connections of a model that is cut into stages: those of a :class:`Chain`."""
+    return model.skips if isinstance(model, Chain) else {}
+
+
+def require_skips(names: list[str], skips: Mapping[str, Sequence[str]]) -> None:
+    """Raises InvalidArgument unless every skip leads from an earlier layer to a later one, past one at least."""
+    place = {name: i for i, name in enumerate(names)}
+    for target, sources in skips.items():
+        for source in sources:
+            for name in (target, source):
+                if name not in place:
+                    raise InvalidArgument(f"skips: there is no layer {name!r}; the chain has {', '.join(names)}")
+            if place[source] >= place[target]:
+                raise InvalidArgument(f"skips: layer {target!r} takes the output of {source!r}, which comes later")
+
+
+def layers_of(stage: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """The named layers that run one after the other in a stage; a stage that is no Sequential is one layer."""
+    if isinstance(stage, torch.nn.Sequential) and type(stage).forward in (torch.nn.Sequential.forward, Chain.forward):
+        return list(stage._modules.items())  # with repetitions, as forward() runs them
+    return [("", stage)]
+
+
+def keywords_of(layer: torch.nn.Module, positional: int) -> frozenset[str] | None:
+    """Names that the layer's ``forward`` takes by keyword, behind ``positional`` arguments; None for any name."""
+    try:
+        parameters = list(inspect.signature(layer.forward).parameters.values())
+    except (TypeError, ValueError):  # written in C, without a signature
+        return frozenset()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    ordered = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    late = ordered[positional:] + [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    return frozenset(p.name for p in late if p.kind is not p.POSITIONAL_ONLY)
+
+
+class Call(NamedTuple):
+    """One layer of a stage and what it is called with."""
+
+    name: str
+    layer: torch.nn.Module
+    place: int  # in the whole model
+    skips: tuple[str, ...]
+    keywords: frozenset[str] | None
+    draws: bool  # random numbers, in training
+    is_first: bool  # of the model: takes the positional arguments of the step
+
+
+def calls_of(stage: torch.nn.Module, first: int, skips: Mapping[str, Sequence[str]]) -> list[Call]:
+    """The layers of a stage whose first one is layer ``first`` of the model."""
+    calls = []
+    for index, (name, layer) in enumerate(layers_of(stage), first):
+        sources = tuple(skips.get(name, ()))
+        # The first layer's own arguments come by position, as many as the step is given.
+        positional = 1 + len(sources)
+        calls.append(
+            Call(name, layer, index, sources, keywords_of(layer, positional), may_draw(layer), is_first=index == 0)
+        )
+    return calls
+
+
+def run(
+    calls: Sequence[Call],
+    value: Any,
+    known: dict[str, Any],
+    wanted: frozenset[str],
+    keywords: Mapping[str, Any],
+    draws: Draws | None,
+    microbatch: int,
+) -> Any:
+    """The output of the last of ``calls``.
+
+    Args:
+        value: output of the layer before; the tuple of positional arguments for the model's first layer.
+        known: outputs of skipped layers by name; outputs of ``wanted`` layers are added to it.
+        keywords: of the step.
+        draws: seeds for layers that draw random numbers in training; None to leave the generator alone.
+    """
+    for name, layer, place, skips, accepted, is_random, is_first in calls:
+        if draws is not None and is_random and layer.training:
+            draws.enter(microbatch, place)
+        mine = {k: item for k, item in keywords.items() if accepted is None or k in accepted} if keywords else {}
+        if is_first:
+            value = layer(*value, **mine)
+        elif skips:
+            value = layer(value, *[known[source] for source in skips], **mine)
+        else:
+            value = layer(value, **mine)
+        if name in wanted:
+            known[name] = value
+    return value
+
+
+def run_alone(
+    model: torch.nn.Module,
+    inputs: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    draws: Draws | None,
+    microbatch: int,
+) -> Any:
+    """The whole model in this process."""
+    skips = skips_of(model)
+    calls = calls_of(model, 0, skips)
+    require_taken(calls, keywords)
+    if not calls:
+        return inputs[0]
+    return run(calls, inputs, {}, frozenset(sum(skips.values(), [])), keywords, draws, microbatch)
+
+
+def require_taken(calls: Iterable[Call], keywords: Iterable[str]) -> None:
+    """Raises InvalidArgument for a keyword argument that no layer takes."""
+    accepted = [call.keywords for call in calls]
+    for name in keywords:
+        if not any(names is None or name in names for names in accepted):
+            raise InvalidArgument(f"no layer of the model takes the keyword argument {name!r}")

@@ -1,0 +1,259 @@
+"""The second half of a backward: gradients of weights that are computed later than those of inputs.
+
+Zero-bubble schedules divide a backward (P. Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2). For
+linear, convolution and embedding layers the first half keeps their input and the gradient of their output, and the
+second half computes the weight's gradient from them: the same products as autograd's own, in the same order, so the
+same bits, and no operation is done twice. All other parameters get their gradients in the first half.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+__all__: list[str] = []
+
+Gradients = tuple["torch.Tensor | None", "torch.Tensor | None"]
+
+
+class Pending(NamedTuple):
+    """What one use of a layer left to be computed."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    compute: Callable[[], Gradients]  # of the weight, of the bias
+
+
+class Deferral:
+    """Makes the layers of ``module`` defer, while a list of what is pending is open.
+
+    A layer defers when it runs torch's own forward on a weight that is a leaf, requires a gradient and has no hooks;
+    layers inside ``torch.compile`` do not. With several uses in one microbatch (a tied weight, a recurrence) their
+    gradients are added up before they reach ``.grad``, as autograd does.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._pending: list[Pending] | None = None
+        compiled = {
+            id(inner)
+            for outer in module.modules()
+            if type(outer).__name__ == "OptimizedModule"  # torch.compile's; its home costs a second to import
+            for inner in outer.modules()
+        }
+        for layer in module.modules():
+            deferring = _FORWARDS.get(type(layer).forward)
+            if deferring is not None and id(layer) not in compiled:
+                layer.forward = _Deferring(self, layer, deferring)
+
+    def open(self, pending: list[Pending] | None) -> None:
+        """Uses of layers, and their backwards, leave their work in ``pending``; None ends that."""
+        self._pending = pending
+
+
+class _Deferring:
+    """The forward of one layer: torch's own unless a list is open. The layer owns it, so its way back is weak."""
+
+    def __init__(self, deferral: Deferral, layer: torch.nn.Module, function: Any) -> None:
+        self._deferral = deferral
+        self._layer = weakref.ref(layer)
+        self._function = function
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        pending, layer = self._deferral._pending, self._layer()
+        assert layer is not None  # it is calling
+        if pending is None or not torch.is_grad_enabled() or not _is_plain(layer.weight) or not _can_defer(layer):
+            return type(layer).forward(layer, x)
+        return self._function(layer, x, pending)
+
+    def __reduce__(self) -> Any:
+        """A copied layer is nobody's stage: no list is ever opened for it."""
+        return _Deferring, (Deferral(torch.nn.Module()), self._layer(), self._function)
+
+
+def compute(pending: list[Pending], done: Callable[[torch.Tensor], None] | None = None) -> None:
+    """Adds all pending gradients to ``.grad`` and empties the list; ``done`` is told each parameter that is final."""
+    uses: dict[int, int] = {}
+    for entry in pending:
+        for parameter in (entry.weight, entry.bias):
+            if parameter is not None:
+                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    sums: dict[int, torch.Tensor] = {}
+    with torch.no_grad():
+        for entry in pending:
+            for parameter, gradient in zip((entry.weight, entry.bias), entry.compute(), strict=True):
+                if parameter is None:
+                    continue
+                key = id(parameter)
+                before = sums.pop(key, None)
+                total = gradient if before is None else before if gradient is None else before + gradient
+                uses[key] -= 1
+                if uses[key] > 0:
+                    if total is not None:
+                        sums[key] = total
+                    continue
+                if total is not None:
+                    _accumulate(parameter, total)
+                if done is not None:
+                    done(parameter)
+    pending.clear()
+
+
+def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """As autograd's AccumulateGrad: in the parameter's dtype and, for a first gradient, its strides."""
+    if gradient.dtype != parameter.dtype:
+        gradient = gradient.to(parameter.dtype)
+    if parameter.grad is not None:
+        parameter.grad.add_(gradient)
+    elif gradient.stride() == parameter.stride():
+        parameter.grad = gradient
+    else:
+        parameter.grad = torch.empty_like(parameter).copy_(gradient)
+
+
+def _is_plain(weight: Any) -> bool:
+    return (
+        type(weight) is torch.nn.Parameter
+        and weight.requires_grad
+        and not weight._backward_hooks
+        and not weight._post_accumulate_grad_hooks
+    )
+
+
+def _can_defer(layer: torch.nn.Module) -> bool:
+    if isinstance(layer, torch.nn.Embedding):
+        return not layer.sparse and layer.max_norm is None
+    bias = layer.bias
+    if bias is not None and not (_is_plain(bias) or not bias.requires_grad):
+        return False
+    return isinstance(layer, torch.nn.Linear) or (layer.padding_mode == "zeros" and not isinstance(layer.padding, str))
+
+
+def _autocast(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """What autocast would make of the arguments of a product."""
+    device = next(t.device.type for t in tensors if t is not None)
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors]
+
+
+class _Product(torch.autograd.Function):
+    """Linear layers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pending: list[Pending]
+    ) -> torch.Tensor:
+        cast_x, cast_weight, cast_bias = _autocast(x, weight, bias)
+        ctx.save_for_backward(cast_x, cast_weight)
+        ctx.parameters, ctx.pending = (weight, bias), pending
+        return functional.linear(cast_x, cast_weight, cast_bias)  # type: ignore[arg-type]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        x, cast_weight = ctx.saved_tensors
+        weight, bias = ctx.parameters
+        rows = dy.reshape(-1, dy.shape[-1])
+        wants_bias = bias is not None and bias.requires_grad
+
+        def gradients() -> Gradients:
+            return rows.t().mm(x.reshape(-1, x.shape[-1])), rows.sum(0) if wants_bias else None
+
+        ctx.pending.append(Pending(weight, bias if wants_bias else None, gradients))
+        dx = rows.mm(cast_weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        return dx, None, None, None
+
+
+class _Convolution(torch.autograd.Function):
+    """Convolutions of any number of dimensions, with zeros as padding."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        layer: Any,
+        pending: list[Pending],
+    ) -> torch.Tensor:
+        cast_x, cast_weight, cast_bias = _autocast(x, weight, bias)
+        ctx.save_for_backward(cast_x, cast_weight)
+        ctx.parameters, ctx.pending = (weight, bias), pending
+        ctx.how = (list(layer.stride), list(layer.padding), list(layer.dilation), False, [0], layer.groups)
+        output: torch.Tensor = layer._conv_forward(cast_x, cast_weight, cast_bias)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        x, cast_weight = ctx.saved_tensors
+        weight, bias = ctx.parameters
+        wants_bias = bias is not None and bias.requires_grad
+        sizes = [weight.shape[0]] if bias is not None else None
+        single = x.dim() == cast_weight.dim() - 1  # one sample, without a batch dimension
+        many = x.unsqueeze(0) if single else x
+        gradient = dy.unsqueeze(0) if single else dy
+        stride, padding, dilation, transposed, _, groups = ctx.how
+        arguments = (sizes, stride, padding, dilation, transposed, [0] * len(stride), groups)
+
+        def half(mask: list[bool]) -> Any:
+            return torch.ops.aten.convolution_backward(gradient, many, cast_weight, *arguments, mask)
+
+        def gradients() -> Gradients:
+            _, of_weight, of_bias = half([False, True, wants_bias])
+            return of_weight, of_bias if wants_bias else None
+
+        ctx.pending.append(Pending(weight, bias if wants_bias else None, gradients))
+        dx = half([True, False, False])[0].view(x.shape) if ctx.needs_input_grad[0] else None
+        return dx, None, None, None, None
+
+
+class _Lookup(torch.autograd.Function):
+    """Embeddings."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: Any, pending: list[Pending]) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer, ctx.weight, ctx.pending = layer, weight, pending
+        return functional.embedding(x, weight, layer.padding_idx, None, 2.0, layer.scale_grad_by_freq, False)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        weight, layer = ctx.weight, ctx.layer
+        padding = -1 if layer.padding_idx is None else layer.padding_idx
+
+        def gradients() -> Gradients:
+            table = torch.ops.aten.embedding_dense_backward(dy, x, weight.shape[0], padding, layer.scale_grad_by_freq)
+            return table, None
+
+        ctx.pending.append(Pending(weight, None, gradients))
+        return None, None, None, None
+
+
+def _linear(layer: Any, x: torch.Tensor, pending: list[Pending]) -> Any:
+    return _Product.apply(x, layer.weight, layer.bias, pending)  # type: ignore[no-untyped-call]
+
+
+def _convolution(layer: Any, x: torch.Tensor, pending: list[Pending]) -> Any:
+    return _Convolution.apply(x, layer.weight, layer.bias, layer, pending)  # type: ignore[no-untyped-call]
+
+
+def _lookup(layer: Any, x: torch.Tensor, pending: list[Pending]) -> Any:
+    return _Lookup.apply(x, layer.weight, layer, pending)  # type: ignore[no-untyped-call]
+
+
+# By torch's own forwards: a layer that overrides its forward computes something else.
+_FORWARDS: dict[Any, Any] = {
+    torch.nn.Linear.forward: _linear,
+    torch.nn.Conv1d.forward: _convolution,
+    torch.nn.Conv2d.forward: _convolution,
+    torch.nn.Conv3d.forward: _convolution,
+    torch.nn.Embedding.forward: _lookup,
+}

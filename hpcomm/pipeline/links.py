@@ -1,0 +1,97 @@
+"""What travels between the stages of a chain: the output of the last layer, skipped values, what the first one loads.
+
+One message carries everything from one stage to another. All of this is decided when the chain is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from hpcomm.pipeline.chain import Call
+
+__all__: list[str] = []
+
+
+class Link(NamedTuple):
+    """Values of stage ``source`` that stage ``target`` takes."""
+
+    source: int
+    target: int
+    output: str | None  # the source's last layer, if the link carries its output
+    skips: tuple[str, ...]  # layers whose outputs it carries
+    loads: bool  # what the first stage's rank loaded for the target: no gradient comes back for that
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether gradients come back."""
+        return self.output is not None or bool(self.skips)
+
+    def message(self, output: Any, known: Mapping[str, Any], loaded: Any) -> Any:
+        """What is sent: the bare output where there is nothing else."""
+        if self._is_bare:
+            return output
+        return (None if self.output is None else output, [known[name] for name in self.skips], loaded)
+
+    def open(self, message: Any, known: dict[str, Any]) -> tuple[Any, Any]:
+        """The output and the loaded part of a message; skipped values go to ``known``."""
+        if self._is_bare:
+            output, loaded = message, None
+        else:
+            output, values, loaded = message
+            known.update(zip(self.skips, values, strict=True))
+        if self.output is not None:
+            known[self.output] = output
+        return output, loaded
+
+    @property
+    def _is_bare(self) -> bool:
+        return self.output is not None and not self.skips and not self.loads
+
+
+def links_of(stages: Sequence[Sequence[Call]], loaders: Sequence[int] = ()) -> list[Link]:
+    """The links between stages, by source, then target.
+
+    Args:
+        stages: the layers of each stage.
+        loaders: stages that take something which only the first stage's rank has.
+    """
+    home = {call.name: stage for stage, calls in enumerate(stages) for call in calls}
+    carried: dict[tuple[int, int], list[str]] = {(stage, stage + 1): [] for stage in range(len(stages) - 1)}
+    for target, calls in enumerate(stages):
+        for call in calls:
+            for name in call.skips:
+                source = home[name]
+                # Either it is here, or it comes as the output of the stage before.
+                if source == target or (source + 1 == target and stages[source][-1].name == name):
+                    continue
+                names = carried.setdefault((source, target), [])
+                if name not in names:
+                    names.append(name)
+    for target in loaders:
+        if target != 0:
+            carried.setdefault((0, target), [])
+    return [
+        Link(
+            source,
+            target,
+            stages[source][-1].name if target == source + 1 else None,
+            tuple(names),
+            source == 0 and target in loaders,
+        )
+        for (source, target), names in sorted(carried.items())
+    ]
+
+
+def handed_over(tree: Any) -> Any:
+    """A message to a stage of the same rank: its tensors as leaves of the next stage's graph, without a copy."""
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().requires_grad_() if tree.requires_grad else tree
+    if isinstance(tree, dict):
+        return {key: handed_over(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(handed_over(item) for item in tree)
+    return tree

@@ -1,0 +1,139 @@
+"""From a Pipeline's arguments to its plans: the schedule's table, the training plan, the plan of evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpcomm.communicator import agree
+from hpcomm.errors import DeadlockError, InvalidArgument, SchemaMismatch
+from hpcomm.plan.compile import compile as compile_plan
+from hpcomm.plan.schedules import SCHEDULES, by_name
+from hpcomm.plan.serialize import from_json, to_json
+from hpcomm.plan.table import ComputeAction, Table, num_microbatches_of, placement_of
+from hpcomm.plan.torch_csv import table_from_csv
+
+if TYPE_CHECKING:
+    from hpcomm._C import CostModel, StepPlan
+    from hpcomm.mesh import Mesh
+    from hpcomm.pipeline.links import Link
+
+__all__: list[str] = []
+
+PLAN_CHANNEL = 2  # of Control, see hpcomm.communicator
+
+# A name, a table, or a file with one.
+ScheduleLike = str | PathLike[str] | Sequence[Sequence[ComputeAction]]
+
+
+class Schedule(NamedTuple):
+    """What every pipeline rank computes, and the pipeline rank of each stage."""
+
+    table: Table
+    placement: list[int]
+
+    @property
+    def stages(self) -> int:
+        """How many stages the model is cut into."""
+        return len(self.placement)
+
+    @property
+    def trains(self) -> bool:
+        """Whether there are backwards."""
+        return any(action.kind != "F" for row in self.table for action in row)
+
+    def forwards(self) -> Schedule:
+        """Evaluation: the same forwards in the same order."""
+        return Schedule([[action for action in row if action.kind == "F"] for row in self.table], self.placement)
+
+
+def schedule_of(schedule: ScheduleLike, pp: int, num_microbatches: int, stages_per_rank: int | None = None) -> Schedule:
+    """The table of a named schedule, of a table, or of a file that ``torch.distributed.pipelining`` reads (CSV).
+
+    Raises:
+        InvalidArgument: an unknown name, or a table for another number of ranks or microbatches.
+    """
+    try:
+        if isinstance(schedule, str) and schedule in SCHEDULES:
+            table, placement, _ = by_name(schedule, pp, num_microbatches, stages_per_rank)
+            return Schedule(table, placement)
+        if isinstance(schedule, str) and not schedule.endswith(".csv"):
+            raise InvalidArgument(f"schedule {schedule!r} is unknown; use one of {', '.join(SCHEDULES)}, or a table")
+        if isinstance(schedule, (str, PathLike)):
+            table = table_from_csv(Path(schedule).read_text())
+        else:
+            table = [list(row) for row in schedule]
+        found = Schedule(table, placement_of(table))
+    except (ValueError, OSError) as error:
+        raise InvalidArgument(f"Pipeline: {error}") from error
+    if len(table) != pp:
+        raise InvalidArgument(f"Pipeline: the schedule's table has rows for {len(table)} pipeline ranks, the mesh {pp}")
+    if num_microbatches_of(table) != num_microbatches:
+        raise InvalidArgument(
+            f"Pipeline: the schedule's table has {num_microbatches_of(table)} microbatches, "
+            f"num_microbatches is {num_microbatches}"
+        )
+    return found
+
+
+class Wishes(NamedTuple):
+    """What a plan is compiled from beside its schedule."""
+
+    links: Sequence[Link]
+    bucket_bytes: Sequence[Sequence[int]]
+    ties: Sequence[tuple[Sequence[int], int]]  # owners, bytes
+    reduce: str
+    schema: str
+    costs: CostModel | None
+
+
+def plan_together(mesh: Mesh, schedule: Schedule, wishes: Wishes) -> StepPlan:
+    """Rank 0 compiles; everybody else takes its plan, and all verify it (collective over the mesh).
+
+    Raises:
+        SchemaMismatch: ranks hold different plans.
+        InvalidArgument: on every rank, what :func:`hpcomm.plan.compile` says.
+    """
+    control, world = mesh.control, mesh.size
+    problem = ""
+    if control.rank == 0:
+        try:
+            plan = _compile(mesh, schedule, wishes)
+        except (ValueError, DeadlockError) as error:  # InvalidArgument is a ValueError
+            problem = str(error)
+        text = "!" + problem if problem else to_json(plan)
+        for peer in range(1, world):
+            control.send(peer, PLAN_CHANNEL, text.encode())
+    else:
+        text = control.receive(0, PLAN_CHANNEL, mesh.timeout).decode()
+        if text.startswith("!"):
+            problem = text[1:]
+        else:
+            plan = from_json(text)
+    if problem:
+        raise InvalidArgument(f"Pipeline: the schedule cannot be run: {problem}")
+    if plan.world != world:
+        raise SchemaMismatch(f"rank 0 sent a plan for {plan.world} ranks; the mesh has {world}", rank=control.rank)
+    plan.verify()
+    agree(control, "plan", [f"{plan.hash:016x}"], timeout=mesh.timeout)
+    return plan
+
+
+def _compile(mesh: Mesh, schedule: Schedule, wishes: Wishes) -> StepPlan:
+    trains = schedule.trains
+    return compile_plan(
+        schedule.table,
+        stage_to_rank=schedule.placement,
+        pp=mesh.shape["pp"],
+        dp=mesh.shape["dp"],
+        num_microbatches=num_microbatches_of(schedule.table),
+        bucket_bytes=wishes.bucket_bytes if trains else None,
+        links=[(link.source, link.target, 0, link.differentiable) for link in wishes.links],
+        ties=wishes.ties if trains else (),
+        reduce=wishes.reduce,
+        schema=wishes.schema,
+        costs=wishes.costs,
+        loss_stages=[schedule.stages - 1],
+    )

@@ -1,0 +1,87 @@
+"""Random numbers that do not depend on the mesh: every layer draws from a seed of its step, microbatch and place."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__: list[str] = []
+
+_MASK = (1 << 64) - 1
+# Layers of torch that draw random numbers in their forward; all others of torch.nn do not.
+_RANDOM = (
+    torch.nn.modules.dropout._DropoutNd,
+    torch.nn.RReLU,
+    torch.nn.MultiheadAttention,
+    torch.nn.Transformer,
+    torch.nn.TransformerEncoderLayer,
+    torch.nn.TransformerDecoderLayer,
+    torch.nn.RNNBase,
+    torch.nn.FractionalMaxPool2d,
+    torch.nn.FractionalMaxPool3d,
+)
+
+
+def seed_of(seed: int, step: int, microbatch: int, layer: int) -> int:
+    """A seed for one layer's forward of one microbatch (its number in the global batch), well mixed in all its bits.
+
+    The finaliser of SplitMix64: G. Steele, D. Lea, C. Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA
+    2014. CPU generators use the lower 32 bits only, so a plain sum would repeat itself.
+    """
+    value = seed & _MASK
+    for number in (step, microbatch, layer):
+        value = (value * 0x9E3779B97F4A7C15 + number + 1) & _MASK
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+        value ^= value >> 31
+    return value & (_MASK >> 1)
+
+
+def may_draw(layer: torch.nn.Module) -> bool:
+    """Whether the layer may draw random numbers: it does not when it is made of torch's own layers without dropout."""
+    return any(
+        isinstance(module, _RANDOM) or not type(module).__module__.startswith("torch.nn.modules.")
+        for module in layer.modules()
+    )
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """The generator that operations on ``device`` draw from unless they are given another."""
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    return torch.default_generator
+
+
+class Draws:
+    """The random numbers of one step on this rank.
+
+    Args:
+        seed: of the whole training.
+        step: its number.
+        first: number of this replica's first microbatch in the global batch.
+    """
+
+    def __init__(self, generator: torch.Generator, seed: int, step: int, first: int) -> None:
+        self._generator = generator
+        self._key = (seed, step)
+        self._first = first
+
+    def enter(self, microbatch: int, layer: int) -> None:
+        """What is drawn from here on belongs to ``layer`` (its place in the whole model)."""
+        self._generator.manual_seed(seed_of(*self._key, self._first + microbatch, layer))
+
+
+@contextmanager
+def kept(generator: torch.Generator) -> Iterator[None]:
+    """The generator goes on afterwards as if nothing had been drawn."""
+    state = generator.get_state()
+    try:
+        yield
+    finally:
+        generator.set_state(state)
