@@ -1,0 +1,425 @@
+"""What models and programs bring along: evaluation, tables, loads from the first rank, checkpoints, dropout, AMP."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import pipeline_models as models
+import pytest
+import ranks
+import torch
+import torch.utils.checkpoint
+from test_pipeline_schedules import CROSS, make
+from torch import nn
+
+import hpcomm
+from hpcomm.plan import parse, to_csv, zbv
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def gradients_of(pipe: hpcomm.Pipeline) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p, _ in pipe.owned_parameters() if p.grad is not None}
+
+
+# --- Evaluation -------------------------------------------------------------------------------------------------------
+
+
+def evaluated(schedule: str) -> None:
+    with hpcomm.init(dp=2, pp=2) as mesh:
+        pipe = make(mesh, "rich", 3, schedule=schedule)
+        last = pipe.plan.num_stages - 1 in pipe.stages
+        x, y, keywords = models.shard("rich", mesh.dp.rank, 7)
+        model = models.rich()
+        for _ in range(2):
+            loss, outputs = pipe.eval_step(x, target=y, return_outputs=True, **keywords)
+            shards = [models.shard("rich", replica, 7) for replica in range(2)]
+            with torch.no_grad():
+                parts = [CROSS(model(a, **k), b, reduction="sum") for a, b, k in shards]
+            assert math.isclose(loss.item(), sum(parts).item() / 14, rel_tol=1e-12)
+            if last:
+                torch.testing.assert_close(outputs, model(x, **keywords).detach())
+                assert not outputs.requires_grad
+            else:
+                assert outputs is None
+            # Between evaluations, a training step.
+            models.require_equal(pipe, "rich", 3)
+            pipe.zero_grad()
+        with torch.no_grad():  # what users write
+            again = pipe.step(x, target=y, **keywords)
+        assert torch.equal(again, loss) or math.isclose(again.item(), pipe.eval_step(x, target=y, **keywords).item())
+        assert all(p.grad is None for p in pipe.parameters())
+        nothing, outputs = pipe.eval_step(x, return_outputs=True, **keywords)
+        assert math.isnan(nothing)
+        assert (outputs is not None) == last
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved_1f1b"])
+def test_evaluation(schedule: str) -> None:
+    ranks.run(4, evaluated, schedule)
+
+
+def forward_only() -> None:
+    with hpcomm.init(pp=2) as mesh:
+        pipe = make(mesh, "plain", 2, schedule="forward_only")
+        x, y, _ = models.shard("plain", 0, 4)
+        loss = pipe.eval_step(x, target=y)
+        assert math.isclose(loss.item(), CROSS(models.plain()(x), y).item(), rel_tol=1e-12)
+        with pytest.raises(hpcomm.InvalidArgument, match="no backwards"):
+            pipe.step(x, target=y)
+
+
+def test_a_schedule_without_backwards() -> None:
+    ranks.run(2, forward_only)
+
+
+# --- Schedules of the user --------------------------------------------------------------------------------------------
+
+# Stage 2 on rank 0, stages 0 and 1 on rank 1: no built-in schedule does that. W far behind its I, one B among them.
+DRAWN = """
+rank 0 | 2F0 2F1 2I0 2B1 2F2 2I2 2W2 2W0
+rank 1 | 0F0 1F0 0F1 1F1 0F2 1F2 1B0 0I0 1I1 0B1 1W1 1B2 0I2 0W0 0W2
+"""
+
+
+def user_tables(csv: str) -> None:
+    with hpcomm.init(pp=2) as mesh:
+        for name in models.MODELS:
+            models.require_equal(make(mesh, name, 3, schedule=parse(DRAWN)), name, 3)
+            models.require_equal(make(mesh, name, 5, schedule=csv), name, 5)
+        with pytest.raises(hpcomm.InvalidArgument, match="3 microbatches, num_microbatches is 4"):
+            make(mesh, "plain", 4, schedule=parse(DRAWN))
+        with pytest.raises(hpcomm.InvalidArgument, match="comes after"):
+            make(mesh, "plain", 1, schedule=parse("B0 F0\nF0 B0"))
+        with pytest.raises(hpcomm.InvalidArgument, match="'2f2b' is unknown"):
+            make(mesh, "plain", 1, schedule="2f2b")
+        models.require_equal(make(mesh, "plain", 2), "plain", 2)  # nothing of that hurt the mesh
+
+
+def test_tables_of_the_user(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.csv"
+    path.write_text(to_csv(zbv(2, 5)))
+    ranks.run(2, user_tables, str(path))
+
+
+# --- Arguments --------------------------------------------------------------------------------------------------------
+
+
+def loaded_by_the_first(schedule: str) -> None:
+    with hpcomm.init(dp=2, pp=2) as mesh:
+        for name, keywords in (("plain", ()), ("rich", ("mask", "factor"))):
+            pipe = make(mesh, name, 3, schedule=schedule, inputs="first", keywords=keywords)
+            x, y, given = models.shard(name, mesh.dp.rank, models.samples_of(mesh.dp.rank, 3))
+            loss = pipe.step(x, target=y, **given) if 0 in pipe.stages else pipe.step()
+            expected_loss, expected, _ = models.one_process(name, 2, 3)
+            assert math.isclose(loss.item(), expected_loss, rel_tol=1e-12)
+            for key, gradient in gradients_of(pipe).items():
+                torch.testing.assert_close(gradient, expected[key], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_only_the_first_stages_rank_loads(schedule: str) -> None:
+    ranks.run(4, loaded_by_the_first, schedule)
+
+
+class Trim(nn.Module):
+    """Cuts each microbatch to its longest row: messages of another shape every time. Hands on a tree with None."""
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> Any:
+        return {"h": x[:, : int(lengths.max())], "none": None, "number": 3, "lengths": lengths}
+
+
+class Recurrent(nn.Module):
+    """An LSTM whose state goes on to the next stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, tree: Any) -> Any:
+        assert tree["none"] is None
+        assert tree["number"] == 3
+        h, state = self.cell(tree["h"], tree.get("state"))
+        return {**tree, "h": h, "state": state}
+
+
+class Ends(nn.Module):
+    """Several outputs."""
+
+    def forward(self, tree: Any, scale: float, table: torch.Tensor) -> Any:
+        return tree["h"].mean((1, 2)) * scale, tree["state"][1].sum((0, 2)) + table.sum()
+
+
+def trimmed_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Trim(), Recurrent(), Recurrent(), Recurrent(), Ends()).double()
+
+
+def two_losses(output: Any, target: torch.Tensor) -> torch.Tensor:
+    return (output[0] - target).square().mean() + (output[1] + target).square().mean()
+
+
+def trees() -> None:
+    with hpcomm.init(pp=2) as mesh:
+        x = torch.randn(6, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        lengths = torch.tensor([2, 1, 5, 3, 4, 4])
+        y = torch.arange(6.0, dtype=torch.float64)
+        keywords = {"scale": 2.0, "table": torch.ones(3, 3, dtype=torch.float64)}
+        reference = trimmed_model()
+        for rows in (slice(0, 2), slice(2, 4), slice(4, 6)):
+            chain = hpcomm.Chain(dict(reference.named_children()))
+            two_losses(chain(x[rows], lengths=lengths[rows], **keywords), y[rows]).mul(1 / 3).backward()
+        for schedule in ("1f1b", "zb1p", "interleaved_1f1b"):
+            pipe = hpcomm.Pipeline(
+                trimmed_model(), mesh=mesh, num_microbatches=3, loss_fn=two_losses, schedule=schedule, whole=["table"]
+            )
+            _, outputs = pipe.step(x, target=y, return_outputs=True, lengths=lengths, **keywords)
+            for name, parameter in pipe.named_parameters():
+                torch.testing.assert_close(parameter.grad, reference.get_parameter(name).grad, msg=name)
+            if pipe.plan.num_stages - 1 in pipe.stages:
+                assert [tuple(part.shape for part in parts) for parts in outputs] == [((2,), (2,))] * 3
+        with pytest.raises(hpcomm.InvalidArgument, match="no layer of the model takes the keyword argument 'length'"):
+            pipe.step(x, target=y, length=lengths)
+
+
+def test_trees_that_change_their_shape_and_recurrent_stages() -> None:
+    ranks.run(2, trees)
+
+
+def accumulated() -> None:
+    with hpcomm.init(dp=2, pp=2) as mesh:
+        for schedule in ("zbv", "looped_bfs"):
+            pipe = make(mesh, "rich", 2, schedule=schedule)
+            batches = [models.shard("rich", 10 * i + mesh.dp.rank, 4 + i) for i in range(3)]
+            for i, (x, y, keywords) in enumerate(batches):
+                pipe.step(x, target=y, reduce=i == 2, **keywords)
+            model = models.rich()
+            total = 0
+            for i in range(3):
+                for replica in range(2):
+                    x, y, keywords = models.shard("rich", 10 * i + replica, 4 + i)
+                    CROSS(model(x, **keywords), y, reduction="sum").backward()
+                    total += len(y)
+            for name, parameter, _ in pipe.owned_parameters():
+                torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad / total, msg=name)
+
+
+def test_accumulation_over_steps() -> None:
+    ranks.run(4, accumulated)
+
+
+# --- Randomness and recomputation -------------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    """Dropout inside an activation checkpoint."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(models.WIDTH, models.WIDTH)
+        self.reentrant = reentrant
+
+    def once(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(torch.tanh(self.inner(x)), 0.3, training=self.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.utils.checkpoint.checkpoint(self.once, x, use_reentrant=self.reentrant)
+
+
+def noisy() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [layer for i in range(4) for layer in (Noisy(i % 2 == 0), nn.Dropout(0.2))]
+    return nn.Sequential(nn.Linear(models.WIDTH, models.WIDTH), *layers, nn.Linear(models.WIDTH, models.WORDS)).double()
+
+
+def dropped(dp: int, pp: int, microbatches: int) -> dict[str, list[torch.Tensor]]:
+    """Of two steps with each schedule, the gradients; and verify() agrees."""
+    found: dict[str, list[torch.Tensor]] = {}
+    with hpcomm.init(dp=dp, pp=pp) as mesh:
+        x, y, _ = models.shard("plain", 0, 8)
+        x, y = (part.chunk(dp)[mesh.dp.rank] for part in (x, y))
+        for schedule in ("1f1b", "zbv", "interleaved_1f1b"):
+            pipe = hpcomm.Pipeline(
+                noisy(), mesh=mesh, num_microbatches=microbatches, loss_fn=CROSS, schedule=schedule, seed=3
+            )
+            before = torch.get_rng_state()
+            for _ in range(2):
+                pipe.zero_grad()
+                pipe.step(x, target=y)
+                for name, gradient in gradients_of(pipe).items():
+                    found.setdefault(f"{schedule} {name}", []).append(gradient)
+            assert torch.equal(torch.get_rng_state(), before)
+            report = hpcomm.verify(pipe, noisy(), x, target=y, tolerance=1e-10)
+            assert report.compared == 12
+    return found
+
+
+def test_dropout_is_the_same_on_every_mesh() -> None:
+    alone = ranks.run(1, dropped, 1, 1, 4)[0]
+    assert not torch.equal(*alone["1f1b 1.inner.weight"])  # steps differ
+    for dp, pp, microbatches in [(2, 1, 2), (1, 2, 4), (2, 2, 2)]:
+        for found in ranks.run(dp * pp, dropped, dp, pp, microbatches):
+            for name, gradients in found.items():
+                for got, want in zip(gradients, alone[name], strict=True):
+                    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12, msg=name)
+
+
+# --- Bits -------------------------------------------------------------------------------------------------------------
+
+
+def bits(pp: int) -> dict[str, dict[str, torch.Tensor]]:
+    found = {}
+    with hpcomm.init(pp=pp) as mesh:
+        # DualPipe-V runs a later microbatch's B before an earlier one's W: another order of summation.
+        for schedule in [s for s in models.SCHEDULES if s != "dualpipev"]:
+            torch.manual_seed(0)
+            layers = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(6)]
+            pipe = hpcomm.Pipeline(
+                nn.Sequential(*layers), mesh=mesh, num_microbatches=5, loss_fn=nn.functional.mse_loss, schedule=schedule
+            )
+            generator = torch.Generator().manual_seed(1)
+            pipe.step(torch.randn(15, 8, generator=generator), target=torch.randn(15, 8, generator=generator))
+            found[schedule] = gradients_of(pipe)
+    return found
+
+
+def test_the_same_bits_for_every_split_and_schedule() -> None:
+    want = ranks.run(1, bits, 1)[0]["1f1b"]
+    for pp in (1, 2, 3):
+        results = ranks.run(pp, bits, pp)
+        for schedule in results[0]:
+            merged = {name: grad for found in results for name, grad in found[schedule].items()}
+            assert merged.keys() == want.keys()
+            for name, gradient in want.items():
+                assert torch.equal(merged[name], gradient), (pp, schedule, name)
+
+
+# --- Mixed precision --------------------------------------------------------------------------------------------------
+
+
+def mixed(pp: int) -> dict[str, dict[str, torch.Tensor]]:
+    found = {}
+    with hpcomm.init(pp=pp) as mesh:
+        for schedule in ("1f1b", "zb1p"):
+            torch.manual_seed(0)
+            layers = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(4)]
+            model = nn.Sequential(nn.Conv1d(3, 1, 1), nn.Flatten(), *layers)
+            pipe = hpcomm.Pipeline(
+                model, mesh=mesh, num_microbatches=3, loss_fn=nn.functional.mse_loss, schedule=schedule
+            )
+            generator = torch.Generator().manual_seed(1)
+            x, y = torch.randn(6, 3, 8, generator=generator), torch.randn(6, 8, generator=generator)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                pipe.step(x, target=y)
+            found[schedule] = gradients_of(pipe)
+            assert all(gradient.dtype == torch.float32 for gradient in found[schedule].values())
+    return found
+
+
+def test_autocast_gives_the_bits_of_one_process() -> None:
+    want = ranks.run(1, mixed, 1)[0]["1f1b"]
+    for pp in (1, 2):
+        results = ranks.run(pp, mixed, pp)
+        for schedule in ("1f1b", "zb1p"):
+            merged = {name: grad for found in results for name, grad in found[schedule].items()}
+            assert merged.keys() == want.keys()
+            for name, gradient in want.items():
+                assert torch.equal(merged[name], gradient), (pp, schedule, name)
+
+
+class Overflowing(nn.Module):
+    """A gradient that is too large for float16 where the scale is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.register_hook(lambda gradient: torch.where(gradient.abs() > 1e2, math.inf, gradient))
+        return x * 1.0
+
+
+def scaled(dp: int, pp: int, schedule: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    with hpcomm.init(dp=dp, pp=pp) as mesh:
+        torch.manual_seed(0)
+        layers = [nn.Linear(8, 8), Overflowing(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)]
+        pipe = hpcomm.Pipeline(
+            nn.Sequential(*layers), mesh=mesh, num_microbatches=2, loss_fn=nn.functional.mse_loss, schedule=schedule
+        )
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        scaler = hpcomm.GradScaler(mesh, init_scale=2.0**16, growth_interval=3)
+        scales = []
+        for step in range(10):
+            generator = torch.Generator().manual_seed(step)
+            x, y = (torch.randn(8, 8, generator=generator).chunk(dp)[mesh.dp.rank] for _ in range(2))
+            optimizer.zero_grad()
+            pipe.step(x, target=y, scaler=scaler)
+            if step % 2:
+                scaler.unscale_(optimizer)
+                hpcomm.clip_grad_norm_(pipe, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return scales, pipe.full_state_dict()
+
+
+def scaled_alone() -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Overflowing(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
+    scales = []
+    for step in range(10):
+        generator = torch.Generator().manual_seed(step)
+        x, y = (torch.randn(8, 8, generator=generator) for _ in range(2))
+        optimizer.zero_grad()
+        scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, model.state_dict()
+
+
+@pytest.mark.parametrize(("dp", "pp", "schedule"), [(1, 1, "1f1b"), (2, 2, "1f1b"), (1, 2, "zbv")])
+def test_a_loss_scale_takes_the_course_of_one_process(dp: int, pp: int, schedule: str) -> None:
+    scales, state = scaled_alone()
+    assert len(set(scales)) > 3  # it went down and up
+    for found, whole in ranks.run(dp * pp, scaled, dp, pp, schedule):
+        assert found == scales
+        for name, value in state.items():
+            torch.testing.assert_close(whole[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+# --- Errors -----------------------------------------------------------------------------------------------------------
+
+
+class Breaks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            raise ValueError("a layer broke")
+        return x
+
+
+def broken() -> None:
+    mesh = hpcomm.init(pp=2)
+    layers = OrderedDict((f"l{i}", nn.Linear(2, 2)) for i in range(4))
+    pipe = hpcomm.Pipeline(
+        nn.Sequential(layers), mesh=mesh, num_microbatches=4, loss_fn=nn.functional.mse_loss, schedule="zbv"
+    )
+    if 1 in pipe.stages:
+        pipe.stages[1].add_module("breaks", Breaks())
+    pipe.step(torch.ones(4, 2), target=torch.ones(4, 2))
+
+
+def test_an_error_tells_every_rank_the_action() -> None:
+    first, second = ranks.run(2, broken, expect_failure=True)
+    assert (first.exception, second.exception) == ("PeerError", "ValueError")
+    assert "in forward of microbatch 2, stage 1" in first.message
+    assert "ValueError: a layer broke" in first.message
