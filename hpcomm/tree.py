@@ -5,6 +5,7 @@ The structure travels as JSON, never as pickle: a peer's bytes can build these t
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -21,6 +22,10 @@ def flatten(tree: object) -> tuple[str, list[torch.Tensor]]:
     Raises:
         InvalidArgument: a leaf or container that cannot travel, with its place in the tree.
     """
+    if isinstance(tree, torch.Tensor):
+        return _ONE_TENSOR, [_dense(tree)]
+    if type(tree) is list and len(tree) == 1 and isinstance(tree[0], torch.Tensor):
+        return _ONE_IN_LIST, [_dense(tree[0])]
     tensors: list[torch.Tensor] = []
     return json.dumps(_encode(tree, tensors, "message"), separators=(",", ":")), tensors
 
@@ -43,9 +48,20 @@ def unflatten(structure: str | bytes, tensors: list[torch.Tensor]) -> Any:
         ProtocolError: ``structure`` is not what :func:`flatten` writes for that many tensors.
     """
     try:
-        return _decode(json.loads(structure), tensors)
+        return _decode(_parsed(structure), tensors)
     except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
         raise ProtocolError(f"a message of damaged structure: {error}") from error
+
+
+# The commonest structures, as json.dumps writes them: a message of one tensor, and a list with one gradient.
+_ONE_TENSOR = '["t",0]'
+_ONE_IN_LIST = '["l",[["t",0]]]'
+
+
+@functools.lru_cache(maxsize=256)  # the same few structures come again and again; what is kept is only read
+def _parsed(structure: str | bytes) -> list[Any]:
+    parsed: list[Any] = json.loads(structure)
+    return parsed
 
 
 # Kinds: t tensor, v plain value, l list, u tuple, d dict as pairs (JSON would turn integer keys into strings).
