@@ -76,6 +76,8 @@ class _Deferring:
 
 def compute(pending: list[Pending], done: Callable[[torch.Tensor], None] | None = None) -> None:
     """Adds all pending gradients to ``.grad`` and empties the list; ``done`` is told each parameter that is final."""
+    if not pending:
+        return
     uses: dict[int, int] = {}
     for entry in pending:
         for parameter in (entry.weight, entry.bias):

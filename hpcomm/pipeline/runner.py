@@ -55,12 +55,16 @@ class _Walk:
     """The state of one walk over the list."""
 
     batch: Batch
+    autocast: bool
     # Messages by (is it an activation, stage that made it, stage that takes it, microbatch): made here and not sent
     # yet, asked for and not taken yet, or handed over from stage to stage of this rank.
     mail: dict[tuple[bool, int, int, int], Any] = field(default_factory=dict)
     sent: list[Work] = field(default_factory=list)
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Loss] = field(default_factory=dict)
+
+
+_NOTHING = nullcontext()
 
 
 class Runner:
@@ -106,7 +110,7 @@ class Runner:
         """One walk over the list; gradients are in ``.grad`` when it returns. Any exception leaves ``position`` at the
         action that raised it.
         """
-        walk = self._walk = _Walk(batch)
+        walk = self._walk = _Walk(batch, torch.is_autocast_enabled(self._device.type))
         for position, (function, arguments, _) in enumerate(self._program):
             self.position = position
             function(self, *arguments)
@@ -233,8 +237,7 @@ class Runner:
 
     def _without_autocast(self) -> AbstractContextManager[Any]:
         """Backwards run in the dtypes that their forwards chose."""
-        kind = self._device.type
-        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+        return torch.autocast(self._device.type, enabled=False) if self._walk.autocast else _NOTHING
 
     def _issue_loss(self) -> None:
         # In microbatch order, whatever the schedule's. A zero on the CPU plus a number on a GPU is a number there; were

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import _engine_run_backward
 
 from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline import chain, deferred
@@ -128,7 +129,9 @@ class Stage:
                 value = output
             if came is not None:
                 keywords = came[1]
-        if self._calls:
+        if self._calls and tape.pending is None:
+            value = chain.run(self._calls, value, known, self._wanted, keywords, draws, microbatch)
+        elif self._calls:
             with self._deferring(tape.pending):
                 value = chain.run(self._calls, value, known, self._wanted, keywords, draws, microbatch)
         outgoing = {link.target: link.message(value, known, loaded.get(link.target)) for link in self.outgoing}
@@ -160,18 +163,20 @@ class Stage:
         """
         tape = self._tapes.pop(microbatch)
         roots: list[torch.Tensor] = []
-        seeds: list[torch.Tensor | None] = []
+        seeds: list[torch.Tensor] = []
         if tape.root is not None and tape.root.requires_grad:
             roots.append(tape.root)
-            seeds.append(None)
+            seeds.append(torch.ones_like(tape.root))
         for target, arrived in gradients.items():
             for output, gradient in zip(tape.left[target], arrived, strict=True):
                 if gradient is not None and output.requires_grad:
                     roots.append(output)
                     seeds.append(gradient)
-        if roots:
+        if roots and tape.pending is None:
+            _run_backward(roots, seeds)
+        elif roots:
             with self._deferring(tape.pending):
-                torch.autograd.backward(roots, seeds)
+                _run_backward(roots, seeds)
         if tape.pending is not None:
             self._pending[microbatch] = tape.pending
         return {
@@ -191,7 +196,16 @@ class Stage:
             self._deferral.open(None)
 
     def _deferring(self, pending: list[deferred.Pending] | None) -> _Deferring:
+        assert self._deferral is not None
+        assert pending is not None
         return _Deferring(self._deferral, pending)
+
+
+def _run_backward(roots: list[torch.Tensor], seeds: list[torch.Tensor]) -> None:
+    """``torch.autograd.backward`` without its preparations in Python, which cost as much as an empty graph; the engine
+    itself checks shapes and dtypes of the seeds.
+    """
+    _engine_run_backward(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class _Deferring:
@@ -199,14 +213,12 @@ class _Deferring:
 
     __slots__ = ("_deferral", "_pending")
 
-    def __init__(self, deferral: deferred.Deferral | None, pending: list[deferred.Pending] | None) -> None:
-        self._deferral = None if pending is None else deferral
+    def __init__(self, deferral: deferred.Deferral, pending: list[deferred.Pending]) -> None:
+        self._deferral = deferral
         self._pending = pending
 
     def __enter__(self) -> None:
-        if self._deferral is not None:
-            self._deferral.open(self._pending)
+        self._deferral.open(self._pending)
 
     def __exit__(self, *_: object) -> None:
-        if self._deferral is not None:
-            self._deferral.open(None)
+        self._deferral.open(None)

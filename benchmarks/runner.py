@@ -1,0 +1,155 @@
+"""What does the runner cost: an action of the plan, and a backward in two halves?
+
+    python -m benchmarks.runner                                               the halves, and a pipeline of one rank
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.runner             with messages
+
+**Actions.** Stages of one layer that returns its input: what a step takes, divided by the actions in this rank's list
+(forwards, backwards, messages, the loss), is the runner's own time, autograd's for an empty graph included. Beside it
+the same forwards and backwards as a plain loop. The messages are of 4 bytes; with more ranks than cores the figure is
+that of the scheduler of the operating system.
+
+**Halves.** One stage, the same input and output gradient: backward undivided (autograd), and its halves I and W.
+Target: I + W at most 1.05 x B.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import hpcomm
+from benchmarks.harness import environment, save
+from hpcomm.pipeline.chain import calls_of
+from hpcomm.pipeline.links import Link
+from hpcomm.pipeline.stage import Stage
+
+
+def first_of(output: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, float]:
+    return output.sum(), 1.0
+
+
+def action_cost(mesh: hpcomm.Mesh, schedule: str, microbatches: int, steps: int) -> tuple[float, float, int]:
+    """Microseconds per action of a step and of a plain loop, medians over the steps; and the number of actions."""
+    stages = {"gpipe": 1, "1f1b": 1, "zb1p": 1}.get(schedule, 2) * mesh.pp.size
+    model = nn.Sequential(*[nn.Identity() for _ in range(stages)])
+    pipe = hpcomm.Pipeline(
+        model, mesh=mesh, num_microbatches=microbatches, loss_fn=first_of, schedule=schedule, schema="frozen"
+    )
+    x = torch.ones(microbatches, 1, requires_grad=True)
+    actions = sum(1 + len(action.inside) for action in pipe.plan.actions(mesh.rank))
+    times = []
+    for _ in range(steps):
+        mesh.barrier()
+        start = time.perf_counter()
+        pipe.step(x, target=x)
+        times.append(time.perf_counter() - start)
+    loop = []
+    layers = [layer for stage in pipe.stages.values() for layer in stage]
+    parts = [part.detach().requires_grad_() for part in x.split(1)]
+    for _ in range(steps):
+        start = time.perf_counter()
+        for layer in layers:
+            for part in parts:
+                layer(part)
+                torch.autograd.backward([part], [part])
+        loop.append(time.perf_counter() - start)
+    scale = 1e6 / actions
+    return statistics.median(times) * scale, statistics.median(loop) * scale, actions
+
+
+def transformer(width: int) -> nn.Module:
+    return nn.TransformerEncoderLayer(width, width // 64, 4 * width, dropout=0.0, batch_first=True)
+
+
+class Gated(nn.Module):
+    """The layers of a decoder block as plain linear ones: attention by its own products, then a gated MLP."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = width // 64
+        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.gate, self.up = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, 3 * width, bias=False)
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        h = self.norm2(x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+def half_costs(stage: nn.Module, x: torch.Tensor, rounds: int) -> dict[str, float]:
+    """Milliseconds of B, I and W, medians; the three in turn, so that a slow moment slows all."""
+    ahead = [Link(0, 1, "", (), loads=False)]
+    # A stage in the middle: its input has a gradient, and its output gets one.
+    middle = Stage(1, stage, calls_of(stage, 1, {}), ahead, [Link(1, 2, "", (), loads=False)], divided=[1])
+    leaf = x.clone().requires_grad_()
+    seed = torch.randn_like(stage(x))
+    times: dict[str, list[float]] = {"B": [], "I": [], "W": []}
+
+    def timed(kind: str, work: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        work()
+        times[kind].append(time.perf_counter() - start)
+
+    for _ in range(rounds + 3):
+        leaf.grad = None
+        middle.forward(0, (), {0: leaf}, {}, {}, None)
+        timed("B", lambda: middle.backward(0, {2: [seed]}))
+        leaf.grad = None
+        middle.forward(1, (), {0: leaf}, {}, {}, None)
+        timed("I", lambda: middle.backward(1, {2: [seed]}))
+        timed("W", lambda: middle.weight_gradients(1, None))
+    return {kind: statistics.median(samples[3:]) * 1e3 for kind, samples in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--microbatches", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--schedules", default="1f1b,interleaved_1f1b,zb1p,zbv,dualpipev")
+    parser.add_argument("--json", help="write the figures here")
+    arguments = parser.parse_args()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+    mesh = hpcomm.init(pp=-1)
+    here = mesh.rank == 0
+    figures: dict[str, dict[str, dict[str, float]]] = {"actions": {}, "halves": {}}
+    if here:
+        for key, value in environment(mesh).items():
+            print(f"{key:<18} {value}")
+        print(f"\n{'schedule':<18} {'actions':>8} {'us an action':>13} {'plain loop':>11}")
+    for schedule in arguments.schedules.split(","):
+        cost, loop, actions = action_cost(mesh, schedule, arguments.microbatches, arguments.steps)
+        figures["actions"][schedule] = {"microseconds": cost, "loop": loop, "actions": actions}
+        if here:
+            print(f"{schedule:<18} {actions:>8} {cost:>13.1f} {loop:>11.1f}")
+    stages = {
+        "Linear(512), 64 rows": (nn.Linear(512, 512), torch.randn(64, 512)),
+        "decoder block 256, 4 x 64": (Gated(256), torch.randn(4, 64, 256)),
+        "decoder block 512, 4 x 128": (Gated(512), torch.randn(4, 128, 512)),
+        "TransformerEncoderLayer(256)": (transformer(256), torch.randn(4, 64, 256)),
+        "Conv2d(32, 32, 3), 8 x 32 x 32": (nn.Conv2d(32, 32, 3, padding=1), torch.randn(8, 32, 32, 32)),
+    }
+    if mesh.size == 1:
+        print(f"\n{'stage':<32} {'B ms':>8} {'I ms':>8} {'W ms':>8} {'(I+W)/B':>8}")
+        for name, (stage, x) in stages.items():
+            found = half_costs(nn.Sequential(stage), x, arguments.rounds)
+            figures["halves"][name] = found
+            total = found["I"] + found["W"]
+            print(f"{name:<32} {found['B']:>8.2f} {found['I']:>8.2f} {found['W']:>8.2f} {total / found['B']:>8.3f}")
+    save(arguments.json, "runner", mesh, {"arguments": vars(arguments), "figures": figures})
+    mesh.close()
+
+
+if __name__ == "__main__":
+    main()
