@@ -55,6 +55,7 @@ class Lane:
     BACKWARD: ClassVar[Lane]
     GRADIENT: ClassVar[Lane]
     SCALAR: ClassVar[Lane]
+    TENSOR: ClassVar[Lane]
     __members__: ClassVar[dict[str, Lane]]
     @property
     def name(self) -> str: ...
@@ -149,6 +150,7 @@ class VerifyResult:
 class StepPlan:
     pp: int
     dp: int
+    tp: int
     num_microbatches: int
     slot_depth: int
     # Lists are copies: to edit a plan, assign a changed list.
@@ -227,11 +229,13 @@ class Timeline:
 class CompileSpec:
     pp: int
     dp: int
+    tp: int
     num_microbatches: int
     stage_to_rank: list[int]
     buckets: list[list[int]]
     reduce: ReducePolicy
     ties: list[Tie]
+    opaque_stages: list[int]
     loss_stages: list[int]
     schema: Schema
     cost: CostModel

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from hpcomm.errors import DeadlockError
 from hpcomm.plan import command as plan_command
 
 
@@ -21,6 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head`: whoever reads has seen enough
         sys.stderr.close()
         return 0
+    except DeadlockError as error:  # of a table that cannot be compiled: an answer, not a mistake in the question
+        print(f"rejected: {error}")
+        return 1
     except (OSError, ValueError) as error:
         print(f"hpcomm: {error}", file=sys.stderr)
         return 2

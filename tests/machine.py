@@ -57,6 +57,9 @@ class Machine:
         self.meetings: dict[tuple[tuple[int, ...], int], dict[int, int]] = defaultdict(dict)
         self.numbers: dict[tuple[int, int], int] = {}  # (rank, op) -> its number in its stream
         self.messages: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        # Of computations of several ranks: the pieces that a rank has behind it, and who has come to a piece.
+        self.pieces: dict[tuple[int, int], int] = defaultdict(int)
+        self.here: dict[tuple[int, int], set[int]] = defaultdict(set)
 
     def steps(self, issues: list[Any], lanes: bool) -> Iterator[tuple[str, Step]]:
         host = None
@@ -79,10 +82,12 @@ class Machine:
                     # A collective of one rank has no communicator; its lane is that of its kind.
                     yield (str(lane or op.kind.name) if lanes else ""), Step(verb, tuple(group), done if lanes else 0)
                     group = []
-            if host is not None and not opens and not group:
-                yield "", Step("end", (host,))
-                done += 1
-                host = None
+            if host is not None and not group and issue.host != -1:
+                # Ranks that compute together do so again between any two of its issue points.
+                if not opens or self.operations[host].communicator != -1:
+                    yield "", Step("piece" if opens else "end", (host,))
+                    done += 1
+                host = host if opens else None
 
     def run(self) -> str:
         """One of "done", "hang" and "mismatch"."""
@@ -108,6 +113,8 @@ class Machine:
             return False
         if verb == "meet":
             return self.meet(thread, ops)
+        if self.operations[ops[0]].communicator != -1:
+            return self.together(thread, verb, ops[0])
         if verb == "end":
             self.ended.add(ops[0])
         else:
@@ -115,6 +122,32 @@ class Machine:
                 return False
             if verb == "run":
                 self.ended.update(ops)
+        self.at[thread] += 1
+        return True
+
+    def together(self, thread: tuple[int, str], verb: str, index: int) -> str | bool:
+        """A piece of a computation that issues collectives of its own: its ranks meet in it."""
+        rank = thread[0]
+        piece = (index, self.pieces[rank, index])
+        begins = verb in ("run", "begin")
+        if rank not in self.here[piece]:
+            self.here[piece].add(rank)
+            if begins:
+                stream = self.stream(index)
+                self.numbers[rank, index] = self.issued[rank, stream]
+                self.issued[rank, stream] += 1
+                self.meetings[stream, self.numbers[rank, index]][rank] = index
+            return True
+        if begins:
+            if len(set(self.meetings[self.stream(index), self.numbers[rank, index]].values())) > 1:
+                return "mismatch"
+            if not self.ended.issuperset(self.needs[index]):
+                return False
+        if len(self.here[piece]) < len(self.operations[index].participants):
+            return False
+        if verb in ("run", "end"):
+            self.ended.add(index)
+        self.pieces[rank, index] += 1
         self.at[thread] += 1
         return True
 

@@ -109,10 +109,94 @@ def test_wrong_questions_are_answered_in_one_line(capsys: pytest.CaptureFixture[
     (tmp_path / "bad.json").write_text("{}")
     status, text = run(capsys, "plan", "show", tmp_path / "bad.json")
     assert (status, text.count("\n")) == (2, 1)
-    assert text.startswith("hpcomm: not a StepPlan")
+    assert text.startswith(f"hpcomm: {tmp_path / 'bad.json'}: not a StepPlan")
     assert run(capsys, "plan", "show", "--pp", 0)[0] == 2
     with pytest.raises(SystemExit):
         main(["plan", "dance"])
+
+
+@pytest.mark.parametrize(
+    ("option", "complaint"),
+    [
+        (["-m", "999999999"], "999999999 microbatches make a table of more than"),
+        (["--pp", "99999999999"], "99999999999 stages and 8 microbatches make a table of more than"),
+        (["--schedule", "zbv", "--pp", "9999999"], "make a table of more than"),
+        (["--stages-per-rank", "0", "--schedule", "zb1p"], "at least 1 stage"),
+        (["--buckets", "-1"], "expected an integer from 0 to"),
+        (["--buckets", "999999999"], "expected an integer from 0 to"),
+        (["--bucket-bytes", "99999999999999999999"], "expected an integer from 0 to"),
+        (["--activation-bytes", "x"], "invalid integer value: 'x'"),
+        (["--dp", "99999999999"], "expected an integer from 1 to"),
+        (["--ticks", "1e-12"], "more than 100000 columns"),
+        (["--ticks", "nan"], "tick=nan"),
+    ],
+)
+def test_odd_sizes_are_refused_before_they_cost_anything(
+    capsys: pytest.CaptureFixture[str], option: list[str], complaint: str
+) -> None:
+    try:
+        status = main(["plan", "show", *option])
+    except SystemExit as exit_of_argparse:
+        status = int(str(exit_of_argparse.code))
+    captured = capsys.readouterr()
+    assert status == 2
+    assert complaint in captured.err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "status", "answer"),
+    [
+        ("cycle.txt", "rank 0 | B0 F0", 1, "rejected: the schedule's compute order contradicts the data it needs"),
+        # Rank 0 wants the gradient of microbatch 0 first, rank 1 goes forward with microbatch 1 first.
+        (
+            "ring.txt",
+            "rank 0 | F0 B0 F1 B1\nrank 1 | F1 B1 F0 B0",
+            1,
+            "FORWARD mb 1 of stage 0 comes after BACKWARD mb 0",
+        ),
+        ("ring.csv", "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", 1, "BACKWARD mb 0 of stage 0 needs the result of SEND grad"),
+        ("empty.csv", "", 2, "has no computations"),
+        ("blank.csv", "\n\n", 2, "has no computations"),
+        ("trailing.csv", "0F0,0B0\n\n\n", 0, "pp 1 x dp 1"),
+        ("large.csv", "0F99999999999\n", 2, "row 0: '0F99999999999' is no action"),
+        ("large.txt", "99999999999F0\n", 2, "row 0: '99999999999F0' is no action"),
+        ("gap.txt", "F0 F5", 2, "leaves out FORWARD mb 1 of stage 0"),
+        ("twice.txt", "F0 F0 B0", 2, "has FORWARD mb 0 of stage 0 twice"),
+        ("binary.csv", "\udcff\udcfe", 2, "binary.csv: 'utf-8' codec can't decode"),
+    ],
+)
+def test_tables_that_mean_nothing_are_answered_in_words(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, text: str, status: int, answer: str
+) -> None:
+    (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
+    found, printed = run(capsys, "plan", "import", tmp_path / name)
+    assert (found, answer in printed) == (status, True), printed
+
+
+def test_what_is_wrong_in_a_file_is_said_under_its_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "file.json"
+    for content, arguments, complaint in [
+        ('{"a"', ["show", file], "not a StepPlan: not JSON"),
+        ('{"a"', ["tune", file, "--pp", 2, "--batch", 4], "not a list of layers: not JSON"),
+        ('{"a"', ["simulate", "--costs", file], "not a cost model: not JSON"),
+        (
+            '{"format": "hpcomm.CostModel", "link": {"latency_seconds": 1' + "0" * 400 + "}}",
+            ["simulate", "--costs", file],
+            "link.latency_seconds: expected a number",
+        ),
+        (
+            '{"format": "hpcomm.Layers", "layers": [{"forward_seconds": 1' + "0" * 400 + "}]}",
+            ["tune", file, "--pp", 2, "--batch", 4],
+            "layers[0]: forward_seconds is missing or wrong",
+        ),
+    ]:
+        file.write_text(content)
+        status, text = run(capsys, "plan", *arguments)
+        assert (status, text.count("\n")) == (2, 1), text
+        assert f"hpcomm: {file}: {complaint}" in text
+    file.write_text('{"format": "hpcomm.Layers", "layers": [{"forward_seconds": 1, "count": 4}]}')
+    status, text = run(capsys, "plan", "tune", file, "--pp", 2, "--batch", 4, "--memory", "nan")
+    assert (status, text) == (2, "hpcomm: memory_bytes=nan; give bytes above 0, or None for no bound\n")
 
 
 def test_it_is_a_module() -> None:

@@ -386,7 +386,7 @@ def test_json_names_what_is_damaged() -> None:
     ]:
         with pytest.raises(ValueError, match=match):
             from_json(broken)
-    refused("version 3; this hpcomm reads version 2", version=3)
+    refused("version 2; this hpcomm reads version 3", version=2)
     refused('"columns" must be', columns=[])
     refused("its hash is", hash="0" * 16)
     refused("its hash is .*, the text says None", hash=None)

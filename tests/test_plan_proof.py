@@ -211,6 +211,54 @@ def test_data_that_comes_too_late_in_every_small_plan() -> None:
     assert verdicts == {"accepted": 1, "DeadlockError": 24 * 6 - 1}
 
 
+def opaque(microbatch: int, communicator: int, ranks: list[int]) -> Any:
+    return Operation(OpKind.FORWARD, stage=0, microbatch=microbatch, communicator=communicator, participants=ranks)
+
+
+def test_every_small_plan_of_computations_that_ranks_share() -> None:
+    # Three replicas of one stage: all pairs compute something together, one of them twice, and all reduce the loss.
+    pairs = [[0, 1], [1, 2], [0, 2]]
+    universe = [opaque(i, i, pair) for i, pair in enumerate(pairs)]
+    universe += [opaque(3, 0, pairs[0]), Operation(OpKind.LOSS, communicator=3, participants=[0, 1, 2], bytes=8)]
+    verdicts: Counter[str] = Counter()
+    for count in range(1, 5):
+        for chosen in itertools.combinations(universe, count):
+            mine = [[i for i, op in enumerate(chosen) if rank in op.participants] for rank in range(3)]
+            for orders in itertools.product(*(itertools.permutations(ops) for ops in mine)):
+                plan = hand_made(1, 4, list(chosen), [list(order) for order in orders])
+                plan.dp = 3
+                plan.communicators = [_C.CommunicatorSpec(pair, _C.Lane.TENSOR) for pair in pairs]
+                plan.communicators = [*plan.communicators, _C.CommunicatorSpec([0, 1, 2], _C.Lane.SCALAR)]
+                verdict, found = judge(plan), outcomes(plan)
+                verdicts[verdict] += 1
+                assert (found == {"done"}) == (verdict == "accepted")
+                assert "done" not in found or verdict == "accepted"
+                assert verdict != "DeadlockError" or found == {"hang"}
+    assert verdicts.total() > 600
+    assert verdicts.keys() == {"accepted", "DeadlockError", "SchemaMismatch"}
+
+
+def test_synchronised_batch_normalisation_beside_a_reduction_hangs() -> None:
+    # Two replicas of one stage: the forward's statistics are a collective among them. One replica issues the reduction
+    # of the step before behind its forward, the other before it; each communicator is used in one order.
+    plan = hand_made(1, 2, [opaque(0, 0, [0, 1]), Operation(OpKind.LOSS, communicator=1, participants=[0, 1])], [[]])
+    plan.dp = 2
+    plan.communicators = [_C.CommunicatorSpec([0, 1], lane) for lane in (_C.Lane.TENSOR, _C.Lane.SCALAR)]
+    plan.lists = [[Issue(0), Issue(1)], [Issue(1), Issue(0)]]
+    assert outcomes(plan) == {"hang"}
+    assert outcome(plan) == "hang"
+    with pytest.raises(DeadlockError) as error:
+        plan.verify()
+    assert str(error.value).splitlines()[1:] == [
+        "  rank 1 waits to FORWARD mb 0 of stage 0, behind REDUCE loss,",
+        "  which waits for rank 0: it waits to REDUCE loss, behind FORWARD mb 0 of stage 0,",
+        "  where the circle closes",
+    ]
+    plan.lists = [[Issue(0), Issue(1)]] * 2
+    assert outcomes(plan) == {"done"}
+    plan.verify()
+
+
 # --- Thousands of random plans ----------------------------------------------------------------------------------------
 
 NAMES = sorted(SCHEDULES)
@@ -233,10 +281,15 @@ def random_plan(choose: random.Random) -> Any:
     costs = _C.CostModel()
     costs.stages = [_C.StageCost(choose.choice([0, 1, 3]), choose.choice([0, 2, 5])) for _ in range(stages)]
     costs.link_latency_seconds = choose.choice([0.0, 0.5])
+    # Some compute together: shards of a replica, replicas of a stage, or both.
+    tp = 2 if pp < 4 and choose.random() < 0.2 else 1
+    together = [stage for stage in range(stages) if choose.random() < 0.3] if choose.random() < 0.2 else []
     return hpcomm.plan.compile(
         name,
         pp=pp,
         dp=dp,
+        tp=tp,
+        opaque_stages=together,
         num_microbatches=m,
         stages_per_rank=per_rank,
         bucket_bytes=[[16] * choose.randint(0, 2) for _ in range(stages)] if trains else None,
@@ -246,7 +299,7 @@ def random_plan(choose: random.Random) -> Any:
         reduce=choose.choice(["eager", "slack", "end"]),
         schema=choose.choice(["frozen", "per_message"]),
         group=choose.random() < 0.4,
-        max_communicators=choose.choice([None, 3]),
+        max_communicators=None if tp > 1 or together else choose.choice([None, 3]),
     )
 
 

@@ -368,7 +368,9 @@ rank 1 | 1F0 3F0 3I0 3W0 1B0
         hpcomm.plan.compile(parse(text.replace("3W0", "")), pp=2, num_microbatches=1)
     with pytest.raises(InvalidArgument, match="BACKWARD mb 0 of stage 1 and also INPUT_GRAD mb 0 of stage 1, a half"):
         hpcomm.plan.compile(parse(text.replace("1B0", "1B0 1I0 1W0")), pp=2, num_microbatches=1)
-    with pytest.raises(DeadlockError, match="WEIGHT_GRAD mb 0 of stage 3 comes after INPUT_GRAD mb 0 of stage 3"):
+    with pytest.raises(
+        DeadlockError, match="WEIGHT_GRAD mb 0 of stage 3 needs the result of INPUT_GRAD mb 0 of stage 3"
+    ):
         hpcomm.plan.compile(parse(text.replace("3I0 3W0", "3W0 3I0")), pp=2, num_microbatches=1)
 
 

@@ -22,6 +22,7 @@ class Writer {
   Writer(const CompileSpec& spec, const Replica& replica) : spec_(spec), replica_(replica) {
     plan_.pp = spec.pp;
     plan_.dp = spec.dp;
+    plan_.tp = spec.tp;
     plan_.num_microbatches = spec.num_microbatches;
     plan_.slot_depth = spec.slot_depth;
     plan_.stage_to_rank = spec.stage_to_rank;
@@ -128,25 +129,35 @@ class Writer {
     communicator_of_.clear();
     gradient_.clear();
     tied_.clear();
+    tensor_.clear();
     const std::vector<int> everybody = ranks(0, plan_.world(), 1);
-    for (const auto& [payload, lane, of_replica] : {std::tuple{Payload::kActivation, Lane::kForward, &forward_},
-                                                    std::tuple{Payload::kGradient, Lane::kBackward, &backward_}}) {
-      of_replica->clear();
+    for (const auto& [payload, lane, of_copy] : {std::tuple{Payload::kActivation, Lane::kForward, &forward_},
+                                                 std::tuple{Payload::kGradient, Lane::kBackward, &backward_}}) {
+      of_copy->clear();
       const bool used =
           std::any_of(replica_.operations().begin(), replica_.operations().end(),
                       [&](const Operation& op) { return op.kind == OpKind::kTransfer && op.payload == payload; });
-      for (int replica = 0; used && replica < spec_.dp; ++replica) {
-        of_replica->push_back(communicator(sharing == Sharing::kAll ? everybody : ranks(replica, spec_.pp, spec_.dp),
-                                           sharing == Sharing::kNothing ? lane : Lane::kForward));
+      for (int copy = 0; used && copy < plan_.copies(); ++copy) {
+        of_copy->push_back(communicator(sharing == Sharing::kAll ? everybody : ranks(copy, spec_.pp, plan_.copies()),
+                                        sharing == Sharing::kNothing ? lane : Lane::kForward));
       }
     }
     for (int stage = 0; stage < std::ssize(spec_.buckets); ++stage) {
-      gradient_.push_back(spec_.buckets[stage].empty()
-                              ? -1
-                              : communicator(ranks(plan_.rank_of(stage, 0), spec_.dp, 1), Lane::kGradient));
+      for (int shard = 0; shard < spec_.tp; ++shard) {
+        gradient_.push_back(spec_.buckets[stage].empty() ? -1
+                                                         : communicator(plan_.replicas(stage, shard), Lane::kGradient));
+      }
     }
     for (const Tie& tie : spec_.ties) {
-      tied_.push_back(communicator(plan_.owners(tie), Lane::kGradient));
+      for (int shard = 0; shard < spec_.tp; ++shard) {
+        tied_.push_back(communicator(plan_.owners(tie, shard), Lane::kGradient));
+      }
+    }
+    for (int stage = 0; stage < plan_.num_stages(); ++stage) {
+      tensor_.emplace_back();
+      for (int instance = 0; instance < plan_.copies() / together(stage) && together(stage) > 1; ++instance) {
+        tensor_.back().push_back(communicator(computing(stage, instance), Lane::kTensor));
+      }
     }
     scalar_ = communicator(everybody, sharing == Sharing::kAll ? Lane::kForward : Lane::kScalar);
   }
@@ -156,53 +167,96 @@ class Writer {
     return static_cast<int>(plan_.operations.size()) - 1;
   }
 
+  // How many copies of the stage carry out a computation of it together.
+  [[nodiscard]] int together(int stage) const {
+    const bool all = std::binary_search(spec_.opaque_stages.begin(), spec_.opaque_stages.end(), stage);
+    return all ? plan_.copies() : spec_.tp;
+  }
+  [[nodiscard]] std::vector<int> computing(int stage, int instance) const {
+    return ranks(plan_.rank_of(stage, instance * together(stage)), together(stage), 1);
+  }
+
+  // The operations that a task becomes: the n-th of them is that of the copies that `instance` maps to n.
+  [[nodiscard]] int instances(int task) const {
+    const Operation& op = replica_.operations()[task];
+    switch (op.kind) {
+      case OpKind::kForward:
+      case OpKind::kBackward:
+      case OpKind::kInputGrad:
+      case OpKind::kWeightGrad:
+        return plan_.copies() / together(op.stage);
+      case OpKind::kTransfer:
+        return plan_.copies();
+      case OpKind::kReduce:
+      case OpKind::kTied:
+        return spec_.tp;
+      case OpKind::kLoss:
+        return 1;
+    }
+    return 0;
+  }
+  [[nodiscard]] int instance(int task, int copy) const {
+    const Operation& op = replica_.operations()[task];
+    return op.kind == OpKind::kLoss   ? 0
+           : op.kind == OpKind::kTied ? copy % spec_.tp
+           : is_compute(op.kind)      ? copy / together(op.stage)
+                                      : copy;
+  }
+
   void add_task(int task, int group) {
     first_op_[task] = static_cast<int>(plan_.operations.size());
-    for (int replica = 0; replica < (replica_.is_shared(task) ? 1 : spec_.dp); ++replica) {
+    for (int n = 0; n < instances(task); ++n) {
       Operation op = replica_.operations()[task];
-      for (int& rank : op.participants) {
-        rank = rank * spec_.dp + replica;
-      }
       if (op.kind == OpKind::kTransfer) {
-        op.communicator = messages_of(op.payload)[replica];
-        op.group = group == -1 ? -1 : group * spec_.dp + replica;
+        for (int& rank : op.participants) {
+          rank = rank * plan_.copies() + n;
+        }
+        op.communicator = messages_of(op.payload)[n];
+        op.group = group == -1 ? -1 : group * plan_.copies() + n;
       } else if (op.kind == OpKind::kLoss) {
         op.communicator = scalar_;
         op.participants = ranks(0, plan_.world(), 1);
       } else if (op.kind == OpKind::kTied) {
-        op.communicator = tied_[op.bucket];
-        op.participants = plan_.owners(spec_.ties[op.bucket]);
+        op.communicator = tied_[op.bucket * spec_.tp + n];
+        op.participants = plan_.owners(spec_.ties[op.bucket], n);
+      } else {
+        op.participants = computing(op.stage, n);
+        op.communicator = op.participants.size() > 1 ? tensor_[op.stage][n] : -1;
       }
       issue(std::move(op), -1);
     }
   }
 
+  // Inside the backward that became `host`, a task; -1 for none.
   void issue(Operation op, int host) {
     const int index = append(std::move(op));
     for (const int rank : plan_.operations[index].participants) {
-      plan_.lists[rank].push_back({index, host == -1 ? -1 : host + rank % spec_.dp});
+      plan_.lists[rank].push_back({index, host == -1 ? -1 : first_op_[host] + instance(host, rank % plan_.copies())});
     }
   }
 
   void add_reduction(const PlacedReduction& reduction) {
     const int stage = reduction.stage;
-    issue({.kind = OpKind::kReduce,
-           .stage = stage,
-           .bucket = reduction.bucket,
-           .communicator = gradient_[stage],
-           .participants = ranks(plan_.rank_of(stage, 0), spec_.dp, 1),
-           .bytes = spec_.buckets[stage][reduction.bucket]},
-          reduction.host == -1 ? -1 : first_op_[reduction.host]);
+    for (int shard = 0; shard < spec_.tp; ++shard) {
+      issue({.kind = OpKind::kReduce,
+             .stage = stage,
+             .bucket = reduction.bucket,
+             .communicator = gradient_[stage * spec_.tp + shard],
+             .participants = plan_.replicas(stage, shard),
+             .bytes = spec_.buckets[stage][reduction.bucket]},
+            reduction.host);
+    }
   }
 
   void add_dependencies() {
-    const auto in_replica = [&](int task, int replica) {
-      return first_op_[task] + (replica_.is_shared(task) ? 0 : replica);
-    };
-    for (const Dependency& dependency : replica_.data()) {
-      const bool once = replica_.is_shared(dependency.before) && replica_.is_shared(dependency.after);
-      for (int replica = 0; replica < (once ? 1 : spec_.dp); ++replica) {
-        plan_.dependencies.push_back({in_replica(dependency.before, replica), in_replica(dependency.after, replica)});
+    for (const auto [before, after] : replica_.data()) {
+      // One copy for each operation of the side that has more of them.
+      const int most = instances(before) > instances(after) ? before : after;
+      const int stride = is_compute(replica_.operations()[most].kind) ? plan_.copies() / instances(most) : 1;
+      for (int n = 0; n < instances(most); ++n) {
+        const int copy = n * stride;
+        plan_.dependencies.push_back(
+            {first_op_[before] + instance(before, copy), first_op_[after] + instance(after, copy)});
       }
     }
     for (int index = 0; index < std::ssize(plan_.operations); ++index) {
@@ -215,10 +269,11 @@ class Writer {
   const CompileSpec& spec_;
   const Replica& replica_;
   StepPlan plan_;
-  std::vector<int> first_op_;            // task -> its operation in replica 0; the other replicas' follow it
-  std::vector<int> forward_, backward_;  // replica -> communicator
-  std::vector<int> gradient_;            // stage -> communicator
-  std::vector<int> tied_;                // tie -> communicator
+  std::vector<int> first_op_;             // task -> its first operation; those of other copies follow it
+  std::vector<int> forward_, backward_;   // copy -> communicator
+  std::vector<int> gradient_;             // stage * tp + shard -> communicator
+  std::vector<int> tied_;                 // tie * tp + shard -> communicator
+  std::vector<std::vector<int>> tensor_;  // stage -> communicators of its opaque computations
   int scalar_ = -1;
   std::map<std::pair<Lane, std::vector<int>>, int> communicator_of_;
 };

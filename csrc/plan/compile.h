@@ -34,6 +34,7 @@ enum class ReducePolicy {
 struct CompileSpec {
   int pp = 1;
   int dp = 1;
+  int tp = 1;
   int num_microbatches = 1;
   std::vector<int> stage_to_rank;                   // stage -> pipeline rank
   std::vector<std::vector<ComputeAction>> compute;  // pipeline rank -> its compute, in order
@@ -41,12 +42,15 @@ struct CompileSpec {
   std::vector<std::vector<std::int64_t>> buckets;  // stage -> bytes of each bucket; index 0 is ready first
   CostModel cost;
   std::vector<Tie> ties;
+  // Stages whose computations issue collectives among all their copies (synchronised batch normalisation), in
+  // increasing order. With tp above 1 those of the other stages issue collectives among the shards of a replica.
+  std::vector<int> opaque_stages;
   std::vector<int> loss_stages;  // whose outputs go into the loss; empty: the last stage's
   Schema schema = Schema::kFrozen;
   ReducePolicy reduce = ReducePolicy::kSlack;
   int slot_depth = 2;  // StepPlan::slot_depth
-  // Of a rank; 0: one per direction, one for the gradients of each set of owners, one for the loss. With fewer, both
-  // directions share one, then the loss as well.
+  // Of a rank; 0: one per direction, one for the gradients of each set of owners, one for the loss, one for what opaque
+  // computations issue. With fewer, both directions share one, then the loss as well.
   int max_communicators = 0;
   // Neighbours of the order that become ready at the same time, on one communicator, are issued as one.
   bool group = false;

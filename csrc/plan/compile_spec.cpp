@@ -19,7 +19,8 @@ std::string name(const ComputeAction& action) {
 }
 
 void check_mesh(const CompileSpec& spec) {
-  HPCOMM_REQUIRE(spec.pp >= 1 && spec.dp >= 1, "pp and dp must be at least 1, not ", spec.pp, " and ", spec.dp);
+  HPCOMM_REQUIRE(spec.pp >= 1 && spec.dp >= 1 && spec.tp >= 1, "pp and dp must be at least 1, as must tp, not ",
+                 spec.pp, ", ", spec.dp, " and ", spec.tp);
   HPCOMM_REQUIRE(spec.num_microbatches >= 1, "num_microbatches must be at least 1, not ", spec.num_microbatches);
   HPCOMM_REQUIRE(spec.slot_depth >= 0, "slot_depth is ", spec.slot_depth,
                  "; give the messages in flight per edge, or 0 for no bound");
@@ -30,6 +31,10 @@ void check_mesh(const CompileSpec& spec) {
     HPCOMM_REQUIRE(rank >= 0 && rank < spec.pp, "stage_to_rank puts stage ", stage, " on pipeline rank ", rank,
                    "; there are ", spec.pp);
   }
+  const auto& opaque = spec.opaque_stages;
+  HPCOMM_REQUIRE(std::adjacent_find(opaque.begin(), opaque.end(), std::greater_equal<>()) == opaque.end() &&
+                     (opaque.empty() || (opaque.front() >= 0 && opaque.back() < std::ssize(spec.stage_to_rank))),
+                 "opaque_stages must be different stages below ", spec.stage_to_rank.size(), " in increasing order");
 }
 
 void check_links(const CompileSpec& spec) {
@@ -165,10 +170,11 @@ void check_size(const CompileSpec& spec) {
     reductions += std::ssize(bytes);
   }
   constexpr std::int64_t kMax = std::numeric_limits<int>::max();
-  HPCOMM_REQUIRE(
-      std::int64_t{spec.pp} * spec.dp <= kMax && tasks < kMax / spec.dp && reductions < kMax - tasks * spec.dp,
-      "the plan is too large: ", tasks, " operations per replica, ", spec.dp,
-      " replicas; ranks and operations are numbered with 31 bits");
+  const std::int64_t copies = std::int64_t{spec.dp} * spec.tp;
+  HPCOMM_REQUIRE(std::int64_t{spec.dp} * spec.tp <= kMax && spec.pp * copies <= kMax && tasks < kMax / copies &&
+                     reductions * spec.tp < kMax - tasks * copies,
+                 "the plan is too large: ", tasks, " operations per replica, ", copies,
+                 " replicas; ranks and operations are numbered with 31 bits");
 }
 
 }  // namespace

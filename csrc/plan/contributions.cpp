@@ -13,24 +13,26 @@ namespace hpcomm::plan {
 namespace {
 
 void require_all_reduced(const StepPlan& plan) {
-  std::vector<std::vector<bool>> reduced(plan.buckets.size());
+  // How many shards reduce it. Names are unique, and participants are those of a shard: none does so twice.
+  std::vector<std::vector<int>> reduced(plan.buckets.size());
   for (int stage = 0; stage < plan.num_stages(); ++stage) {
-    reduced[stage].resize(plan.buckets[stage].size(), false);
+    reduced[stage].resize(plan.buckets[stage].size(), 0);
   }
-  std::vector<bool> tied(plan.ties.size(), false);
-  for (const Operation& op : plan.operations) {  // names are unique: never twice
+  std::vector<int> tied(plan.ties.size(), 0);
+  for (const Operation& op : plan.operations) {
     if (op.kind == OpKind::kReduce) {
-      reduced[op.stage][op.bucket] = true;
+      ++reduced[op.stage][op.bucket];
     } else if (op.kind == OpKind::kTied) {
-      tied[op.bucket] = true;
+      ++tied[op.bucket];
     }
   }
   for (int stage = 0; stage < plan.num_stages(); ++stage) {
     for (int bucket = 0; bucket < std::ssize(reduced[stage]); ++bucket) {
-      HPCOMM_REQUIRE(reduced[stage][bucket], "bucket ", bucket, " of stage ", stage, " is never reduced");
+      HPCOMM_REQUIRE(reduced[stage][bucket] == plan.tp, "bucket ", bucket, " of stage ", stage, " is never reduced",
+                     reduced[stage][bucket] == 0 ? "" : " on some shards");
     }
   }
-  const auto forgotten = std::find(tied.begin(), tied.end(), false);
+  const auto forgotten = std::find_if(tied.begin(), tied.end(), [&](int shards) { return shards != plan.tp; });
   HPCOMM_REQUIRE(forgotten == tied.end(), "tie ", forgotten - tied.begin(), " is never reduced");
 }
 

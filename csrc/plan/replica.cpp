@@ -35,10 +35,6 @@ Replica::Replica(const CompileSpec& spec) : spec_(spec) {
   connect_ties();
 }
 
-bool Replica::is_shared(int task) const noexcept {
-  return task == loss_ || (task >= first_tie_ && task < first_tie_ + std::ssize(spec_.ties));
-}
-
 int Replica::add(Operation op, double seconds) {
   operations_.push_back(std::move(op));
   tasks_.push_back({.seconds = seconds});
@@ -186,8 +182,10 @@ ReadyOrder Replica::order() const {
   if (!cycle.empty()) {
     std::string text = "the schedule's compute order contradicts the data it needs: ";
     for (auto arc = cycle.rbegin(); arc != cycle.rend(); ++arc) {
-      text += str(describe(operations_[arcs_[*arc].to]), " comes after ");
-      text += str(describe(operations_[arcs_[*arc].from]), arc + 1 == cycle.rend() ? "" : "; ");
+      const auto [from, to] = arcs_[*arc];
+      const bool is_data = std::find(data_.begin(), data_.end(), Dependency{from, to}) != data_.end();
+      text += str(arc == cycle.rbegin() ? "" : "; ", describe(operations_[to]),
+                  is_data ? " needs the result of " : " comes after ", describe(operations_[from]));
     }
     throw Error(ErrorKind::kDeadlock, text);
   }

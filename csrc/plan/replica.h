@@ -28,8 +28,6 @@ class Replica {
   // Between tasks.
   [[nodiscard]] const std::vector<Dependency>& data() const noexcept { return data_; }
   [[nodiscard]] int loss() const noexcept { return loss_; }
-  // Does the task join all replicas: the loss, a tied reduction?
-  [[nodiscard]] bool is_shared(int task) const noexcept;
   [[nodiscard]] double seconds(int task) const { return tasks_[task].seconds; }
   // The last task that adds to the gradients of `stage`; -1 when none does.
   [[nodiscard]] int last_backward(int stage) const { return last_backward_[stage]; }

@@ -103,7 +103,7 @@ class Machine {
   void add_list(int rank) {
     const auto& list = plan_.lists[rank];
     constexpr int kHost = static_cast<int>(Lane::kCompute);
-    std::array<int, 5> previous{};  // per lane, the last node
+    std::array<int, 6> previous{};  // per lane, the last node
     previous.fill(-1);
     std::unordered_map<int, int> gradients;  // stage -> what has added to them last
     for (std::size_t i = 0; i < list.size(); ++i) {
@@ -124,16 +124,15 @@ class Machine {
         ++issues;
       }
       const double piece = issues == 0 ? -1 : compute_seconds(op) / static_cast<double>(issues);
+      int at = first_[op];
       for (std::size_t k = 0; k < issues; ++k) {
         const int inner = list[i + 1 + k].op;
         const int inner_lane = static_cast<int>(lane_of(plan_, plan_.operations[inner]));
-        seconds_[last_[op]] = piece;
-        follow(previous[inner_lane], first_[inner], last_[op]);
+        seconds_[at] = piece;
+        follow(previous[inner_lane], first_[inner], at);
         previous[inner_lane] = last_[inner];
         if (k + 1 < issues) {
-          const int rest = add_node(op);
-          arcs_.push_back({last_[op], rest});
-          last_[op] = rest;
+          at = last_[op] = rest_of(op, k, at);
         }
       }
       previous[lane] = last_[op];
@@ -141,6 +140,20 @@ class Machine {
         gradients[plan_.operations[op].stage] = last_[op];
       }
     }
+  }
+
+  // The piece of a backward behind `at`, which the k-th issue point ends; ranks that compute together share it.
+  int rest_of(int op, std::size_t k, int at) {
+    auto* shared = is_opaque(plan_.operations[op]) ? &rests_[op] : nullptr;
+    if (shared != nullptr && k < shared->size()) {
+      return (*shared)[k];
+    }
+    const int rest = add_node(op);
+    arcs_.push_back({at, rest});
+    if (shared != nullptr) {
+      shared->push_back(rest);
+    }
+    return rest;
   }
 
   // The stages whose gradients the operation adds up: what a list says by position, and a device by events.
@@ -189,7 +202,7 @@ class Machine {
     double slowest = 0;
     for (const auto& [edge, sum] : bytes) {
       const LinkCost link =
-          edge.first == -1 ? costs_.collective : costs_.link(edge.first / plan_.dp, edge.second / plan_.dp);
+          edge.first == -1 ? costs_.collective : costs_.link(edge.first / plan_.copies(), edge.second / plan_.copies());
       const double header = edge.first != -1 && plan_.schema == Schema::kPerMessage ? costs_.header_seconds : 0;
       const int ranks = static_cast<int>(plan_.operations[ops[0]].participants.size());
       slowest = std::max(slowest, edge.first == -1 ? all_reduce_seconds(ranks, sum, link)
@@ -242,6 +255,7 @@ class Machine {
   std::vector<int> op_of_;                             // node -> operation
   std::vector<double> seconds_;                        // node -> its time where it is a piece of an operation, else -1
   std::vector<int> first_, last_;                      // operation -> its pieces
+  std::unordered_map<int, std::vector<int>> rests_;    // opaque backward -> its pieces behind the first
   std::unordered_map<int, std::vector<int>> members_;  // node of a group -> its operations
   std::vector<Arc> arcs_;
   std::vector<int> missing_;
@@ -257,6 +271,9 @@ Timeline simulate(const StepPlan& plan, const CostModel& costs) {
   const Streams meeting = streams(plan);
   require_matching(plan, meeting);
   require_costs(costs, plan.num_stages());
+  HPCOMM_REQUIRE(costs.cores_per_host == 0 || std::none_of(plan.operations.begin(), plan.operations.end(), is_opaque),
+                 "cores_per_host is ", costs.cores_per_host,
+                 "; taking turns is not modelled for computations of several ranks");
   Timeline timeline;
   Machine(plan, meeting, costs).run(timeline);
   add_rank_times(plan, costs, timeline);

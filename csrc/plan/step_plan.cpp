@@ -57,7 +57,7 @@ std::string describe_transfer(const Operation& op, int seen_by_rank) {
 
 std::uint64_t StepPlan::hash() const noexcept {
   Fingerprint hash;
-  for (const int field : {pp, dp, num_microbatches, slot_depth}) {
+  for (const int field : {pp, dp, tp, num_microbatches, slot_depth}) {
     add(hash, field);
   }
   add_numbers(hash, stage_to_rank);
@@ -85,12 +85,19 @@ std::uint64_t StepPlan::hash() const noexcept {
   return hash.value();
 }
 
-std::vector<int> StepPlan::owners(const Tie& tie) const {
+std::vector<int> StepPlan::replicas(int stage, int shard) const {
+  std::vector<int> ranks;
+  for (int copy = shard; copy < copies(); copy += tp) {
+    ranks.push_back(rank_of(stage, copy));
+  }
+  return ranks;
+}
+
+std::vector<int> StepPlan::owners(const Tie& tie, int shard) const {
   std::vector<int> ranks;
   for (const int stage : tie.stages) {
-    for (int replica = 0; replica < dp; ++replica) {
-      ranks.push_back(rank_of(stage, replica));
-    }
+    const std::vector<int> of_stage = replicas(stage, shard);
+    ranks.insert(ranks.end(), of_stage.begin(), of_stage.end());
   }
   std::sort(ranks.begin(), ranks.end());
   // A rank that owns it in two stages adds up before it takes part, once.
@@ -114,6 +121,8 @@ bool is_compute(OpKind kind) noexcept {
   return false;
 }
 
+bool is_opaque(const Operation& op) noexcept { return is_compute(op.kind) && op.communicator != -1; }
+
 bool is_backward(OpKind kind) noexcept { return is_compute(kind) && kind != OpKind::kForward; }
 
 Lane lane_of(const Operation& op) noexcept {
@@ -135,7 +144,7 @@ Lane lane_of(const Operation& op) noexcept {
 }
 
 Lane lane_of(const StepPlan& plan, const Operation& op) {
-  return op.communicator == -1 ? lane_of(op) : plan.communicators.at(op.communicator).lane;
+  return op.communicator == -1 || is_compute(op.kind) ? lane_of(op) : plan.communicators.at(op.communicator).lane;
 }
 
 const char* to_string(Lane lane) noexcept {
@@ -150,6 +159,8 @@ const char* to_string(Lane lane) noexcept {
       return "gradient";
     case Lane::kScalar:
       return "scalar";
+    case Lane::kTensor:
+      return "tensor";
   }
   return "unknown";
 }

@@ -25,7 +25,8 @@ enum class Schema {
 };
 enum class Payload { kNone = 0, kActivation = 1, kGradient = 2 };
 // kForward and kBackward carry pipeline messages; a communicator belongs to exactly one lane.
-enum class Lane { kCompute = 0, kForward = 1, kBackward = 2, kGradient = 3, kScalar = 4 };
+// kTensor: collectives that a computation issues by itself; nothing else travels there.
+enum class Lane { kCompute = 0, kForward = 1, kBackward = 2, kGradient = 3, kScalar = 4, kTensor = 5 };
 
 // Fields that do not apply to the kind keep their defaults, so that equal plans have equal hashes.
 struct Operation {
@@ -35,8 +36,10 @@ struct Operation {
   int microbatch = -1;  // of a compute or a transfer
   int bucket = -1;      // of a reduction; of a tied reduction the index of the tie
   Payload payload = Payload::kNone;
-  int communicator = -1;               // -1: nothing travels (compute, or a collective of one rank)
-  std::vector<int> participants = {};  // compute: {rank}; transfer: {source, destination}; collective: sorted ranks
+  // -1: nothing travels (compute, or a collective of one rank). A computation that issues collectives of its own
+  // (tensor parallelism, synchronised batch normalisation) is opaque: one operation of all ranks of that communicator.
+  int communicator = -1;
+  std::vector<int> participants = {};  // compute: {rank}; transfer: {source, destination}; else sorted ranks
   std::int64_t bytes = 0;              // what one participant hands in
   int group = -1;                      // issued as one with the other operations of that number; -1: alone
 
@@ -75,10 +78,12 @@ struct Dependency {
   bool operator==(const Dependency&) const = default;
 };
 
-// Ranks are a mesh of pp (outer) x dp (inner): rank = pipeline_rank * dp + replica.
+// Ranks are a mesh of pp x dp x tp, the outermost first: rank = (pipeline_rank * dp + replica) * tp + shard. The ranks
+// of a pipeline rank are its copies: copy = replica * tp + shard.
 struct StepPlan {
   int pp = 1;
   int dp = 1;
+  int tp = 1;
   int num_microbatches = 0;
   int slot_depth = 0;              // messages in flight per edge and payload before the first is consumed; 0: no bound
   std::vector<int> stage_to_rank;  // stage -> pipeline rank
@@ -92,11 +97,14 @@ struct StepPlan {
 
   bool operator==(const StepPlan&) const = default;
 
-  [[nodiscard]] int world() const noexcept { return pp * dp; }
+  [[nodiscard]] int world() const noexcept { return pp * copies(); }
+  [[nodiscard]] int copies() const noexcept { return dp * tp; }
   [[nodiscard]] int num_stages() const noexcept { return static_cast<int>(stage_to_rank.size()); }
-  [[nodiscard]] int rank_of(int stage, int replica) const { return stage_to_rank.at(stage) * dp + replica; }
-  // All replicas of all owners of a tie, sorted.
-  [[nodiscard]] std::vector<int> owners(const Tie& tie) const;
+  [[nodiscard]] int rank_of(int stage, int copy) const { return stage_to_rank.at(stage) * copies() + copy; }
+  // All replicas of one shard of a stage, sorted.
+  [[nodiscard]] std::vector<int> replicas(int stage, int shard) const;
+  // All replicas of one shard of all owners of a tie, sorted.
+  [[nodiscard]] std::vector<int> owners(const Tie& tie, int shard) const;
   // Equal on two ranks exactly when they hold the same plan (up to collisions of 64 bits).
   [[nodiscard]] std::uint64_t hash() const noexcept;
   // The table of issue lists, one row per rank (equal replicas share a row), and the legend below it.
@@ -105,11 +113,13 @@ struct StepPlan {
 };
 
 [[nodiscard]] bool is_compute(OpKind kind) noexcept;
+// Compute whose participants meet.
+[[nodiscard]] bool is_opaque(const Operation& op) noexcept;
 // Compute that adds to its stage's gradients.
 [[nodiscard]] bool is_backward(OpKind kind) noexcept;
 // The lane that the operation would have to itself. Where communicators are few it shares another: see below.
 [[nodiscard]] Lane lane_of(const Operation& op) noexcept;
-// The lane of its communicator.
+// The lane of its communicator; of a computation, opaque or not, the compute lane.
 [[nodiscard]] Lane lane_of(const StepPlan& plan, const Operation& op);
 [[nodiscard]] const char* to_string(Lane lane) noexcept;
 // "SEND act mb 3 on edge 1->2", where an edge joins two ranks, or RECV as its destination sees it;

@@ -105,7 +105,7 @@ std::string wrap(const std::string& label, const std::vector<std::string>& token
 
 std::string count_by_lane(const StepPlan& plan) {
   std::string text;
-  for (const Lane lane : {Lane::kForward, Lane::kBackward, Lane::kGradient, Lane::kScalar}) {
+  for (const Lane lane : {Lane::kForward, Lane::kBackward, Lane::kGradient, Lane::kScalar, Lane::kTensor}) {
     const auto count = std::count_if(plan.communicators.begin(), plan.communicators.end(),
                                      [&](const CommunicatorSpec& spec) { return spec.lane == lane; });
     if (count > 0) {
@@ -118,16 +118,16 @@ std::string count_by_lane(const StepPlan& plan) {
 }  // namespace
 
 std::string StepPlan::to_text() const {
-  HPCOMM_REQUIRE(dp >= 1, "dp is ", dp);
+  HPCOMM_REQUIRE(dp >= 1 && tp >= 1, "dp is ", dp, ", tp is ", tp);
   const Style style{.stages = num_stages() > pp};
   std::vector<std::string> labels;
   std::vector<std::vector<std::string>> rows;
-  // The replicas of a pipeline rank are neighbours in the mesh; as long as nobody edits them, their rows are
+  // The copies of a pipeline rank are neighbours in the mesh; as long as nobody edits them, their rows are
   // equal.
   for (int first = 0; first < std::ssize(lists);) {
     std::vector<std::string> row = plan::tokens(plan::actions(*this, first), style);
     int next = first + 1;
-    while (next < std::ssize(lists) && next % dp != 0 && plan::tokens(plan::actions(*this, next), style) == row) {
+    while (next < std::ssize(lists) && next % copies() != 0 && plan::tokens(plan::actions(*this, next), style) == row) {
       ++next;
     }
     labels.push_back(next == first + 1 ? str("rank ", first) : str("rank ", first, "-", next - 1));
@@ -145,8 +145,9 @@ std::string StepPlan::to_text() const {
   std::array<char, 17> hex{};
   std::snprintf(hex.data(), hex.size(), "%016llx", static_cast<unsigned long long>(hash()));
   return text + kLegend + "start order: " + start_order(false) + "\n" +
-         str("pp ", pp, " x dp ", dp, ", ", num_stages(), " stages, ", num_microbatches, " microbatches, ",
-             operations.size(), " operations, communicators: ", count_by_lane(*this), ", hash ", hex.data(), "\n");
+         str("pp ", pp, " x dp ", dp, tp == 1 ? "" : str(" x tp ", tp), ", ", num_stages(), " stages, ",
+             num_microbatches, " microbatches, ", operations.size(),
+             " operations, communicators: ", count_by_lane(*this), ", hash ", hex.data(), "\n");
 }
 
 }  // namespace hpcomm::plan

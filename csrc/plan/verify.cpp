@@ -80,22 +80,36 @@ class ContractedGraph {
       previous_op = op;
     };
     const auto& list = plan_.lists[rank];
+    std::size_t point = 0;  // of the backward that is going on
     for (std::size_t i = 0; i < list.size(); ++i) {
       const auto [op, host] = list[i];
       follow(node_of_[op], op);
+      point = host == -1 ? 0 : point;
       const int group = plan_.operations[op].group;
       const bool goes_on = group != -1 && i + 1 < list.size() && plan_.operations[list[i + 1].op].group == group;
       if (host != -1 && !goes_on) {
-        last_node_[host] = num_nodes_;
-        follow(num_nodes_++, host);
+        last_node_[host] = rest_of(host, point++);
+        follow(last_node_[host], host);
       }
     }
+  }
+
+  // What follows the n-th issue point of a backward. Ranks that compute it together have it in common.
+  int rest_of(int host, std::size_t point) {
+    if (!is_opaque(plan_.operations[host])) {
+      return num_nodes_++;
+    }
+    auto& rests = rests_[host];
+    if (point == rests.size()) {
+      rests.push_back(num_nodes_++);
+    }
+    return rests[point];
   }
 
   // Every lane on its own; the host issues communication between its computations, and computes without waiting for
   // what it has issued.
   void add_lanes(int rank) {
-    std::array<int, 5> previous{};  // per lane, the last operation
+    std::array<int, 6> previous{};  // per lane, the last operation
     previous.fill(-1);
     for (const auto& [op, host] : plan_.lists[rank]) {
       const int lane = static_cast<int>(lane_of(plan_, plan_.operations[op]));
@@ -120,8 +134,9 @@ class ContractedGraph {
   [[nodiscard]] std::string cause(const Wait& wait) const;
 
   const StepPlan& plan_;
-  std::vector<int> node_of_;    // operation -> where it starts; of a group, its first member's
-  std::vector<int> last_node_;  // operation -> where it ends
+  std::vector<int> node_of_;                         // operation -> where it starts; of a group, its first member's
+  std::vector<int> last_node_;                       // operation -> where it ends
+  std::unordered_map<int, std::vector<int>> rests_;  // opaque backward -> its pieces behind the first
   int num_nodes_ = 0;
   std::vector<Arc> arcs_;
   std::vector<Reason> reasons_;  // of each arc

@@ -9,6 +9,7 @@
 #include <map>
 #include <numeric>
 #include <tuple>
+#include <unordered_map>
 
 #include "base/error.h"
 #include "base/hash.h"
@@ -22,10 +23,13 @@ constexpr std::int64_t kMaxInt = std::numeric_limits<int>::max();
 bool in_range(std::int64_t index, std::int64_t size) { return index >= 0 && index < size; }
 
 void check_mesh(const StepPlan& plan) {
-  HPCOMM_REQUIRE(plan.pp >= 1 && plan.dp >= 1, "pp and dp must be at least 1, not ", plan.pp, " and ", plan.dp);
-  const std::int64_t world = std::int64_t{plan.pp} * plan.dp;
-  HPCOMM_REQUIRE(std::ssize(plan.lists) == world, "pp ", plan.pp, " x dp ", plan.dp, " needs ", world,
-                 " issue lists, the plan has ", plan.lists.size());
+  HPCOMM_REQUIRE(plan.pp >= 1 && plan.dp >= 1 && plan.tp >= 1, "pp and dp must be at least 1, as must tp, not ",
+                 plan.pp, ", ", plan.dp, " and ", plan.tp);
+  const std::int64_t copies = std::int64_t{plan.dp} * plan.tp;
+  HPCOMM_REQUIRE(copies <= kMaxInt, "dp ", plan.dp, " x tp ", plan.tp, ": ranks are numbered with 31 bits");
+  const std::int64_t world = plan.pp * copies;
+  HPCOMM_REQUIRE(world <= kMaxInt && std::ssize(plan.lists) == world, "pp ", plan.pp, " x dp ", plan.dp, " x tp ",
+                 plan.tp, " needs ", world, " issue lists, the plan has ", plan.lists.size());
   HPCOMM_REQUIRE(plan.num_microbatches >= 0, "num_microbatches is ", plan.num_microbatches);
   HPCOMM_REQUIRE(plan.slot_depth >= 0, "slot_depth is ", plan.slot_depth, "; 0 means no bound");
   // Indices into these are ints.
@@ -132,8 +136,9 @@ class OperationCheck {
     const CommunicatorSpec& spec = plan_.communicators[op_.communicator];
     // Where communicators are few, gradients of activations and the loss travel with the activations.
     const bool shares = spec.lane == Lane::kForward && (op_.kind == OpKind::kTransfer || op_.kind == OpKind::kLoss);
-    require(shares || spec.lane == lane_of(op_), "is on communicator ", op_.communicator, " of the ",
-            to_string(spec.lane), " lane; it belongs on the ", to_string(lane_of(op_)), " lane");
+    const Lane lane = is_compute(op_.kind) ? Lane::kTensor : lane_of(op_);
+    require(shares || spec.lane == lane, "is on communicator ", op_.communicator, " of the ", to_string(spec.lane),
+            " lane; it belongs on the ", to_string(lane), " lane");
     const auto member = [&](int rank) { return std::binary_search(spec.ranks.begin(), spec.ranks.end(), rank); };
     require(exactly ? spec.ranks == op_.participants
                     : std::all_of(op_.participants.begin(), op_.participants.end(), member),
@@ -142,10 +147,16 @@ class OperationCheck {
 
   void compute() const {
     only(true, false, true, false, false);
-    require(op_.participants.size() == 1 && in_range(op_.participants[0], plan_.world()) &&
-                op_.participants[0] / plan_.dp == plan_.stage_to_rank[op_.stage],
-            "must have one participant, a rank that holds stage ", op_.stage);
-    require(op_.communicator == -1, "computes, yet is on communicator ", op_.communicator);
+    const bool opaque = is_opaque(op_);
+    require(opaque ? op_.participants.size() >= 2 : op_.participants.size() == 1, opaque ? "is on communicator " : "",
+            opaque ? str(op_.communicator, ", so it must have two or more participants") : "must have one participant");
+    for (const int rank : op_.participants) {
+      require(in_range(rank, plan_.world()) && rank / plan_.copies() == plan_.stage_to_rank[op_.stage],
+              "must be of ranks that hold stage ", op_.stage, ", not of rank ", rank);
+    }
+    if (opaque) {
+      travels(/*exactly=*/true);
+    }
   }
 
   void transfer() const {
@@ -154,11 +165,11 @@ class OperationCheck {
     require(ranks.size() == 2, "must have two participants: source, destination");
     for (const int side : {0, 1}) {
       const int stage = side == 0 ? op_.stage : op_.peer_stage;
-      require(in_range(ranks[side], plan_.world()) && ranks[side] / plan_.dp == plan_.stage_to_rank[stage],
+      require(in_range(ranks[side], plan_.world()) && ranks[side] / plan_.copies() == plan_.stage_to_rank[stage],
               side == 0 ? "starts" : "ends", " at rank ", ranks[side], ", which does not hold stage ", stage);
     }
     require(ranks[0] != ranks[1], "joins a rank to itself; stages of one rank hand over without a transfer");
-    require(ranks[0] % plan_.dp == ranks[1] % plan_.dp, "joins two replicas");
+    require(ranks[0] % plan_.copies() == ranks[1] % plan_.copies(), "joins two replicas or shards");
     travels(/*exactly=*/false);
   }
 
@@ -166,20 +177,21 @@ class OperationCheck {
     only(true, false, false, true, false);
     require(op_.bytes == plan_.buckets[op_.stage][op_.bucket], "has ", op_.bytes, " bytes, its bucket has ",
             plan_.buckets[op_.stage][op_.bucket]);
-    collective(plan_.rank_of(op_.stage, 0), plan_.dp, "every rank that holds its stage");
+    collective(plan_.replicas(op_.stage, shard()), "every rank that holds its stage, or its shard of it");
   }
 
   void loss() const {
     only(false, false, false, false, false);
-    collective(0, plan_.world(), "every rank");
+    std::vector<int> everybody(plan_.world());
+    std::iota(everybody.begin(), everybody.end(), 0);
+    collective(everybody, "every rank");
   }
 
   void tied() const {
     only(false, false, false, true, false);
     const Tie& tie = plan_.ties[op_.bucket];
     require(op_.bytes == tie.bytes, "has ", op_.bytes, " bytes, the tie has ", tie.bytes);
-    require(op_.participants == plan_.owners(tie), "must have as participants every rank that owns the tie, sorted");
-    meets(std::ssize(op_.participants));
+    collective(plan_.owners(tie, shard()), "every rank that owns the tie, or its shard of it");
   }
 
   // Buckets of the operation's stage, or ties.
@@ -190,17 +202,15 @@ class OperationCheck {
     return in_range(op_.stage, plan_.num_stages()) ? std::ssize(plan_.buckets[op_.stage]) : 0;
   }
 
-  void collective(int first_rank, int count, const char* who) const {
-    bool all = std::ssize(op_.participants) == count;
-    for (int i = 0; all && i < count; ++i) {
-      all = op_.participants[i] == first_rank + i;
-    }
-    require(all, "must have as participants ", who, ", sorted");
-    meets(count);
+  // Of the participants; those of a reduction are replicas of one.
+  [[nodiscard]] int shard() const {
+    const bool known = !op_.participants.empty() && in_range(op_.participants[0], plan_.world());
+    return known ? op_.participants[0] % plan_.tp : 0;
   }
 
-  void meets(std::int64_t count) const {
-    if (count > 1) {
+  void collective(const std::vector<int>& ranks, const char* who) const {
+    require(op_.participants == ranks, "must have as participants ", who, ", sorted");
+    if (ranks.size() > 1) {
       travels(/*exactly=*/true);
     } else {
       require(op_.communicator == -1, "is on communicator ", op_.communicator, " though one rank has no one to meet");
@@ -313,6 +323,28 @@ void check_list(const StepPlan& plan, int rank) {
   }
 }
 
+// Ranks that compute together go through its issue points together: as many on each.
+void check_issue_points(const StepPlan& plan) {
+  std::unordered_map<int, int> points_of;  // opaque backward -> issue points on the first rank that has it
+  for (int rank = 0; rank < plan.world(); ++rank) {
+    const auto& list = plan.lists[rank];
+    for (std::size_t i = 0; i < list.size(); ++i) {
+      const Operation& op = plan.operations[list[i].op];
+      if (!is_opaque(op)) {
+        continue;
+      }
+      int points = 0;
+      for (; i + 1 < list.size() && list[i + 1].host != -1; ++i, ++points) {
+        HPCOMM_REQUIRE(plan.operations[list[i + 1].op].group == -1, describe(op),
+                       " is computed by several ranks: ", "what is issued inside cannot be grouped");
+      }
+      const int first = points_of.try_emplace(list[i - points].op, points).first->second;
+      HPCOMM_REQUIRE(points == first, "rank ", rank, " has ", points, " issue points inside ", describe(op),
+                     ", which it computes together with others; they have ", first);
+    }
+  }
+}
+
 }  // namespace
 
 void require_well_formed(const StepPlan& plan) {
@@ -327,6 +359,7 @@ void require_well_formed(const StepPlan& plan) {
     check_list(plan, rank);
   }
   check_groups(plan);
+  check_issue_points(plan);
   for (const Dependency& dependency : plan.dependencies) {
     const std::int64_t size = std::ssize(plan.operations);
     HPCOMM_REQUIRE(

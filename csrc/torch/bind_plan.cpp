@@ -51,7 +51,8 @@ void bind_enums(py::module_& module) {
       .value("FORWARD", Lane::kForward)
       .value("BACKWARD", Lane::kBackward)
       .value("GRADIENT", Lane::kGradient)
-      .value("SCALAR", Lane::kScalar);
+      .value("SCALAR", Lane::kScalar)
+      .value("TENSOR", Lane::kTensor);
   py::enum_<Schema>(module, "Schema").value("FROZEN", Schema::kFrozen).value("PER_MESSAGE", Schema::kPerMessage);
   py::enum_<ReducePolicy>(module, "ReducePolicy")
       .value("EAGER", ReducePolicy::kEager)
@@ -154,6 +155,7 @@ void bind_step_plan(py::module_& module) {
       .def("copy", [](const StepPlan& plan) { return plan; })
       .def_readwrite("pp", &StepPlan::pp)
       .def_readwrite("dp", &StepPlan::dp)
+      .def_readwrite("tp", &StepPlan::tp)
       .def_readwrite("num_microbatches", &StepPlan::num_microbatches)
       .def_readwrite("slot_depth", &StepPlan::slot_depth)
       .def_readwrite("stage_to_rank", &StepPlan::stage_to_rank)
@@ -212,11 +214,13 @@ void bind_compile(py::module_& module) {
       .def(py::init<>())
       .def_readwrite("pp", &CompileSpec::pp)
       .def_readwrite("dp", &CompileSpec::dp)
+      .def_readwrite("tp", &CompileSpec::tp)
       .def_readwrite("num_microbatches", &CompileSpec::num_microbatches)
       .def_readwrite("stage_to_rank", &CompileSpec::stage_to_rank)
       .def_readwrite("buckets", &CompileSpec::buckets)
       .def_readwrite("reduce", &CompileSpec::reduce)
       .def_readwrite("ties", &CompileSpec::ties)
+      .def_readwrite("opaque_stages", &CompileSpec::opaque_stages)
       .def_readwrite("loss_stages", &CompileSpec::loss_stages)
       .def_readwrite("schema", &CompileSpec::schema)
       .def_readwrite("cost", &CompileSpec::cost)

@@ -42,10 +42,10 @@ def to_chrome_trace(
     Format: "Trace Event Format", the Chromium project.
     """
     timeline = plan.simulate(costs)
-    rows = list(range(0, plan.world, plan.dp)) if ranks is None else list(ranks)
+    rows = list(range(0, plan.world, plan.world // plan.pp)) if ranks is None else list(ranks)
     events: list[dict[str, Any]] = []
     for rank in rows:
-        stages = [stage for stage, home in enumerate(plan.stage_to_rank) if home == rank // plan.dp]
+        stages = [stage for stage, home in enumerate(plan.stage_to_rank) if home == rank // (plan.world // plan.pp)]
         name = f"rank {rank}, stage {', '.join(map(str, stages))}"
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
         events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})

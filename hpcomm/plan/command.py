@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcomm.errors import DeadlockError, InvalidArgument, SchemaMismatch
 from hpcomm.plan.chrome import to_chrome_trace
@@ -14,13 +15,15 @@ from hpcomm.plan.costs import load_costs
 from hpcomm.plan.render import to_svg
 from hpcomm.plan.schedules import SCHEDULES
 from hpcomm.plan.serialize import from_json, to_json
-from hpcomm.plan.table import draw, num_microbatches_of, parse, placement_of
+from hpcomm.plan.table import draw, num_microbatches_of, parse, placement_of, require_positive
 from hpcomm.plan.timeline import draw_ticks
 from hpcomm.plan.torch_csv import plan_from_csv, table_from_csv
 from hpcomm.plan.tuning import load_layers, tune
 
 if TYPE_CHECKING:
     from hpcomm._C import CostModel, StepPlan, Timeline
+
+_T = TypeVar("_T")
 
 
 def add_to(commands: Any) -> None:
@@ -39,7 +42,9 @@ def add_to(commands: Any) -> None:
     verify = verbs.add_parser("verify", help="prove that no rank hangs, or print the circle in which ranks wait")
     _add_source(verify)
     verify.add_argument("--slots", action="store_true", help="every lane has a slot of its own: proves less")
-    verify.add_argument("--max-activations", type=int, default=0, metavar="N", help="microbatches held by a rank")
+    verify.add_argument(
+        "--max-activations", type=_number(0), default=0, metavar="N", help="microbatches held by a rank"
+    )
     verify.set_defaults(run=_verify)
 
     simulate = verbs.add_parser("simulate", help="how long a step takes, and where the time goes")
@@ -49,8 +54,8 @@ def add_to(commands: Any) -> None:
     tuning = verbs.add_parser("tune", help="pick schedule, stages per rank, microbatches and bucket size")
     tuning.add_argument("layers", metavar="LAYERS.json", help="what the layers of the model take, see docs")
     tuning.add_argument("--pp", type=int, required=True)
-    tuning.add_argument("--dp", type=int, default=1)
-    tuning.add_argument("--batch", type=int, required=True, help="samples of a replica per step")
+    tuning.add_argument("--dp", type=_number(1), default=1)
+    tuning.add_argument("--batch", type=_number(1, 1 << 20), required=True, help="samples of a replica per step")
     tuning.add_argument("--memory", type=float, metavar="BYTES", help="of a rank, for activations, slots and weights")
     tuning.add_argument("--costs", metavar="FILE", help="a cost model; its stages are not used")
     tuning.add_argument("--json", metavar="FILE", help="write the best plan")
@@ -59,9 +64,22 @@ def add_to(commands: Any) -> None:
     importing = verbs.add_parser("import", help="read the CSV of torch.distributed.pipelining, or a drawn table")
     importing.add_argument("table", metavar="FILE", help="a .csv of torch, or rows such as 'rank 0 | F0 F1 B0 B1'")
     importing.add_argument("--as-it-stands", action="store_true", help="judge the communication of the CSV itself")
-    importing.add_argument("--dp", type=int, default=1)
+    importing.add_argument("--dp", type=_number(1), default=1)
     importing.add_argument("--json", metavar="FILE", help="write the plan")
     importing.set_defaults(run=_import)
+
+
+def _number(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
+    """Reads an integer of an option; argparse says which one is wrong."""
+
+    def read(text: str) -> int:
+        value = int(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"expected an integer from {least} to {most}, found {value}")
+        return value
+
+    read.__name__ = "integer"  # argparse: "invalid integer value: 'x'"
+    return read
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
@@ -69,32 +87,37 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", nargs="?", metavar="PLAN.json", help="a plan that was written before")
     parser.add_argument("--schedule", choices=sorted(SCHEDULES), default="1f1b")
     parser.add_argument("--pp", type=int, default=4, help="pipeline ranks")
-    parser.add_argument("--dp", type=int, default=1, help="replicas of each")
+    parser.add_argument("--dp", type=_number(1), default=1, help="replicas of each")
+    parser.add_argument("--tp", type=_number(1), default=1, help="shards of each replica")
     parser.add_argument("--microbatches", "-m", type=int, default=8)
     parser.add_argument("--stages-per-rank", type=int)
-    parser.add_argument("--buckets", type=int, default=1, help="gradient buckets of each stage")
-    parser.add_argument("--bucket-bytes", type=int, default=0)
-    parser.add_argument("--activation-bytes", type=int, default=0, help="of a message")
-    parser.add_argument("--slot-depth", type=int)
+    parser.add_argument("--buckets", type=_number(0, 100_000), default=1, help="gradient buckets of each stage")
+    parser.add_argument("--bucket-bytes", type=_number(0, 2**63 - 1), default=0)
+    parser.add_argument("--activation-bytes", type=_number(0, 2**63 - 1), default=0, help="of a message")
+    parser.add_argument("--slot-depth", type=_number(0))
     parser.add_argument("--reduce", choices=["eager", "slack", "end"], default="slack")
     parser.add_argument("--schema", choices=["frozen", "per_message"], default="frozen")
     parser.add_argument("--costs", metavar="FILE", help="a cost model (JSON); without one, forwards take 1 and B 2")
 
 
 def _source(options: argparse.Namespace) -> tuple[StepPlan, CostModel | None]:
-    costs = load_costs(options.costs) if options.costs else None
+    costs = _from_file(load_costs, options.costs) if options.costs else None
     if options.file:
         file = Path(options.file)
         if not file.exists():
             hint = f"; for the schedule write --schedule {file}" if str(file) in SCHEDULES else ""
             raise FileNotFoundError(f"there is no plan file {file}{hint}")
-        return from_json(file.read_text()), costs
-    per_rank = options.stages_per_rank or SCHEDULES[options.schedule].stages_per_rank
+        return _from_file(lambda path: from_json(path.read_text(encoding="utf-8")), file), costs
+    per_rank = (
+        SCHEDULES[options.schedule].stages_per_rank if options.stages_per_rank is None else options.stages_per_rank
+    )
+    require_positive(options.pp, options.microbatches, per_rank)  # before lists of that length are made
     trains = options.schedule != "forward_only"
     plan = compile_plan(
         options.schedule,
         pp=options.pp,
         dp=options.dp,
+        tp=options.tp,
         num_microbatches=options.microbatches,
         stages_per_rank=options.stages_per_rank,
         bucket_bytes=[[options.bucket_bytes] * options.buckets] * (options.pp * per_rank) if trains else None,
@@ -105,6 +128,14 @@ def _source(options: argparse.Namespace) -> tuple[StepPlan, CostModel | None]:
         costs=costs,
     )
     return plan, costs
+
+
+def _from_file(read: Callable[[Path], _T], path: str | Path) -> _T:
+    """What ``read`` makes of a file; what is wrong with it is said under its name."""
+    try:
+        return read(Path(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -143,7 +174,7 @@ def _simulate(options: argparse.Namespace) -> int:
     timeline = plan.simulate(costs)
     print(_shares(timeline))
     print("rank   compute   exposed    bubble  activations, at most")
-    for rank in range(0, plan.world, plan.dp):
+    for rank in range(0, plan.world, plan.world // plan.pp):
         times = timeline.ranks[rank]
         print(
             f"{rank:4}  {times.compute_seconds:8.4g}  {times.exposed_seconds:8.4g}  {times.bubble_seconds:8.4g}  "
@@ -161,12 +192,12 @@ def _shares(timeline: Timeline) -> str:
 
 def _tune(options: argparse.Namespace) -> int:
     candidates = tune(
-        load_layers(options.layers),
+        _from_file(load_layers, options.layers),
         pp=options.pp,
         dp=options.dp,
         batch=options.batch,
         memory_bytes=options.memory,
-        costs=load_costs(options.costs) if options.costs else None,
+        costs=_from_file(load_costs, options.costs) if options.costs else None,
     )
     print("  seconds   bubble  exposed  memory of a rank  schedule")
     for candidate in candidates[:10]:
@@ -180,7 +211,7 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
-    text = Path(options.table).read_text()
+    text = _from_file(lambda path: path.read_text(encoding="utf-8"), options.table)
     is_csv = options.table.endswith(".csv")
     if options.as_it_stands:
         if not is_csv:

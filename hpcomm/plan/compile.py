@@ -25,6 +25,7 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
     *,
     pp: int,
     dp: int = 1,
+    tp: int = 1,
     num_microbatches: int,
     stages_per_rank: int | None = None,
     bucket_bytes: Sequence[Sequence[int]] | None = None,
@@ -34,6 +35,7 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
     links: Sequence[tuple[int, int, int] | tuple[int, int, int, bool]] | None = None,
     ties: Sequence[tuple[Sequence[int], int]] = (),
     loss_stages: Sequence[int] | None = None,
+    opaque_stages: Sequence[int] = (),
     link_latency: float = 0.0,
     link_bandwidth: float = math.inf,
     costs: CostModel | None = None,
@@ -47,8 +49,9 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
     """Compile the communication of one training step; nothing is communicated, no rank needs to exist.
 
     schedule: a name in ``schedules.SCHEDULES``, or per pipeline rank its compute actions in order.
-    pp, dp: ranks on the pipeline axis (outer) and the data axis (inner):
-        ``rank = pipeline_rank * dp + replica``.
+    pp, dp, tp: ranks on the pipeline axis (outermost), the data axis and the tensor axis:
+        ``rank = (pipeline_rank * dp + replica) * tp + shard``. With ``tp`` above 1 a computation is one operation of
+        all shards of its replica, since it issues collectives among them; messages and buckets are those of one shard.
     stages_per_rank: of a named schedule; its own number by default.
     bucket_bytes: per stage, the bytes of each gradient bucket; the bucket that is ready first stands first. None where
         nothing is reduced.
@@ -60,6 +63,8 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
         fourth entry False no gradient comes back (token ids, masks, what the first stage loads for later ones).
     ties: (stages, bytes) of parameters that several stages own; their gradients are added up over the owners.
     loss_stages: stages whose outputs go into the loss; the last one by default.
+    opaque_stages: stages whose computations issue collectives among all their replicas (synchronised batch
+        normalisation): each is one operation of all of them.
     link_latency, link_bandwidth: seconds, bytes per second.
     costs: a cost model instead of the last four figures.
     stage_to_rank: the pipeline rank of each stage, for a table of your own. Default: stage ``s`` on rank ``s % pp``.
@@ -84,6 +89,8 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
             raise ValueError(f"schedule {schedule!r} puts its stages on {placement}; stage_to_rank is {stage_to_rank}")
     else:
         table = schedule
+        if not any(table):
+            raise ValueError("the schedule has no computations")
         num_stages = max((action.stage + 1 for actions in table for action in actions), default=pp)
         per_rank = -(-num_stages // pp)
         placement = one_stage_each(pp, per_rank)[:num_stages] if stage_to_rank is None else list(stage_to_rank)
@@ -93,6 +100,8 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
     spec: CompileSpec = native.CompileSpec()
     spec.pp = pp
     spec.dp = dp
+    spec.tp = tp
+    spec.opaque_stages = sorted(opaque_stages)
     spec.num_microbatches = num_microbatches
     spec.stage_to_rank = placement
     spec.buckets = [[]] * num_stages if bucket_bytes is None else [list(sizes) for sizes in bucket_bytes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,8 @@ def costs_from_json(text: str) -> CostModel:
 
     ``stages`` has one entry per stage, or is left out for costs of 1 and 2; a stage without ``input_grad_seconds`` and
     ``weight_grad_seconds`` has halves of its backward. ``links`` are those between pipeline ranks that differ from
-    ``link``. A bandwidth of ``null`` is infinite.
+    ``link``; those of ranks that a plan has not are left alone, so that one file serves several plans. A bandwidth of
+    ``null`` is infinite.
 
     Raises ``ValueError`` that names the entry which is wrong.
     """
@@ -141,7 +143,7 @@ def _link(entry: object, where: str) -> tuple[float, float]:
 
 
 def _amount(value: object, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{where}: expected a number, at least 0, found {value!r:.40}")
     return float(value)
 

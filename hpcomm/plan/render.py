@@ -74,7 +74,7 @@ def svg(
 ) -> str:
     """The text of ``to_svg``'s file."""
     timeline = plan.simulate(costs)
-    rows = list(range(0, plan.world, plan.dp))[:MAX_ROWS] if ranks is None else list(ranks)
+    rows = list(range(0, plan.world, plan.world // plan.pp))[:MAX_ROWS] if ranks is None else list(ranks)
     by_rank: dict[int, list[Span]] = {rank: [] for rank in rows}
     for span in spans(plan, timeline, rows):
         by_rank[span.rank].append(span)
@@ -111,7 +111,8 @@ def svg(
 
 
 def _sizes(plan: StepPlan) -> str:
-    replicas = f", {plan.dp} replicas of each (one is shown)" if plan.dp > 1 else ""
+    copies = [f"{plan.dp} replicas"] * (plan.dp > 1) + [f"{plan.tp} shards"] * (plan.tp > 1)
+    replicas = f", {' x '.join(copies)} of each (one is shown)" if copies else ""
     ranks = f", the first {MAX_ROWS} of {plan.pp} pipeline ranks" if plan.pp > MAX_ROWS else ""
     return f"{plan.num_stages} stages on {plan.pp} ranks, {plan.num_microbatches} microbatches{replicas}{ranks}"
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hpcomm._C import StepPlan
 
 _FORMAT = "hpcomm.StepPlan"
-_VERSION = 2
+_VERSION = 3
 # One row per operation: a plan has many, their field names would be most of the text.
 _COLUMNS = [
     "kind",
@@ -39,6 +39,7 @@ def to_json(plan: StepPlan) -> str:
             "hash": f"{plan.hash:016x}",
             "pp": plan.pp,
             "dp": plan.dp,
+            "tp": plan.tp,
             "num_microbatches": plan.num_microbatches,
             "slot_depth": plan.slot_depth,
             "stage_to_rank": plan.stage_to_rank,
@@ -103,6 +104,7 @@ def _build(document: dict[str, Any]) -> StepPlan:
     plan: StepPlan = native.StepPlan()
     plan.pp = _int(document.get("pp"), "pp")
     plan.dp = _int(document.get("dp"), "dp")
+    plan.tp = _int(document.get("tp"), "tp")
     plan.num_microbatches = _int(document.get("num_microbatches"), "num_microbatches")
     plan.slot_depth = _int(document.get("slot_depth"), "slot_depth")
     plan.stage_to_rank = _ints(document.get("stage_to_rank"), "stage_to_rank")

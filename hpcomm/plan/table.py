@@ -8,7 +8,10 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
 
-_ACTION = re.compile(r"(?P<stage>\d*)(?P<kind>[FBIW])(?P<microbatch>\d+)")
+# Nine digits: plans number with 31 bits.
+_ACTION = re.compile(r"(?P<stage>\d{0,9})(?P<kind>[FBIW])(?P<microbatch>\d{1,9})")
+# Of a named schedule: a table of that many takes some GB. Larger numbers are slips of the keyboard.
+MAX_ACTIONS = 1 << 25
 
 
 class ComputeAction(NamedTuple):
@@ -103,9 +106,14 @@ def num_microbatches_of(table: Sequence[Sequence[ComputeAction]]) -> int:
 
 
 def require_positive(num_stages: int, num_microbatches: int, stages_per_rank: int = 1) -> None:
-    """Raises ``ValueError`` when a size is below 1."""
+    """Raises ``ValueError`` when a size is below 1, or the table would have more than ``MAX_ACTIONS`` entries."""
     if num_stages < 1 or num_microbatches < 1 or stages_per_rank < 1:
         raise ValueError(
             f"a schedule needs at least 1 stage and 1 microbatch, not {num_stages * min(stages_per_rank, 1)} and "
             f"{num_microbatches}"
+        )
+    if num_stages * stages_per_rank * num_microbatches > MAX_ACTIONS // 3:
+        raise ValueError(
+            f"{num_stages * stages_per_rank} stages and {num_microbatches} microbatches make a table of more than "
+            f"{MAX_ACTIONS} computations"
         )

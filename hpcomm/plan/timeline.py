@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from hpcomm._C import Action, CostModel, StepPlan, Timeline
 
+_MAX_COLUMNS = 100_000
 LANES = ("compute", "forward", "backward", "gradient", "scalar")
 _LETTERS = {
     "FORWARD": "F",
@@ -71,14 +72,17 @@ def draw_ticks(plan: StepPlan, costs: CostModel | None = None, *, tick: float = 
     An action stands where it begins; ``-`` is its later ticks, ``.`` a tick in which the rank computes nothing. An
     action that takes less than a tick, or begins within one, is drawn at the tick in which it begins.
 
-    Raises ``ValueError`` for a tick that is not above 0, and what ``plan.simulate`` raises.
+    Raises ``ValueError`` for a tick that is not above 0 or makes more than 100,000 columns, and what ``plan.simulate``
+    raises.
     """
     if not tick > 0:
         raise ValueError(f"tick={tick}; give seconds above 0")
     timeline = plan.simulate(costs)
+    if timeline.makespan_seconds / tick > _MAX_COLUMNS:
+        raise ValueError(f"tick={tick} makes more than {_MAX_COLUMNS} columns of {timeline.makespan_seconds:.6g} s")
     columns = round(timeline.makespan_seconds / tick)
     rows = []
-    for rank in range(0, plan.world, plan.dp):
+    for rank in range(0, plan.world, plan.world // plan.pp):
         cells = ["."] * columns
         for span in spans(plan, timeline, [rank]):
             if span.lane != "compute":
@@ -88,7 +92,7 @@ def draw_ticks(plan: StepPlan, costs: CostModel | None = None, *, tick: float = 
                 cells[column] = span.label if column == first else "-"
         rows.append(cells)
     width = max((len(cell) for cells in rows for cell in cells), default=1)
-    labels = [f"rank {rank}" for rank in range(0, plan.world, plan.dp)]
+    labels = [f"rank {rank}" for rank in range(0, plan.world, plan.world // plan.pp)]
     margin = max(map(len, labels), default=0)
     return "\n".join(
         f"{name:<{margin}} | {' '.join(f'{cell:<{width}}' for cell in cells)}".rstrip()

@@ -20,7 +20,7 @@ from hpcomm.plan.table import ComputeAction, Table, num_microbatches_of, placeme
 if TYPE_CHECKING:
     from hpcomm._C import StepPlan
 
-_CELL = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|UNSHARD|RESHARD)(\d*)")
+_CELL = re.compile(r"(\d{1,9})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|UNSHARD|RESHARD)(\d{0,9})")
 # An overlapped pair: torch may run the two at the same time; a plan issues one after the other.
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _WITHOUT_MICROBATCH = {"REDUCE_GRAD", "UNSHARD", "RESHARD"}
@@ -46,7 +46,7 @@ def plan_to_csv(plan: StepPlan) -> str:
     Raises ``ValueError`` for a skip connection or tied parameters.
     """
     rows = []
-    for rank in range(0, plan.world, plan.dp):
+    for rank in range(0, plan.world, plan.world // plan.pp):
         cells = []
         for action in plan.actions(rank):
             cells += [_cell(action)] + [_cell(inner) for inner in action.inside]
@@ -104,7 +104,8 @@ def _cell(action: Any) -> str:
 
 
 def _read(text: str) -> Iterator[list[_Cell]]:
-    for number, row in enumerate(csv.reader(io.StringIO(text))):
+    # An empty line between others is a rank that does nothing; at the end of a file it is an editor's.
+    for number, row in enumerate(csv.reader(io.StringIO(text.rstrip()))):
         cells: list[_Cell] = []
         for entry in row:
             pair = _PAIR.fullmatch(entry.strip())
@@ -125,6 +126,8 @@ class _Builder:
         native = load()
         self._native = native
         self._placement = placement_of(table)
+        if not self._placement:
+            raise ValueError("the file has no computations")
         self._operations: list[Any] = []
         self._index: dict[tuple[Any, ...], int] = {}
         self._reduced = {cell.stage for row in rows for cell in row if cell.kind == "REDUCE_GRAD"}

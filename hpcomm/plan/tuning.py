@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
@@ -88,6 +89,8 @@ def tune(
     """
     if not layers or pp < 1 or dp < 1 or batch < 1:
         raise ValueError(f"tune() needs layers, ranks and samples, not {len(layers)}, {pp} x {dp} and {batch}")
+    if memory_bytes is not None and not memory_bytes > 0:
+        raise ValueError(f"memory_bytes={memory_bytes}; give bytes above 0, or None for no bound")
     best: list[Candidate] = []
     smallest = math.inf
     for choice in _choices(pp, batch, len(layers), schedules, stages_per_rank, num_microbatches, bucket_bytes, dp):
@@ -118,8 +121,8 @@ def load_layers(path: str | PathLike[str]) -> list[Layer]:
     """
     try:
         document = json.loads(Path(path).read_text())
-    except RecursionError:
-        raise ValueError("not a list of layers: nested too deeply") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not a list of layers: not JSON ({error})") from None
     if not isinstance(document, dict) or document.get("format") != "hpcomm.Layers":
         raise ValueError('not a list of layers: "format" must be "hpcomm.Layers"')
     layers: list[Layer] = []
@@ -138,7 +141,7 @@ def load_layers(path: str | PathLike[str]) -> list[Layer]:
 
 
 def _is_amount(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 def _choices(

@@ -387,8 +387,8 @@ TEST(compile_explains_a_compute_order_that_contradicts_the_data) {
   CompileSpec spec = one_f_one_b(2, 1, 1);
   std::swap(spec.compute[1][0], spec.compute[1][1]);
   CHECK_THROWS(ErrorKind::kDeadlock, compile(spec),
-               "BACKWARD mb 0 of stage 1 comes after FORWARD mb 0 of stage 1; FORWARD mb 0 of stage 1 comes after "
-               "BACKWARD mb 0 of stage 1");
+               "BACKWARD mb 0 of stage 1 needs the result of FORWARD mb 0 of stage 1; FORWARD mb 0 of stage 1 comes "
+               "after BACKWARD mb 0 of stage 1");
   // Across ranks: stage 0 wants the gradient of microbatch 0 before it sends microbatch 1, stage 1 the
   // reverse.
   CompileSpec across = gpipe(2, 1, 2);

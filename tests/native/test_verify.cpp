@@ -260,9 +260,11 @@ TEST(verify_refuses_what_means_nothing) {
   CHECK_THROWS(kInvalid, edit([](StepPlan& p) { p.operations[0].stage = 2; }), "has stage 2");
   CHECK_THROWS(kInvalid, edit([](StepPlan& p) { p.operations[0].microbatch = -1; }), "has microbatch -1");
   CHECK_THROWS(kInvalid, edit([](StepPlan& p) { p.operations[0].bucket = 0; }), "reduces none");
-  CHECK_THROWS(kInvalid, edit([](StepPlan& p) { p.operations[0].participants = {3}; }), "a rank that holds stage 0");
+  CHECK_THROWS(kInvalid, edit([](StepPlan& p) { p.operations[0].participants = {3}; }),
+               "must be of ranks that hold stage 0, not of rank 3");
   CHECK_THROWS(kInvalid, edit([](StepPlan& p) { p.operations[0].participants.clear(); }), "one participant");
-  CHECK_THROWS(kInvalid, edit([](StepPlan& p) { p.operations[0].communicator = 0; }), "computes, yet");
+  CHECK_THROWS(kInvalid, edit([](StepPlan& p) { p.operations[0].communicator = 0; }),
+               "must have two or more participants");
   CHECK_THROWS(kInvalid, edit([](StepPlan& p) { p.operations[0].bytes = -1; }), "-1 bytes");
   CHECK_THROWS(kInvalid, edit([&](StepPlan& p) { p.operations[transfer].participants = {0}; }), "two participants");
   CHECK_THROWS(kInvalid, edit([&](StepPlan& p) { p.operations[transfer].participants = {0, 3}; }), "two replicas");
