@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
-import re
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,41 @@ from hpcomm.plan.timeline import LANES, spans
 _C = load()
 ROOT = Path(__file__).resolve().parent.parent
 SVG = "{http://www.w3.org/2000/svg}"
+
+
+# Linear RGB to what dichromats see of it: G. M. Machado, M. M. Oliveira, L. A. F. Fernandes, "A Physiologically-based
+# Model for Simulation of Color Vision Deficiency", IEEE TVCG 2009, table of severity 1.0.
+VISION = {
+    "normal": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "protanopia": (
+        (0.152286, 1.052583, -0.204868),
+        (0.114503, 0.786281, 0.099216),
+        (-0.003882, -0.048116, 1.051998),
+    ),
+    "deuteranopia": (
+        (0.367322, 0.860646, -0.227968),
+        (0.280085, 0.672501, 0.047413),
+        (-0.011820, 0.042940, 0.968881),
+    ),
+    "tritanopia": (
+        (1.255528, -0.076749, -0.178779),
+        (-0.078411, 0.930809, 0.147602),
+        (0.004733, 0.691367, 0.303900),
+    ),
+}
+
+
+def lab(colour: str, vision: tuple[tuple[float, ...], ...]) -> tuple[float, float, float]:
+    """CIELAB (D65) of an sRGB colour, as somebody of that vision sees it."""
+
+    def times(matrix: tuple[tuple[float, ...], ...], vector: list[float]) -> list[float]:
+        return [min(1.0, max(0.0, sum(a * b for a, b in zip(row, vector, strict=True)))) for row in matrix]
+
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    white = ((0.4339, 0.3762, 0.1899), (0.2126, 0.7152, 0.0722), (0.0177, 0.1095, 0.8728))
+    x, y, z = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in times(white, times(vision, linear)))
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
 def plan_and_costs() -> tuple[Any, Any]:
@@ -62,9 +98,14 @@ def test_a_picture_of_many_ranks_shows_the_first() -> None:
 
 
 def test_colours_differ_for_everybody() -> None:
-    # Okabe and Ito: also under the three kinds of colour blindness. Here: no two alike in lightness and hue at once.
-    assert len(set(COLOURS.values())) == len(COLOURS)
-    assert all(re.fullmatch(r"#[0-9A-F]{6}", colour) for colour in COLOURS.values())
+    for kind, matrix in VISION.items():
+        seen = {name: lab(colour, matrix) for name, colour in COLOURS.items()}
+        for (a, first), (b, second) in itertools.combinations(seen.items(), 2):
+            # 2.3 is a difference that is just noticed side by side.
+            assert math.dist(first, second) > 15, (kind, a, b)
+    # The figure that is asked for is one of the test's own: red and green of equal lightness fail it.
+    red, green = (lab(colour, VISION["deuteranopia"]) for colour in ("#B06A4A", "#7F7F3F"))
+    assert math.dist(red, green) < 15
 
 
 def test_a_trace_has_a_process_per_rank_and_a_thread_per_lane(tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ _COMPUTE = 22  # heights of rows
 _LANE = 7
 _GAP = 8
 _TOP = 58
-_LETTER = 6.2  # width of a letter of a label, at font size 10
+_LETTER = 6.4  # width of a letter of a label, at font size 10; digits are as wide as capitals, but for W
+_WIDE = 9.9
 
 
 def to_svg(
@@ -163,7 +164,8 @@ def _box(span: Span, y: float, lanes: Sequence[str], scale: float, *, is_later: 
         f'fill="{colour}" {frame}>{tip}</rect>'
     )
     # Narrow boxes have small letters, or none.
-    size = next((size for size in (10, 8, 6.5) if width > _LETTER * size / 10 * len(span.label) + 2), None)
+    letters = sum(_WIDE if letter == "W" else _LETTER for letter in span.label)
+    size = next((size for size in (10, 8, 6.5) if width > letters * size / 10 + 3), None)
     if size is not None:
         box += (
             f'<text x="{x + width / 2:.2f}" y="{y + 15}" font-size="{size}" text-anchor="middle">'
