@@ -149,6 +149,7 @@ def use_in_a_child() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     mesh.barrier()  # the parent has noticed nothing
     assert not mesh.control.has_left(1 - mesh.rank)
+    mesh.barrier()  # nor does it leave before the other one has looked
 
 
 def test_a_control_in_a_forked_child() -> None:
