@@ -139,6 +139,9 @@ from hpcomm._C_plan import (
     StageCost as StageCost,
 )
 from hpcomm._C_plan import (
+    StartOrder as StartOrder,
+)
+from hpcomm._C_plan import (
     StepPlan as StepPlan,
 )
 from hpcomm._C_plan import (

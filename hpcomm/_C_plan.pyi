@@ -71,6 +71,16 @@ class Schema:
     @property
     def value(self) -> int: ...
 
+class StartOrder:
+    EITHER: ClassVar[StartOrder]
+    ISSUE_ORDER: ClassVar[StartOrder]
+    SLOTS: ClassVar[StartOrder]
+    __members__: ClassVar[dict[str, StartOrder]]
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
 class ReducePolicy:
     EAGER: ClassVar[ReducePolicy]
     SLACK: ClassVar[ReducePolicy]
@@ -158,6 +168,7 @@ class StepPlan:
     buckets: list[list[int]]
     ties: list[Tie]
     schema: Schema
+    start_order: StartOrder
     communicators: list[CommunicatorSpec]
     operations: list[Operation]
     lists: list[list[Issue]]
@@ -238,6 +249,7 @@ class CompileSpec:
     opaque_stages: list[int]
     loss_stages: list[int]
     schema: Schema
+    start_order: StartOrder
     cost: CostModel
     slot_depth: int
     max_communicators: int

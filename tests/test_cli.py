@@ -41,6 +41,9 @@ def test_verify_accepts_and_rejects(capsys: pytest.CaptureFixture[str], tmp_path
     assert status == 0
     assert text.startswith("verified: ")
     assert "NCCL_LAUNCH_ORDER_IMPLICIT=1" in text
+    assert "each lane has a slot of its own: a thread" in run(capsys, "plan", "verify", "--device", "cpu")[1]
+    status, text = run(capsys, "plan", "show", "--device", "cuda")
+    assert "start order: each rank starts its communication in issue order: NCCL" in text
     assert "CUDA_DEVICE_MAX_CONNECTIONS" in run(capsys, "plan", "verify", "--slots")[1]
     plan = hpcomm.plan.compile("1f1b", pp=2, num_microbatches=2)
     lists = plan.lists

@@ -192,6 +192,8 @@ def test_actions_are_what_a_runner_needs() -> None:
 def test_compile_refuses_lengths_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="activation_bytes has 2 sizes; 2 stages have 1 boundaries"):
         plan_of("1f1b", 2, 1, 4, activation_bytes=[8, 8])
+    with pytest.raises(ValueError, match="device='tpu'"):
+        plan_of("1f1b", 2, 1, 4, device="tpu")
     with pytest.raises(ValueError, match="forward_cost has 1 costs; there are 2 stages"):
         plan_of("1f1b", 2, 1, 4, forward_cost=[1.0])
     with pytest.raises(ValueError, match=r"puts its stages on \[0, 1\]; stage_to_rank is \[0, 1, 0, 1\]"):
@@ -417,6 +419,7 @@ def test_json_keeps_everything_of_a_plan() -> None:
         ties=[([0, 3], 16), ([1, 2, 3], 32)],
         schema="per_message",
         max_communicators=5,
+        device="cuda",
         group=True,
     )
     plan.verify()
@@ -424,9 +427,14 @@ def test_json_keeps_everything_of_a_plan() -> None:
     back = from_json(to_json(plan))
     assert back == plan
     assert (back.ties, back.schema) == (plan.ties, plan.schema)
-    for field in ("ties", "schema"):
+    for field in ("ties", "schema", "tp", "start_order"):
         document = json.loads(to_json(plan))
-        document[field] = {"ties": [[[0, 3], 17], [[1, 2, 3], 32]], "schema": "FROZEN"}[field]
+        document[field] = {
+            "ties": [[[0, 3], 17], [[1, 2, 3], 32]],
+            "schema": "FROZEN",
+            "tp": 2,
+            "start_order": "SLOTS",
+        }[field]
         with pytest.raises(ValueError, match="its hash is"):
             from_json(json.dumps(document))
 

@@ -29,6 +29,7 @@ class Writer {
     plan_.buckets = spec.buckets;
     plan_.ties = spec.ties;
     plan_.schema = spec.schema;
+    plan_.start_order = spec.start_order;
     plan_.lists.resize(plan_.world());
     first_op_.resize(replica.operations().size(), -1);
     assign_communicators();

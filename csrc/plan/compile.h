@@ -47,6 +47,7 @@ struct CompileSpec {
   std::vector<int> opaque_stages;
   std::vector<int> loss_stages;  // whose outputs go into the loss; empty: the last stage's
   Schema schema = Schema::kFrozen;
+  StartOrder start_order = StartOrder::kEither;
   ReducePolicy reduce = ReducePolicy::kSlack;
   int slot_depth = 2;  // StepPlan::slot_depth
   // Of a rank; 0: one per direction, one for the gradients of each set of owners, one for the loss, one for what opaque

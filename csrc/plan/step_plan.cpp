@@ -67,6 +67,7 @@ std::uint64_t StepPlan::hash() const noexcept {
     add(hash, tie.bytes);
   });
   add(hash, static_cast<int>(schema));
+  add(hash, static_cast<int>(start_order));
   add_all(hash, communicators, [&](const CommunicatorSpec& spec) {
     add_numbers(hash, spec.ranks);
     add(hash, static_cast<int>(spec.lane));

@@ -23,6 +23,12 @@ enum class Schema {
   kFrozen = 0,      // every message of an edge is like its first one
   kPerMessage = 1,  // a header runs ahead of each message; its receiver waits for it before it can issue the receive
 };
+// Who sees to it that what a rank has issued starts (docs/explanation/plan.md, condition (a) of the theorem).
+enum class StartOrder {
+  kEither = 0,      // nobody has said where the plan will run: one of the others
+  kIssueOrder = 1,  // communication starts in issue order: NCCL
+  kSlots = 2,       // every lane has a slot of its own: CPU lanes, which are threads
+};
 enum class Payload { kNone = 0, kActivation = 1, kGradient = 2 };
 // kForward and kBackward carry pipeline messages; a communicator belongs to exactly one lane.
 // kTensor: collectives that a computation issues by itself; nothing else travels there.
@@ -90,6 +96,7 @@ struct StepPlan {
   std::vector<std::vector<std::int64_t>> buckets;  // stage -> bytes of each gradient bucket, in ready order
   std::vector<Tie> ties;
   Schema schema = Schema::kFrozen;
+  StartOrder start_order = StartOrder::kEither;
   std::vector<CommunicatorSpec> communicators;  // in the order in which they are created
   std::vector<Operation> operations;            // compile() numbers them in the global order
   std::vector<std::vector<Issue>> lists;        // rank -> its issue list

@@ -144,7 +144,7 @@ std::string StepPlan::to_text() const {
   }
   std::array<char, 17> hex{};
   std::snprintf(hex.data(), hex.size(), "%016llx", static_cast<unsigned long long>(hash()));
-  return text + kLegend + "start order: " + start_order(false) + "\n" +
+  return text + kLegend + "start order: " + start_order_text(start_order, false) + "\n" +
          str("pp ", pp, " x dp ", dp, tp == 1 ? "" : str(" x tp ", tp), ", ", num_stages(), " stages, ",
              num_microbatches, " microbatches, ", operations.size(),
              " operations, communicators: ", count_by_lane(*this), ", hash ", hex.data(), "\n");

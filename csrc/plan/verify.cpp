@@ -209,13 +209,22 @@ std::string ContractedGraph::in_words(const std::vector<int>& cycle) const {
 
 }  // namespace
 
-const char* start_order(bool slots) noexcept {
-  if (slots) {
+const char* start_order_text(StartOrder holds, bool slots) noexcept {
+  if (slots && holds != StartOrder::kSlots) {
     return "a slot of its own for every lane (CPU lanes are threads; on a GPU if the lanes' maxCTAs together fit the "
            "multiprocessors set aside and CUDA_DEVICE_MAX_CONNECTIONS exceeds the number of lanes)";
   }
-  return "each rank starts its communication in issue order (NCCL: one issuing host thread per device and "
-         "NCCL_LAUNCH_ORDER_IMPLICIT=1, or events between lanes), or each lane has a slot of its own (CPU threads)";
+  switch (holds) {
+    case StartOrder::kEither:
+      return "each rank starts its communication in issue order (NCCL: one issuing host thread per device and "
+             "NCCL_LAUNCH_ORDER_IMPLICIT=1, or events between lanes), or each lane has a slot of its own (CPU threads)";
+    case StartOrder::kIssueOrder:
+      return "each rank starts its communication in issue order: NCCL, with one issuing host thread per device and "
+             "NCCL_LAUNCH_ORDER_IMPLICIT=1, or else events between lanes";
+    case StartOrder::kSlots:
+      return "each lane has a slot of its own: a thread of the CPU";
+  }
+  return "unknown";
 }
 
 VerifyResult verify(const StepPlan& plan, const VerifyOptions& options) {
@@ -229,7 +238,8 @@ VerifyResult verify(const StepPlan& plan, const VerifyOptions& options) {
   if (!cycle.empty()) {
     throw Error(ErrorKind::kDeadlock, graph.in_words(cycle));
   }
-  return {std::ssize(plan.operations), plan.world(), graph.num_edges(), start_order(options.slots)};
+  return {std::ssize(plan.operations), plan.world(), graph.num_edges(),
+          start_order_text(plan.start_order, options.slots)};
 }
 
 }  // namespace hpcomm::plan

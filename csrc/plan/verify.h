@@ -42,6 +42,6 @@ struct VerifyOptions {
 VerifyResult verify(const StepPlan& plan, const VerifyOptions& options = {});
 
 // What a proof takes for granted, and who guarantees it.
-[[nodiscard]] const char* start_order(bool slots) noexcept;
+[[nodiscard]] const char* start_order_text(StartOrder holds, bool slots) noexcept;
 
 }  // namespace hpcomm::plan

@@ -53,6 +53,9 @@ void check_ties(const StepPlan& plan) {
                    "tie ", i, " must list two or more different stages below ", plan.num_stages(),
                    " in increasing order, and bytes");
   }
+  HPCOMM_REQUIRE(plan.start_order == StartOrder::kEither || plan.start_order == StartOrder::kIssueOrder ||
+                     plan.start_order == StartOrder::kSlots,
+                 "there is no start order ", static_cast<int>(plan.start_order));
   HPCOMM_REQUIRE(plan.schema == Schema::kFrozen || plan.schema == Schema::kPerMessage, "there is no schema ",
                  static_cast<int>(plan.schema));
 }

@@ -54,6 +54,10 @@ void bind_enums(py::module_& module) {
       .value("SCALAR", Lane::kScalar)
       .value("TENSOR", Lane::kTensor);
   py::enum_<Schema>(module, "Schema").value("FROZEN", Schema::kFrozen).value("PER_MESSAGE", Schema::kPerMessage);
+  py::enum_<StartOrder>(module, "StartOrder")
+      .value("EITHER", StartOrder::kEither)
+      .value("ISSUE_ORDER", StartOrder::kIssueOrder)
+      .value("SLOTS", StartOrder::kSlots);
   py::enum_<ReducePolicy>(module, "ReducePolicy")
       .value("EAGER", ReducePolicy::kEager)
       .value("SLACK", ReducePolicy::kSlack)
@@ -162,6 +166,7 @@ void bind_step_plan(py::module_& module) {
       .def_readwrite("buckets", &StepPlan::buckets)
       .def_readwrite("ties", &StepPlan::ties)
       .def_readwrite("schema", &StepPlan::schema)
+      .def_readwrite("start_order", &StepPlan::start_order)
       .def_readwrite("communicators", &StepPlan::communicators)
       .def_readwrite("operations", &StepPlan::operations)
       .def_readwrite("lists", &StepPlan::lists)
@@ -223,6 +228,7 @@ void bind_compile(py::module_& module) {
       .def_readwrite("opaque_stages", &CompileSpec::opaque_stages)
       .def_readwrite("loss_stages", &CompileSpec::loss_stages)
       .def_readwrite("schema", &CompileSpec::schema)
+      .def_readwrite("start_order", &CompileSpec::start_order)
       .def_readwrite("cost", &CompileSpec::cost)
       .def_readwrite("slot_depth", &CompileSpec::slot_depth)
       .def_readwrite("max_communicators", &CompileSpec::max_communicators)

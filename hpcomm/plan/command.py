@@ -97,6 +97,7 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slot-depth", type=_number(0))
     parser.add_argument("--reduce", choices=["eager", "slack", "end"], default="slack")
     parser.add_argument("--schema", choices=["frozen", "per_message"], default="frozen")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="where it will run: who guarantees the start order")
     parser.add_argument("--costs", metavar="FILE", help="a cost model (JSON); without one, forwards take 1 and B 2")
 
 
@@ -125,6 +126,7 @@ def _source(options: argparse.Namespace) -> tuple[StepPlan, CostModel | None]:
         slot_depth=options.slot_depth,
         reduce=options.reduce,
         schema=options.schema,
+        device=options.device,
         costs=costs,
     )
     return plan, costs

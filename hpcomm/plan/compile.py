@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 DEFAULT_FORWARD_COST = 1.0
 # Input gradients and weight gradients cost about one forward each.
 DEFAULT_BACKWARD_COST = 2.0
+_START_ORDER = {None: "EITHER", "cuda": "ISSUE_ORDER", "cpu": "SLOTS"}
 
 
 def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place there
@@ -45,6 +46,7 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
     schema: str = "frozen",
     max_communicators: int | None = None,
     group: bool = False,
+    device: str | None = None,
 ) -> StepPlan:
     """Compile the communication of one training step; nothing is communicated, no rank needs to exist.
 
@@ -77,6 +79,8 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
     max_communicators: of a rank. By default one per direction of the pipeline, one for its gradients (more for ties)
         and one for the loss; with fewer, both directions share one, then the loss as well.
     group: issue messages as one that are neighbours in the order, ready at the same time and on one communicator.
+    device: "cuda" or "cpu": where the plan will run, so that it says who guarantees that what is issued starts. It
+        changes nothing else but the hash.
 
     Raises ``hpcomm.errors.InvalidArgument`` for arguments that contradict each other,
     ``hpcomm.errors.DeadlockError`` for a compute order that contradicts its data or needs more slots,
@@ -107,6 +111,9 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
     spec.buckets = [[]] * num_stages if bucket_bytes is None else [list(sizes) for sizes in bucket_bytes]
     spec.reduce = _member(native.ReducePolicy, "reduce", reduce)
     spec.schema = _member(native.Schema, "schema", schema)
+    if device not in _START_ORDER:
+        raise ValueError(f"device={device!r}; use 'cpu', 'cuda' or None")
+    spec.start_order = getattr(native.StartOrder, _START_ORDER[device])
     spec.max_communicators = 0 if max_communicators is None else max_communicators
     spec.group = group
     spec.ties = [native.Tie(sorted(stages), size) for stages, size in ties]

@@ -46,6 +46,7 @@ def to_json(plan: StepPlan) -> str:
             "buckets": plan.buckets,
             "ties": [[tie.stages, tie.bytes] for tie in plan.ties],
             "schema": plan.schema.name,
+            "start_order": plan.start_order.name,
             "communicators": [[spec.lane.name, spec.ranks] for spec in plan.communicators],
             "columns": _COLUMNS,
             "operations": [
@@ -118,6 +119,7 @@ def _build(document: dict[str, Any]) -> StepPlan:
         ties.append(native.Tie(_ints(stages, f"ties[{i}]"), _int(size, f"ties[{i}]", _INT64)))
     plan.ties = ties
     plan.schema = _member(native.Schema, document.get("schema"), "schema")
+    plan.start_order = _member(native.StartOrder, document.get("start_order"), "start_order")
     communicators = []
     for i, row in enumerate(_list(document.get("communicators"), "communicators")):
         where = f"communicators[{i}]"

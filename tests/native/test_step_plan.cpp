@@ -36,6 +36,8 @@ TEST(step_plan_hash_sees_every_field) {
   };
   edit([](StepPlan& p) { p.pp = 3; });
   edit([](StepPlan& p) { p.dp = 3; });
+  edit([](StepPlan& p) { p.tp = 3; });
+  edit([](StepPlan& p) { p.start_order = StartOrder::kSlots; });
   edit([](StepPlan& p) { p.num_microbatches = 3; });
   edit([](StepPlan& p) { p.slot_depth = 3; });
   edit([](StepPlan& p) { p.stage_to_rank[0] = 1; });

@@ -46,6 +46,16 @@ TEST(verify_counts_what_it_proved) {
   CHECK_EQ(result.ranks, 2);
   CHECK_EQ(result.edges, 4);  // two list neighbours, two dependencies
   CHECK(result.start_order.find("NCCL_LAUNCH_ORDER_IMPLICIT=1") != std::string::npos);
+  // A plan that knows where it will run names one guarantee.
+  StepPlan known = hand.plan();
+  known.start_order = StartOrder::kSlots;
+  CHECK_EQ(verify(known).start_order, "each lane has a slot of its own: a thread of the CPU");
+  CHECK(known.to_text().find("start order: each lane has a slot of its own: a thread") != std::string::npos);
+  known.start_order = StartOrder::kIssueOrder;
+  CHECK(verify(known).start_order.find("issue order: NCCL") != std::string::npos);
+  CHECK(verify(known).start_order.find("CPU") == std::string::npos);
+  known.start_order = static_cast<StartOrder>(3);
+  CHECK_THROWS(ErrorKind::kInvalidArgument, verify(known), "no start order 3");
 }
 
 TEST(verify_accepts_an_empty_plan) {
