@@ -135,5 +135,6 @@ def _compile(mesh: Mesh, schedule: Schedule, wishes: Wishes) -> StepPlan:
         reduce=wishes.reduce,
         schema=wishes.schema,
         costs=wishes.costs,
+        device=mesh.device.type,
         loss_stages=[schedule.stages - 1],
     )
