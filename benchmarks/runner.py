@@ -86,7 +86,9 @@ class Gated(nn.Module):
         return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
 
 
-def half_costs(stage: nn.Module, x: torch.Tensor, rounds: int) -> dict[str, float]:
+def half_costs(
+    stage: nn.Module, x: torch.Tensor, rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
     """Milliseconds of B, I and W, medians; the three in turn, so that a slow moment slows all."""
     ahead = [Link(0, 1, "", (), loads=False)]
     # A stage in the middle: its input has a gradient, and its output gets one.
@@ -96,9 +98,9 @@ def half_costs(stage: nn.Module, x: torch.Tensor, rounds: int) -> dict[str, floa
     times: dict[str, list[float]] = {"B": [], "I": [], "W": []}
 
     def timed(kind: str, work: Callable[[], object]) -> None:
-        start = time.perf_counter()
+        start = clock()
         work()
-        times[kind].append(time.perf_counter() - start)
+        times[kind].append(clock() - start)
 
     for _ in range(rounds + 3):
         leaf.grad = None
@@ -117,6 +119,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--schedules", default="1f1b,interleaved_1f1b,zb1p,zbv,dualpipev")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="halves on one thread, by its CPU time: for busy machines"
+    )
     parser.add_argument("--json", help="write the figures here")
     arguments = parser.parse_args()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
@@ -140,10 +145,14 @@ def main() -> None:
         "TransformerEncoderLayer(256)": (transformer(256), torch.randn(4, 64, 256)),
         "Conv2d(32, 32, 3), 8 x 32 x 32": (nn.Conv2d(32, 32, 3, padding=1), torch.randn(8, 32, 32, 32)),
     }
+    clock = time.perf_counter
+    if arguments.cpu_time:
+        torch.set_num_threads(1)
+        clock = time.thread_time
     if mesh.size == 1:
         print(f"\n{'stage':<32} {'B ms':>8} {'I ms':>8} {'W ms':>8} {'(I+W)/B':>8}")
         for name, (stage, x) in stages.items():
-            found = half_costs(nn.Sequential(stage), x, arguments.rounds)
+            found = half_costs(nn.Sequential(stage), x, arguments.rounds, clock)
             figures["halves"][name] = found
             total = found["I"] + found["W"]
             print(f"{name:<32} {found['B']:>8.2f} {found['I']:>8.2f} {found['W']:>8.2f} {total / found['B']:>8.3f}")

@@ -55,12 +55,14 @@ def main() -> None:
     parser.add_argument("--delay", type=int, default=100, help="the longest, in microseconds")
     parser.add_argument("--seed", type=int, default=0, help="of the first job")
     arguments = parser.parse_args()
+    from test_pipeline_emulated import steps_of_all as job  # ranks find functions by module, and this one is __main__
+
     done, seed, start = 0, arguments.seed, time.monotonic()
     while done < arguments.steps:
         rules = RULES[seed % 2].format(seed=seed, delay=arguments.delay)
         shape = (arguments.dp, arguments.pp, arguments.microbatches)
         world = arguments.dp * arguments.pp
-        done += ranks.run(world, steps_of_all, *shape, 10, timeout=600, env={"HPCOMM_EMULATE": rules})[0]
+        done += ranks.run(world, job, *shape, 10, timeout=600, env={"HPCOMM_EMULATE": rules})[0]
         seed += 1
         print(f"{done:>6} steps, {rules}, {time.monotonic() - start:.0f} s", flush=True)
 
