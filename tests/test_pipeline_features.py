@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from test_pipeline_schedules import CROSS, make
 from torch import nn
 
 import hpcomm
+from hpcomm.pipeline.board import report
 from hpcomm.plan import parse, to_csv, zbv
 
 if TYPE_CHECKING:
@@ -423,3 +425,46 @@ def test_an_error_tells_every_rank_the_action() -> None:
     assert (first.exception, second.exception) == ("PeerError", "ValueError")
     assert "in forward of microbatch 2, stage 1" in first.message
     assert "ValueError: a layer broke" in first.message
+
+
+class Hangs(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(4)
+        return x
+
+
+def hanging() -> None:
+    mesh = hpcomm.init(pp=3, timeout=2)
+    layers = [nn.Linear(2, 2) for _ in range(3)]
+    pipe = hpcomm.Pipeline(nn.Sequential(*layers), mesh=mesh, num_microbatches=2, loss_fn=nn.functional.mse_loss)
+    if mesh.rank == 1:
+        pipe.stages[1].add_module("hangs", Hangs())
+    ranks.tell("ready")
+    pipe.step(torch.ones(4, 2), target=torch.ones(4, 2))
+
+
+def test_a_time_out_tells_where_every_rank_stands() -> None:
+    first, _, third = ranks.run(3, hanging, expect_failure=True, timeout=20)
+    for outcome in (first, third):
+        assert outcome.exception in {"TimedOut", "PeerError"}
+        assert "rank 0: in backward of microbatch 0, stage 0" in outcome.message
+        assert "rank 1: in forward of microbatch 0, stage 1" in outcome.message
+        assert "computes: all that it needs has been issued" in outcome.message
+        assert "rank 2: in forward of microbatch 0, stage 2" in outcome.message
+        assert "waits for rank 1 to issue SEND act mb 0" in outcome.message
+
+
+def test_the_circle_of_a_time_out() -> None:
+    plan = hpcomm.plan.compile("1f1b", pp=2, num_microbatches=2)
+    # Rank 0 stands at its first backward, rank 1 at its second forward: no run of this plan gets there.
+    kinds = [[(a.kind.name, a.microbatch) for a in plan.actions(rank)] for rank in range(2)]
+    places = {0: kinds[0].index(("BACKWARD", 0)), 1: kinds[1].index(("FORWARD", 0))}
+    text = report(plan, {0: 0, 1: places[1]})
+    assert "rank 1: in forward of microbatch 0, stage 1" in text
+    assert "waits for rank 0 to issue" in text
+    assert "in a circle" not in text
+    swapped = plan.copy()
+    swapped.lists = [swapped.lists[0][::-1], swapped.lists[1]]  # its last action first
+    kinds = [(a.kind.name, a.microbatch) for a in swapped.actions(0)]
+    text = report(swapped, {0: kinds.index(("BACKWARD", 0)), 1: places[1]})
+    assert text.endswith("in a circle: rank 0 -> rank 1 -> rank 0")

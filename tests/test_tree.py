@@ -57,6 +57,7 @@ MODULES = (
     "pipeline.sharing",
     "pipeline.parameters",
     "pipeline.planning",
+    "pipeline.board",
     "pipeline.stage",
     "pipeline.reductions",
     "pipeline.runner",

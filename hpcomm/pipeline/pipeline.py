@@ -16,7 +16,7 @@ from hpcomm.communicator import agree
 from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline import chain, sharing
 from hpcomm.pipeline.checks import describe, require_arguments
-from hpcomm.pipeline.failure import tell_peers
+from hpcomm.pipeline.failure import TellPeers
 from hpcomm.pipeline.links import links_of
 from hpcomm.pipeline.microbatch import samples, split, split_keywords
 from hpcomm.pipeline.parameters import FreshGradients, container, identity, start_equal
@@ -385,8 +385,8 @@ class Pipeline:
     def _random_numbers(self, batch: Batch) -> AbstractContextManager[None]:
         return nullcontext() if batch.draws is None else kept(self._generator)
 
-    def _telling_peers(self, runner: Runner) -> tell_peers:
-        return tell_peers(self.mesh, runner)
+    def _telling_peers(self, runner: Runner) -> TellPeers:
+        return TellPeers(self.mesh, runner)
 
     def _unit_of(self, inputs: tuple[Any, ...], target: Any) -> float:
         """About the number of samples of a global batch, as a power of two: with a loss scale, a backward starts from

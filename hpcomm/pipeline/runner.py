@@ -12,6 +12,7 @@ import torch
 
 from hpcomm import _C
 from hpcomm.channel import Receiver, Sender
+from hpcomm.pipeline.board import Board
 from hpcomm.pipeline.links import handed_over
 from hpcomm.pipeline.stage import evaluate
 
@@ -92,6 +93,8 @@ class Runner:
         *,
         schema: str,
     ) -> None:
+        self.plan = plan
+        self.board = Board(mesh)
         self._stages = stages
         self._last_stage = plan.num_stages - 1
         self._loads_from_first = any(link.loads for link in links)
@@ -111,10 +114,13 @@ class Runner:
         action that raised it.
         """
         walk = self._walk = _Walk(batch, torch.is_autocast_enabled(self._device.type))
+        place = self.board.write
         for position, (function, arguments, _) in enumerate(self._program):
             self.position = position
+            place(position)
             function(self, *arguments)
         self.position = len(self._program)
+        place(self.position)
         loss = self._loss.wait()
         if self._reductions is not None:
             self._reductions.finish()
