@@ -1,103 +1,241 @@
 """How long is a training step of dp x pp: hpcomm.Pipeline against torch.distributed.pipelining + stock DDP?
 
-    torchrun --standalone --nproc-per-node 4 -m benchmarks.pipeline --dp 2
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.pipeline
+    torchrun --standalone --nproc-per-node 4 -m benchmarks.pipeline --dp 2 --schedules 1f1b
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.pipeline --models large --schedules 1f1b,interleaved_1f1b
 
-Same model, shard, microbatches, schedule (1F1B), threads and gloo under both; SGD is left out. Before timing, the
-gradients of both are compared. "compute only" runs this rank's forwards and backwards without any communication: the
-floor that both stand on.
+Same layers, cut, shard, microbatches, schedule and threads under all; SGD is left out. torch's pipelining runs on gloo
+and on hpcomm as its backend. Before timing, the gradients are compared. All take turns step by step in one run.
+
+Models: "compute", decoder blocks, whose messages are small beside their computation; "small", linear layers of 64 on a
+few rows: the host's own time; "large", layer norms on messages of 4 MiB: the transport.
+
+Printed with them:
+
+bound      what this rank's layers take without any communication while all ranks run theirs, the slowest rank's
+           time x (m + p - 1) / m: no schedule with one stage per rank and undivided backwards is faster.
+predicted  the plan's simulated makespan, from forwards and backwards (and their halves) measured one by one before the
+           first timed step, while all ranks run theirs.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed import pipelining
 from torch.nn.parallel import DistributedDataParallel
 
 import hpcomm
 from benchmarks.harness import environment, measure, save, table
+from benchmarks.runner import Gated, half_costs
+from hpcomm.plan import SCHEDULES, CostModel, StageCost
+
+STOCK = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
+    "looped_bfs": pipelining.ScheduleLoopedBFS,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+    "dualpipev": pipelining.ScheduleDualPipeV,
+}
+LAYERS = 8
 
 
-def build(width: int, layers: int) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers)])
+def compute_model() -> nn.Sequential:
+    return nn.Sequential(*[Gated(256) for _ in range(LAYERS)])
 
 
-def stock(mesh: hpcomm.Mesh, stage: nn.Module, microbatches: int) -> tuple[Schedule1F1B, nn.Module]:
-    """The way PyTorch's documentation composes the two."""
-    module = stage
-    if mesh.dp.size > 1:
-        module = DistributedDataParallel(stage, process_group=mesh.group("dp"), gradient_as_bucket_view=True)
-    wrapped = PipelineStage(module, mesh.pp.rank, mesh.pp.size, torch.device("cpu"), group=mesh.group("pp"))
-    return Schedule1F1B(wrapped, microbatches, loss_fn=nn.functional.mse_loss), stage
+def small_model() -> nn.Sequential:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(LAYERS)])
+
+
+def large_model() -> nn.Sequential:
+    return nn.Sequential(*[nn.LayerNorm(1024) for _ in range(LAYERS)])
+
+
+# The model, and the shape of one microbatch.
+MODELS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
+    "compute": (compute_model, (4, 64, 256)),
+    "small": (small_model, (4, 64)),
+    "large": (large_model, (1024, 1024)),
+}
+
+
+class Job:
+    """One model under one schedule: everything that is compared."""
+
+    def __init__(self, mesh: hpcomm.Mesh, model: str, schedule: str, microbatches: int, groups: dict[str, Any]) -> None:
+        build, shape = MODELS[model]
+        self.mesh, self.schedule, self.microbatches, self.part = mesh, schedule, microbatches, shape
+        torch.manual_seed(1 + mesh.dp.rank)
+        self.x, self.y = torch.randn(2, microbatches * shape[0], *shape[1:]).unbind(0)
+        self.build = build
+        self.pipe = self.pipeline(schema="frozen")
+        self.alone = self.pipeline()
+        self.runs = {name: self.stock(group) for name, group in groups.items() if schedule in STOCK}
+
+    def pipeline(self, **options: Any) -> hpcomm.Pipeline:
+        torch.manual_seed(0)
+        return hpcomm.Pipeline(
+            self.build(),
+            mesh=self.mesh,
+            num_microbatches=self.microbatches,
+            loss_fn=nn.functional.mse_loss,
+            schedule=self.schedule,
+            **options,
+        )
+
+    def stock(self, group: dist.ProcessGroup) -> tuple[Callable[[], None], nn.ModuleList]:
+        """Steps of torch's pipelining over ``group``, as its documentation composes it with DDP; and its parameters."""
+        mesh = self.mesh
+        cut = self.pipeline()  # the same cut
+        modules = nn.ModuleList(cut.stages.values())
+        stages = []
+        for index, module in cut.stages.items():
+            stage: nn.Module = module
+            if mesh.dp.size > 1:
+                stage = DistributedDataParallel(module, process_group=mesh.group("dp"), gradient_as_bucket_view=True)
+            stages.append(pipelining.PipelineStage(stage, index, cut.plan.num_stages, torch.device("cpu"), group=group))
+        several = SCHEDULES[self.schedule].stages_per_rank > 1
+        runner = STOCK[self.schedule](
+            stages if several else stages[0],  # type: ignore[arg-type]
+            self.microbatches,
+            loss_fn=nn.functional.mse_loss,
+        )
+        inputs = (self.x,) if 0 in cut.stages else ()
+        target = self.y if cut.plan.num_stages - 1 in cut.stages else None
+
+        def step() -> None:
+            modules.zero_grad()
+            runner.step(*inputs, target=target)
+
+        return step, modules
+
+    def ours(self) -> None:
+        self.pipe.zero_grad()
+        self.pipe.step(self.x, target=self.y)
+
+    def compute_only(self) -> None:
+        self.alone.zero_grad()
+        for stage in self.alone.stages.values():
+            for part in self.x.split(self.part[0]):
+                leaf = part.detach().requires_grad_()
+                stage(leaf).sum().backward()
+
+    def require_equal(self) -> None:
+        self.ours()
+        for step, modules in self.runs.values():
+            step()
+            for ours, theirs in zip(self.pipe.parameters(), modules.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+
+    def predict(self, link: tuple[float, float]) -> float:
+        """Seconds of a step by simulation, from what is measured now."""
+        mesh, plan = self.mesh, self.pipe.plan
+        costs = torch.zeros(plan.num_stages, 4, dtype=torch.float64)
+        for index, stage in self.alone.stages.items():
+            part = self.x[: self.part[0]]
+            start = time.perf_counter()
+            for _ in range(5):
+                stage(part.detach().requires_grad_())
+            forward = (time.perf_counter() - start) / 5
+            found = half_costs(stage, part, rounds=5)
+            costs[index] = torch.tensor([forward, *(found[kind] / 1e3 for kind in "BIW")])
+        mesh.barrier()
+        mesh.pp.all_reduce(costs)
+        model = CostModel()
+        model.stages = [StageCost(f, b, i, w) for f, b, i, w in costs.tolist()]
+        model.link_latency_seconds, model.link_bytes_per_second = link
+        model.collective_latency_seconds, model.collective_bytes_per_second = link
+        return float(plan.simulate(model).makespan_seconds)
+
+
+def link_of(mesh: hpcomm.Mesh) -> tuple[float, float]:
+    """Latency in seconds and bytes per second of a message between neighbours, by round trips of ranks 0 and 1."""
+    times = []
+    if mesh.pp.size > 1 and mesh.pp.rank < 2:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.pp.rank, schema="per_message")
+        for size in (1, 1 << 20):
+            trips = []
+            for _ in range(20):
+                start = time.perf_counter()
+                if mesh.pp.rank == 0:
+                    channel.send(torch.ones(size))
+                    channel.recv()
+                else:
+                    channel.recv()
+                    channel.send(torch.ones(size))
+                trips.append((time.perf_counter() - start) / 2)
+            times.append(statistics.median(trips))
+    found = torch.tensor(times or [0.0, 0.0], dtype=torch.float64)
+    mesh.world.all_reduce(found, "max")
+    small, large = found.tolist()
+    return small, 4 * (1 << 20) / max(large - small, 1e-9)
+
+
+def groups_of(mesh: hpcomm.Mesh) -> dict[str, Any]:
+    """Groups of torch for the ranks of one pipeline: over gloo, and over hpcomm's backend."""
+    mine = None
+    for replica in range(mesh.dp.size):
+        row = [stage * mesh.dp.size + replica for stage in range(mesh.pp.size)]
+        group = dist.new_group(row, backend="hpcomm")
+        mine = group if mesh.rank in row else mine
+    return {"torch pipelining, gloo": mesh.group("pp"), "torch pipelining, hpcomm": mine}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dp", type=int, default=1)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=256, help="samples per replica")
+    parser.add_argument("--models", default="compute,small,large")
+    parser.add_argument("--schedules", default="1f1b,interleaved_1f1b,zbv")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", help="write the samples here")
     arguments = parser.parse_args()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
     mesh = hpcomm.init(dp=arguments.dp, pp=-1)
-    options = {"mesh": mesh, "num_microbatches": arguments.microbatches, "loss_fn": nn.functional.mse_loss}
-    pipe = hpcomm.Pipeline(build(arguments.width, arguments.layers), **options)
-    frozen = hpcomm.Pipeline(build(arguments.width, arguments.layers), schema="frozen", **options)
-    # The same cut: Pipeline's own, so that only the communication differs.
-    theirs = hpcomm.Pipeline(build(arguments.width, arguments.layers), **options).module
-    schedule, stage = stock(mesh, theirs, arguments.microbatches)
-    alone = hpcomm.Pipeline(build(arguments.width, arguments.layers), **options).module
-
-    torch.manual_seed(1 + mesh.dp.rank)
-    x, y = torch.randn(2, arguments.batch, arguments.width).unbind(0)
-    inputs = [part.clone().requires_grad_(mesh.pp.rank > 0) for part in x.chunk(arguments.microbatches)]
-
-    def run_stock() -> None:
-        stage.zero_grad()
-        if mesh.pp.size == 1:
-            schedule.step(x, target=y)
-        elif mesh.pp.rank == 0:
-            schedule.step(x)
-        else:
-            schedule.step(target=y if mesh.pp.rank == mesh.pp.size - 1 else None)
-
-    def run_hpcomm(pipeline: hpcomm.Pipeline) -> None:
-        pipeline.zero_grad()
-        pipeline.step(x, target=y)
-
-    def compute_only() -> None:
-        alone.zero_grad()
-        for part in inputs:
-            alone(part).sum().backward()
-
-    run_stock()
-    run_hpcomm(pipe)
-    for ours, other in zip(pipe.parameters(), stage.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, other.grad, rtol=1e-4, atol=1e-6)
-
-    variants = {
-        "torch pipelining + DDP": run_stock,
-        "hpcomm.Pipeline": lambda: run_hpcomm(pipe),
-        'hpcomm.Pipeline schema="frozen"': lambda: run_hpcomm(frozen),
-        "compute only": compute_only,
-    }
-    samples = measure(mesh, variants, rounds=arguments.rounds, warmup=5)
-    if mesh.rank == 0:
+    here = mesh.rank == 0
+    groups = groups_of(mesh)
+    link = link_of(mesh)
+    if here:
         for key, value in environment(mesh).items():
             print(f"{key:<18} {value}")
-        print(f"{'mesh':<18} dp={mesh.dp.size} x pp={mesh.pp.size}")
-        print(f"{'model':<18} {arguments.layers} x Linear({arguments.width})+GELU, batch {arguments.batch} per replica")
-        print(f"{'microbatches':<18} {arguments.microbatches}\n")
-        print(table(samples, "torch pipelining + DDP"))
-    save(arguments.json, "pipeline", mesh, {"arguments": vars(arguments), "seconds": samples})
+        print(f"{'mesh':<18} dp={mesh.dp.size} x pp={mesh.pp.size}, {arguments.microbatches} microbatches")
+        print(f"{'a message':<18} {link[0] * 1e6:.0f} us + bytes / {link[1] / 1e9:.2f} GB/s")
+    results: dict[str, Any] = {}
+    for model in arguments.models.split(","):
+        medians: dict[str, tuple[float, float]] = {}
+        for schedule in arguments.schedules.split(","):
+            job = Job(mesh, model, schedule, arguments.microbatches, groups)
+            job.require_equal()
+            predicted = job.predict(link)
+            variants = {name: step for name, (step, _) in job.runs.items()}
+            variants |= {"hpcomm.Pipeline": job.ours, "compute only": job.compute_only}
+            samples = measure(mesh, variants, rounds=arguments.rounds, warmup=3)
+            results[f"{model} {schedule}"] = {"seconds": samples, "predicted": predicted}
+            measured = statistics.median(samples["hpcomm.Pipeline"])
+            medians[schedule] = (measured, predicted)
+            bound = statistics.median(samples["compute only"])
+            bound *= (arguments.microbatches + mesh.pp.size - 1) / arguments.microbatches
+            if here:
+                print(f"\n== {model}, {schedule}")
+                print(table(samples, next(iter(samples))))
+                print(f"bound      {bound * 1e3:.2f} ms; hpcomm.Pipeline / bound {measured / bound:.3f}")
+                print(f"predicted  {predicted * 1e3:.2f} ms; hpcomm.Pipeline / predicted {measured / predicted:.3f}")
+        if here and {"1f1b", "zbv"} <= medians.keys():
+            gained = medians["1f1b"][0] - medians["zbv"][0]
+            hoped = medians["1f1b"][1] - medians["zbv"][1]
+            print(f"\n{model}: ZB-V is {gained * 1e3:.2f} ms faster than 1F1B; simulated {hoped * 1e3:.2f} ms")
+    save(arguments.json, "pipeline", mesh, {"arguments": vars(arguments), "results": results})
     mesh.close()
 
 
