@@ -30,7 +30,8 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--dp", type=int, help="replicas of the model (default: what --pp leaves over)")
     add("--pp", type=int, help="stages that the model is cut into (default: about the square root of the ranks)")
-    add("--schedule", default="1f1b", choices=["1f1b", "gpipe"])
+    schedules = [name for name in hpcomm.plan.SCHEDULES if name != "forward_only"]
+    add("--schedule", default="1f1b", choices=schedules)
     add("--num-microbatches", type=int, default=8, help="parts that each replica cuts its batch into")
     add("--batch-size", type=int, default=64, help="sequences in a step, over all replicas")
     add("--steps", type=int, default=300)
@@ -181,8 +182,9 @@ def show_environment(mesh: hpcomm.Mesh, data: text.Text) -> None:
 def show_plan(pipe: hpcomm.Pipeline, layers: list[str]) -> None:
     """Prints what each stage holds, which the stages tell each other: collective over mesh.pp."""
     mesh = pipe.mesh
-    held = torch.zeros(mesh.pp.size, 2, dtype=torch.int64, device=mesh.device)
-    held[mesh.pp.rank] = torch.tensor([len(pipe.module), sum(p.numel() for p in pipe.parameters())])
+    held = torch.zeros(pipe.plan.num_stages, 2, dtype=torch.int64, device=mesh.device)
+    for stage, module in pipe.stages.items():
+        held[stage] = torch.tensor([len(list(module.children())), sum(p.numel() for p in module.parameters())])
     mesh.pp.all_reduce(held)
     if mesh.rank != 0:
         return
