@@ -21,6 +21,7 @@
 namespace hpcomm {
 
 class Mailbox;
+class PeerMemory;
 
 struct OpOptions {
   // Zero means the communicator's default. Counted from the moment the operation starts on its lane.
@@ -95,6 +96,8 @@ class Communicator {
   [[nodiscard]] virtual bool averages_well() const noexcept { return false; }
   // Tagged messages beside the operations above (comm/mailbox.h); null when the transport has none.
   [[nodiscard]] virtual std::shared_ptr<Mailbox> mailbox() { return nullptr; }
+  // Memory from allocate() that peers use in place (comm/peer_memory.h); null when the transport has none.
+  [[nodiscard]] virtual std::shared_ptr<PeerMemory> peer_memory() { return nullptr; }
   // Memory that this transport can send without a copy.
   [[nodiscard]] virtual Buffer allocate(std::size_t bytes);
   // A communicator of `members` (ranks of this one, this rank among them, in group order) on a lane of its own, with

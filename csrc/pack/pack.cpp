@@ -76,6 +76,10 @@ void unpack(Stream& stream, const Layout& layout, const BufferView& buffer, cons
   launch(stream, std::move(items), scale, std::move(keepalive), {});
 }
 
+void copy(Stream& stream, std::vector<CopyItem> items, Keepalive keepalive) {
+  launch(stream, std::move(items), {}, std::move(keepalive), {});
+}
+
 void scale(Stream& stream, const std::vector<BufferView>& buffers, const Scale& scale, Keepalive keepalive,
            const FiniteCheck& check) {
   std::vector<CopyItem> items;

@@ -55,6 +55,10 @@ struct CopyItem {
   DType target_dtype = DType::kFloat32;
 };
 
+// Each item in one launch: what pack() does for a Layout, where sources and targets lie anywhere. Items without
+// elements and those whose source is their target do nothing.
+void copy(Stream& stream, std::vector<CopyItem> items, Keepalive keepalive = nullptr);
+
 // The kernel behind them all, one twin per device. `factor` and `first_bad` may be null.
 void run_copies_cpu(const std::vector<CopyItem>& items, const double* factor, std::int32_t* first_bad = nullptr);
 // Launched on the stream's native handle; pointers, `factor` and `first_bad` included, are the device's. Allocates

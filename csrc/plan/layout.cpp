@@ -1,6 +1,7 @@
 // Offsets of a Layout.
 #include "plan/layout.h"
 
+#include "base/error.h"
 #include "base/hash.h"
 
 namespace hpcomm {
@@ -11,13 +12,25 @@ std::size_t round_up(std::size_t bytes) {
   return (bytes + Layout::kAlignment - 1) / Layout::kAlignment * Layout::kAlignment;
 }
 
+std::vector<DType> wire_types(const std::vector<TensorSize>& tensors, std::optional<DType> wire) {
+  std::vector<DType> wires;
+  wires.reserve(tensors.size());
+  for (const TensorSize& tensor : tensors) {
+    wires.push_back(wire.has_value() && is_floating(tensor.dtype) ? *wire : tensor.dtype);
+  }
+  return wires;
+}
+
 }  // namespace
 
-Layout::Layout(const std::vector<TensorSize>& tensors, std::optional<DType> wire) {
+Layout::Layout(const std::vector<TensorSize>& tensors, std::optional<DType> wire)
+    : Layout(tensors, wire_types(tensors, wire)) {}
+
+Layout::Layout(const std::vector<TensorSize>& tensors, const std::vector<DType>& wires) {
+  HPCOMM_ASSERT(tensors.size() == wires.size(), tensors.size(), " tensors, ", wires.size(), " types");
   entries_.reserve(tensors.size());
-  for (const TensorSize& tensor : tensors) {
-    const bool cast = wire.has_value() && is_floating(tensor.dtype);
-    Entry entry{bytes_, tensor.count, tensor.dtype, cast ? *wire : tensor.dtype};
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const Entry entry{bytes_, tensors[i].count, tensors[i].dtype, wires[i]};
     bytes_ += round_up(entry.wire_bytes());
     entries_.push_back(entry);
   }

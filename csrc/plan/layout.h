@@ -34,6 +34,8 @@ class Layout {
   Layout() = default;
   // `wire` replaces the type of floating point tensors in the buffer; others are never cast.
   explicit Layout(const std::vector<TensorSize>& tensors, std::optional<DType> wire = std::nullopt);
+  // Each tensor with a type of its own in the buffer.
+  Layout(const std::vector<TensorSize>& tensors, const std::vector<DType>& wires);
 
   [[nodiscard]] const std::vector<Entry>& entries() const noexcept { return entries_; }
   // Length of the buffer: a multiple of kAlignment, or 0.

@@ -222,6 +222,10 @@ void Neighbourhood::park(Keepalive memory) {
 }
 
 char* Neighbourhood::map(int rank, const Location& location, std::size_t bytes, Deadline deadline) {
+  return hold(rank, location, bytes, deadline).get();
+}
+
+std::shared_ptr<char> Neighbourhood::hold(int rank, const Location& location, std::size_t bytes, Deadline deadline) {
   HPCOMM_ASSERT(rank >= 0 && static_cast<std::size_t>(rank) < job_.size(), "rank ", rank);
   Neighbour& neighbour = job_[static_cast<std::size_t>(rank)];
   std::lock_guard lock(mutex_);
@@ -233,11 +237,11 @@ char* Neighbourhood::map(int rank, const Location& location, std::size_t bytes, 
     segment->close_descriptor();
     known = neighbour.segments.emplace(location.segment, std::move(segment)).first;
   }
-  const Segment& segment = *known->second;
-  if (location.offset > segment.size() || bytes > segment.size() - location.offset) {
+  const std::shared_ptr<Segment>& segment = known->second;
+  if (location.offset > segment->size() || bytes > segment->size() - location.offset) {
     throw Error(ErrorKind::kProtocol, str("rank ", rank, " named ", bytes, " bytes that are not in its arena"));
   }
-  return segment.data() + location.offset;
+  return {segment, segment->data() + location.offset};
 }
 
 }  // namespace hpcomm::shm

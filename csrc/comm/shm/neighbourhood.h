@@ -45,6 +45,8 @@ class Neighbourhood {
   void park(Keepalive memory);
   // `bytes` at `location` of `rank`'s arena, mapped on first use. Throws kProtocol when they do not lie in it.
   [[nodiscard]] char* map(int rank, const Location& location, std::size_t bytes, Deadline deadline);
+  // The same for as long as the pointer lives, also without the neighbourhood.
+  [[nodiscard]] std::shared_ptr<char> hold(int rank, const Location& location, std::size_t bytes, Deadline deadline);
 
  private:
   struct Neighbour {

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "comm/host_communicator.h"
+#include "comm/peer_memory.h"
 #include "comm/shm/collectives.h"
 #include "comm/shm/shm_mailbox.h"
 
@@ -16,6 +17,27 @@ namespace {
 
 // Tags of user mail lie below: send() and recv() of the contract have a row of their own.
 constexpr std::uint64_t kOrderedTag = ~std::uint64_t{0};
+
+class ShmPeerMemory final : public PeerMemory {
+ public:
+  ShmPeerMemory(std::shared_ptr<shm::Neighbourhood> neighbourhood, std::vector<int> members)
+      : neighbourhood_(std::move(neighbourhood)), members_(std::move(members)) {}
+
+  [[nodiscard]] Buffer allocate(std::size_t bytes) override { return neighbourhood_->arena().allocate(bytes); }
+  [[nodiscard]] std::optional<Place> locate(const void* data, std::size_t bytes) const override {
+    const auto location = neighbourhood_->arena().locate(data, bytes);
+    return location ? std::optional<Place>({location->segment, location->offset}) : std::nullopt;
+  }
+  [[nodiscard]] std::shared_ptr<char> map(int peer, const Place& place, std::size_t bytes, Deadline deadline) override {
+    return neighbourhood_->hold(members_[static_cast<std::size_t>(peer)], {place.segment, 0, place.offset}, bytes,
+                                deadline);
+  }
+  void park(Keepalive memory) override { neighbourhood_->park(std::move(memory)); }
+
+ private:
+  std::shared_ptr<shm::Neighbourhood> neighbourhood_;
+  std::vector<int> members_;
+};
 
 class ShmCommunicator final : public HostCommunicator {
  public:
@@ -52,6 +74,9 @@ class ShmCommunicator final : public HostCommunicator {
   [[nodiscard]] bool can_poll() const noexcept override { return true; }
   [[nodiscard]] bool averages_well() const noexcept override { return true; }
   [[nodiscard]] std::shared_ptr<Mailbox> mailbox() override { return mailbox_; }
+  [[nodiscard]] std::shared_ptr<PeerMemory> peer_memory() override {
+    return std::make_shared<ShmPeerMemory>(neighbourhood_, ranks());
+  }
   [[nodiscard]] Buffer allocate(std::size_t bytes) override { return neighbourhood_->arena().allocate(bytes); }
 
  protected:
