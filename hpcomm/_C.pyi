@@ -88,10 +88,16 @@ from hpcomm._C_engine import (
     backend as backend,
 )
 from hpcomm._C_engine import (
+    flatten as flatten,
+)
+from hpcomm._C_engine import (
     pack as pack,
 )
 from hpcomm._C_engine import (
     register_ddp_hook as register_ddp_hook,
+)
+from hpcomm._C_engine import (
+    unflatten as unflatten,
 )
 from hpcomm._C_engine import (
     unpack as unpack,

@@ -1,6 +1,7 @@
 """Packing, channels, gradients and the torch.distributed backend: types of the native module, see _C.pyi."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -46,19 +47,52 @@ def unpack(
 ) -> None:
     """The way back; None skips an entry."""
 
-# --- csrc/torch/bind_engine.cpp ---
+# --- csrc/torch/bind_channel.cpp ---
+
+def flatten(tree: object) -> tuple[bytes, list[torch.Tensor]]: ...
+def unflatten(structure: bytes, tensors: Sequence[torch.Tensor]) -> Any: ...
 
 class Receipt:
-    def wait(self, timeout: float = -1.0) -> tuple[bytes, list[torch.Tensor]]: ...
+    def wait(self, timeout: float = -1.0) -> Any: ...
     def done(self) -> bool: ...
 
 class SendEdge:
-    def __init__(self, communicator: Communicator, peer: int, frozen: bool) -> None: ...
-    def send(self, structure: str, tensors: Sequence[torch.Tensor], microbatch: int = -1) -> Work: ...
+    def __init__(
+        self,
+        communicator: Communicator,
+        peer: int,
+        frozen: bool,
+        *,
+        slots: int = ...,
+        slot_bytes: int = 0,
+        max_bytes: int = 0,
+        direct_from: int = 0,
+    ) -> None: ...
+    def send(
+        self,
+        tree: object,
+        microbatch: int = -1,
+        wire_dtype: torch.dtype | Callable[[str, torch.Tensor], torch.dtype | None] | None = None,
+    ) -> Work: ...
+    @property
+    def slot_bytes(self) -> int: ...
 
 class RecvEdge:
-    def __init__(self, communicator: Communicator, peer: int, frozen: bool) -> None: ...
+    def __init__(
+        self,
+        communicator: Communicator,
+        peer: int,
+        frozen: bool,
+        *,
+        slots: int = ...,
+        slot_bytes: int = 0,
+        max_bytes: int = 0,
+    ) -> None: ...
     def recv(self, microbatch: int = -1) -> Receipt: ...
+    def take(self, microbatch: int = -1) -> Any: ...
+    def expect(self, tree: object) -> None: ...
+
+# --- csrc/torch/bind_engine.cpp ---
 
 class BucketPlan:
     def __init__(self, params: Sequence[torch.Tensor], first_bytes: int = ..., cap_bytes: int = ...) -> None: ...

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hpcomm import _C
 from hpcomm.errors import InvalidArgument
-from hpcomm.tree import flatten, unflatten
 
 if TYPE_CHECKING:
+    import torch
+
     from hpcomm._C import Communicator, Receipt, RecvEdge, SendEdge, Work
+
+    WireDtype = torch.dtype | Callable[[str, torch.Tensor], torch.dtype | None] | None
 
 __all__: list[str] = []
 
 SCHEMAS = ("per_message", "frozen")
+SLOTS = 4
 
 
 def require_schema(schema: str) -> bool:
@@ -24,15 +29,39 @@ def require_schema(schema: str) -> bool:
 
 
 class Sender:
-    """The sending end of one edge."""
+    """The sending end of one edge; see :class:`Channel` for the arguments."""
 
-    def __init__(self, communicator: Communicator, peer: int, *, schema: str = "per_message") -> None:
-        self._edge: SendEdge = _C.SendEdge(communicator, peer, require_schema(schema))
+    def __init__(
+        self,
+        communicator: Communicator,
+        peer: int,
+        *,
+        schema: str = "per_message",
+        wire_dtype: WireDtype = None,
+        slots: int = SLOTS,
+        slot_bytes: int = 0,
+        max_bytes: int = 0,
+        direct_from: int = 0,
+    ) -> None:
+        self._wire_dtype = wire_dtype
+        self._edge: SendEdge = _C.SendEdge(
+            communicator,
+            peer,
+            require_schema(schema),
+            slots=slots,
+            slot_bytes=slot_bytes,
+            max_bytes=max_bytes,
+            direct_from=direct_from,
+        )
 
-    def send(self, tree: object, microbatch: int = -1) -> Work:
+    def send(self, tree: object, microbatch: int = -1, *, wire_dtype: WireDtype = None) -> Work:
         """Issues one message; see :meth:`Channel.send`."""
-        structure, tensors = flatten(tree)
-        return self._edge.send(structure, tensors, microbatch)
+        return self._edge.send(tree, microbatch, self._wire_dtype if wire_dtype is None else wire_dtype)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the buffers for packed messages that exist now."""
+        return self._edge.slot_bytes
 
 
 class Pending:
@@ -47,41 +76,79 @@ class Pending:
 
     def wait(self, timeout: float = -1.0) -> Any:
         """The message. Raises what went wrong, or TimedOut after ``timeout`` seconds."""
-        structure, tensors = self._receipt.wait(timeout)
-        return unflatten(structure, tensors)
+        return self._receipt.wait(timeout)
 
 
 class Receiver:
-    """The receiving end of one edge."""
+    """The receiving end of one edge; see :class:`Channel` for the arguments."""
 
-    def __init__(self, communicator: Communicator, peer: int, *, schema: str = "per_message") -> None:
-        self._edge: RecvEdge = _C.RecvEdge(communicator, peer, require_schema(schema))
+    def __init__(
+        self,
+        communicator: Communicator,
+        peer: int,
+        *,
+        schema: str = "per_message",
+        slots: int = SLOTS,
+        slot_bytes: int = 0,
+        max_bytes: int = 0,
+    ) -> None:
+        self._edge: RecvEdge = _C.RecvEdge(
+            communicator, peer, require_schema(schema), slots=slots, slot_bytes=slot_bytes, max_bytes=max_bytes
+        )
 
     def recv(self, microbatch: int = -1) -> Pending:
         """Issues the receipt of the next message; ``microbatch`` >= 0 is checked against its header."""
         return Pending(self._edge.recv(microbatch))
 
+    def take(self, microbatch: int = -1) -> Any:
+        """The next message: as ``recv(microbatch).wait()``, without a change of threads where nothing is before it."""
+        return self._edge.take(microbatch)
+
+    def expect(self, tree: object) -> None:
+        """From now on messages must be like ``tree``; see :meth:`Channel.expect`."""
+        self._edge.expect(tree)
+
 
 class Channel:
     """Messages between this rank and ``peer``, in order in each direction.
 
-    A message is any tree of dicts, lists, tuples, None, numbers and strings around CPU tensors of any dtype and
-    shape. It travels as one packed payload; its structure goes ahead, and only when it changed.
+    A message is any tree of dicts, lists, tuples, named tuples, dataclasses, None, numbers and strings around tensors
+    of any dtype and shape on the communicator's device. Small tensors travel packed into one payload, tensors of
+    ``direct_from`` bytes and more as they are; the structure goes ahead, and only when it changed.
 
     Args:
         communicator: a communicator that both ranks belong to, e.g. ``mesh.pp``.
         peer: the other rank, in that communicator.
         schema: "per_message" (structure and shapes may change) or "frozen" (fixed by the first message; later ones
             carry no header).
+        wire_dtype: what real floating point tensors are cast to on the way, and back on arrival: a dtype, or a function
+            of a tensor's place (such as ``"message['h'][0]"``) and the tensor that returns a dtype or None. Rounded to
+            nearest, ties to even. Integers, bools and complex numbers are never cast.
+        slots: buffers for packed messages. On shared memory the receiver reads them in place, and a sender that is so
+            many messages ahead waits: a direction never has more than ``slots`` of them.
+        slot_bytes: size of the slots, if it is known: they are made here instead of when they are needed.
+        max_bytes: the largest message; 0 for 64 GiB. A larger one is refused before memory is taken.
+        direct_from: bytes from which a tensor is not packed; 0 for what was measured.
 
     Making a Channel is collective over the two ranks. Each direction has a lane of its own, so sending first on both
-    sides is fine.
+    sides is fine, whatever the size.
 
     Raises:
         InvalidArgument: no such peer, or an unknown schema.
     """
 
-    def __init__(self, communicator: Communicator, peer: int, *, schema: str = "per_message") -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        peer: int,
+        *,
+        schema: str = "per_message",
+        wire_dtype: WireDtype = None,
+        slots: int = SLOTS,
+        slot_bytes: int = 0,
+        max_bytes: int = 0,
+        direct_from: int = 0,
+    ) -> None:
         require_schema(schema)
         rank = communicator.rank
         if peer == rank or not 0 <= peer < communicator.size:
@@ -90,27 +157,57 @@ class Channel:
         up, down = (communicator.subgroup(pair, lane) for lane in ("up", "down"))
         out, back = (up, down) if rank < peer else (down, up)
         other = pair.index(peer)
-        self._sender = Sender(out, other, schema=schema)
-        self._receiver = Receiver(back, other, schema=schema)
+        self._sender = Sender(
+            out,
+            other,
+            schema=schema,
+            wire_dtype=wire_dtype,
+            slots=slots,
+            slot_bytes=slot_bytes,
+            max_bytes=max_bytes,
+            direct_from=direct_from,
+        )
+        self._receiver = Receiver(back, other, schema=schema, slots=slots, slot_bytes=slot_bytes, max_bytes=max_bytes)
 
-    def send(self, tree: object) -> Work:
+        self._numbers = {"sent": 0, "received": 0}
+
+    def _take_number(self, what: str) -> int:
+        """The number of the next message of hpcomm.nn in a direction, which its gradients carry as well."""
+        self._numbers[what] += 1
+        return self._numbers[what] - 1
+
+    def send(self, tree: object, *, wire_dtype: WireDtype = None) -> Work:
         """Issues ``tree`` and returns; its tensors must not be written before the Work has ended.
+
+        ``wire_dtype`` is for this message, instead of the channel's.
 
         Raises:
             InvalidArgument: something that cannot travel, with its place in the tree.
-            SchemaMismatch: the schema is frozen and this message has another one.
+            SchemaMismatch: the schema is frozen and this message has another one; or the receiver refused an earlier
+                message.
+            ProtocolError: an earlier message came to the receiver damaged.
         """
-        return self._sender.send(tree)
+        return self._sender.send(tree, wire_dtype=wire_dtype)
 
     def recv(self, timeout: float = -1.0) -> Any:
-        """Waits for the next message. Its tensors live in a receive slot that is reused when they are gone.
+        """Waits for the next message. Its tensors live in a receive slot that is used again when they are gone.
 
         Raises:
             TimedOut: nothing came within ``timeout`` seconds (the communicator's own limit when negative).
+            SchemaMismatch: the message is not what :meth:`expect` said, or holds a class that this program has not.
+            ProtocolError: what came is no message of this edge.
             RankFailed, PeerError: the peer is gone or raised.
         """
-        return self._receiver.recv().wait(timeout)
+        return self._receiver.take() if timeout < 0 else self._receiver.recv().wait(timeout)
 
     def irecv(self) -> Pending:
         """Asks for the next message without waiting."""
         return self._receiver.recv()
+
+    def expect(self, tree: object) -> None:
+        """From now on messages that come must have the structure of ``tree``, and tensors of its dtypes and shapes.
+
+        ``tree`` may hold tensors of any device, ``meta`` included; their values, and numbers and strings, do not count.
+        Any other message is a SchemaMismatch on both ranks that names the first leaf which differs.
+        """
+        self._receiver.expect(tree)

@@ -134,7 +134,7 @@ def _differences(pipe: Pipeline, model: torch.nn.Module) -> list[tuple[str, floa
 def _gather(tree: Any, communicator: Communicator) -> list[Any]:
     """Everybody's tree of tensors, in rank order."""
     structure, tensors = flatten(tree)
-    described = json.dumps([structure, [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]])
+    described = json.dumps([structure.hex(), [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]])
     everybody = communicator.control.exchange(
         communicator.ranks, REFERENCE_CHANNEL, described.encode(), communicator.timeout
     )
@@ -149,5 +149,5 @@ def _gather(tree: Any, communicator: Communicator) -> list[Any]:
             ]
         for tensor in theirs:
             communicator.broadcast(tensor, rank)
-        trees.append(unflatten(their_structure, theirs))
+        trees.append(unflatten(bytes.fromhex(their_structure), theirs))
     return trees

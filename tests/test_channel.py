@@ -1,13 +1,16 @@
-"""Channel: trees between two ranks, both ways, changing and frozen schemas, wrong use."""
+"""Channel: trees between two ranks, both ways, changing and frozen schemas, wire types, slots, wrong use."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
-from typing import Any
+import time
+from typing import Any, NamedTuple
 
 import pytest
 import ranks
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpcomm
 
@@ -15,6 +18,20 @@ DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
     torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
 ]  # fmt: skip
+
+
+TRANSPORTS = {"shm": {}, "gloo": {"HPCOMM_CPU_TRANSPORT": "gloo"}}
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Hidden:
+    states: torch.Tensor
+    mask: torch.Tensor | None = None
 
 
 def of_every_dtype(rank: int) -> dict[str, torch.Tensor]:
@@ -36,7 +53,10 @@ def exchange() -> None:
             "scalar": torch.tensor(float(mesh.rank)),
             "strided": torch.arange(12.0).view(3, 4).t() + mesh.rank,
             "mask": None,
-            "meta": (mesh.rank, "text", [True, 1.5]),
+            "meta": (mesh.rank, "text", [True, 1.5, 2 + 1j, 1 << 80]),
+            "classes": Pair(Hidden(torch.full((2,), 10.0**mesh.rank)), Hidden(torch.ones(1, dtype=torch.bool))),
+            "every strided": {name: t.view(1, 7).expand(3, 7).t() for name, t in of_every_dtype(mesh.rank).items()},
+            "conjugate": torch.tensor([1 + 2j, 3 - 1j]).conj(),
         }
         work = channel.send(tree)
         got = channel.recv()
@@ -48,26 +68,135 @@ def exchange() -> None:
         assert got["scalar"].item() == peer
         assert torch.equal(got["strided"], torch.arange(12.0).view(3, 4).t() + peer)
         assert got["mask"] is None
-        assert got["meta"] == (peer, "text", [True, 1.5])
+        assert got["meta"] == (peer, "text", [True, 1.5, 2 + 1j, 1 << 80])
+        assert list(got) == list(tree)
+        assert type(got["classes"]) is Pair
+        assert type(got["classes"].first) is Hidden
+        assert torch.equal(got["classes"].first.states, torch.full((2,), 10.0**peer))
+        assert got["classes"].first.mask is None
+        for name, tensor in of_every_dtype(peer).items():
+            assert equal(got["every strided"][name], tensor.view(1, 7).expand(3, 7).t().contiguous()), name
+        assert torch.equal(got["conjugate"], torch.tensor([1 - 2j, 3 + 1j]))
 
 
-def test_any_tree_both_ways() -> None:
-    ranks.run(2, exchange)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_any_tree_both_ways(transport: str) -> None:
+    ranks.run(2, exchange, env=TRANSPORTS[transport])
 
 
-def send_first_on_both_sides() -> None:
+def small_and_large() -> None:
     with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
-        size = 8 << 20  # 32 MiB: far above what a socket buffers
-        work = channel.send(torch.full((size,), float(mesh.rank)))
-        got = channel.recv()
-        work.wait()
-        assert got.shape == (size,)
-        assert bool((got == 1 - mesh.rank).all())
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, direct_from=4096)
+        for i in range(6):
+            base = torch.arange(3000.0) + 10.0**mesh.rank + i
+            tree = [
+                base[:7],
+                base,
+                base.view(3, 1000).t(),
+                base[:0],
+                base[:1000].int(),
+                base.double(),
+                base[:1000].half(),
+            ]
+            work = channel.send(tree)
+            got = channel.recv()
+            work.wait()
+            want = torch.arange(3000.0) + 10.0 ** (1 - mesh.rank) + i
+            expected = [want[:7], want, want.view(3, 1000).t(), want[:0], want[:1000].int(), want.double(),
+                        want[:1000].half()]  # fmt: skip
+            for g, e in zip(got, expected, strict=True):
+                assert g.dtype == e.dtype
+                assert torch.equal(g, e)
 
 
-def test_send_first_on_both_sides() -> None:
-    ranks.run(2, send_first_on_both_sides)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_small_tensors_are_packed_and_large_ones_are_not(transport: str) -> None:
+    ranks.run(2, small_and_large, env=TRANSPORTS[transport])
+
+
+def wire_types() -> None:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        whole = hpcomm.Channel(mesh.pp, 1 - mesh.rank, wire_dtype=torch.bfloat16)
+        torch.manual_seed(7)
+        tree = {
+            "f": torch.randn(100, 3) + mesh.rank,
+            "t": torch.randn(3, 50).t() + mesh.rank,
+            "d": torch.randn(70_000, dtype=torch.float64) + mesh.rank,  # large, and packed because it is cast
+            "h": torch.randn(9).half() + mesh.rank,
+            "i": torch.tensor([16_777_217, 1 + mesh.rank]),
+            "b": torch.tensor([True, False]),
+            "c": torch.tensor([1.0000001 + 2j]),
+            "e": torch.empty(0),
+        }
+        torch.manual_seed(7)
+
+        def theirs() -> dict[str, torch.Tensor]:
+            shift = 1 - 2 * mesh.rank
+            torch.manual_seed(7)
+            return {
+                "f": torch.randn(100, 3) + (mesh.rank + shift),
+                "t": torch.randn(3, 50).t() + (mesh.rank + shift),
+                "d": torch.randn(70_000, dtype=torch.float64) + (mesh.rank + shift),
+                "h": torch.randn(9).half() + (mesh.rank + shift),
+                "i": torch.tensor([16_777_217, 1 + mesh.rank + shift]),
+                "b": torch.tensor([True, False]),
+                "c": torch.tensor([1.0000001 + 2j]),
+                "e": torch.empty(0),
+            }
+
+        def by_place(place: str, tensor: torch.Tensor) -> torch.dtype | None:
+            assert tensor.is_floating_point()
+            return {"message['f']": torch.float16, "message['d']": torch.float32}.get(place)
+
+        chosen = {
+            "all": (None, lambda _: torch.bfloat16),
+            "one": (torch.float16, lambda _: torch.float16),
+            "each": (by_place, {"f": torch.float16, "d": torch.float32}.get),
+        }
+        for wire, of in chosen.values():
+            work = whole.send(tree, wire_dtype=wire)
+            got = whole.recv()
+            work.wait()
+            for name, tensor in theirs().items():
+                wanted = of(name) if tensor.is_floating_point() else None
+                expected = tensor if wanted is None else tensor.to(wanted).to(tensor.dtype)
+                assert got[name].dtype == tensor.dtype
+                assert torch.equal(got[name], expected), name
+        with pytest.raises(hpcomm.InvalidArgument, match="wire_dtype: Int is no real floating point type"):
+            whole.send(tree, wire_dtype=torch.int32)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_wire_types(transport: str) -> None:
+    ranks.run(2, wire_types, env=TRANSPORTS[transport])
+
+
+def send_first_on_both_sides(megabytes: int, channels: int) -> None:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        all_of_them = [hpcomm.Channel(mesh.pp, 1 - mesh.rank) for _ in range(channels)]
+        size = (megabytes << 20) // 4
+        works = [channel.send(torch.full((size,), 10.0**mesh.rank + i)) for i, channel in enumerate(all_of_them)]
+        for i, channel in enumerate(all_of_them):
+            got = channel.recv()
+            assert got.shape == (size,)
+            assert bool((got == 10.0 ** (1 - mesh.rank) + i).all())
+        for work in works:
+            work.wait()
+
+
+@pytest.mark.parametrize(
+    ("env", "megabytes", "channels"),
+    [
+        (TRANSPORTS["shm"], 128, 1),
+        (TRANSPORTS["shm"], 8, 3),
+        (TRANSPORTS["gloo"], 32, 1),
+        ({"HPCOMM_EMULATE": "nccl:lanes:seed=3:delay=2000"}, 128, 1),
+        ({"HPCOMM_EMULATE": "nccl:lanes:seed=4:delay=5000"}, 8, 3),
+    ],
+    ids=["shm", "shm, three channels", "gloo", "emulated", "emulated, three channels"],
+)
+def test_send_first_on_both_sides(env: dict[str, str], megabytes: int, channels: int) -> None:
+    ranks.run(2, send_first_on_both_sides, megabytes, channels, env=env)
 
 
 def random_tree(draw: random.Random) -> Any:
@@ -192,3 +321,144 @@ def two_channels() -> None:
 
 def test_several_channels_on_one_communicator() -> None:
     ranks.run(3, two_channels)
+
+
+class Operations(TorchDispatchMode):
+    """The names of all tensor operations, also of those that C++ calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def no_operations() -> None:
+    """Whatever reads a value (item, tolist, nonzero) is an operation: without one there is nothing to wait for."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        with Operations() as probe:
+            torch.ones(1).item()
+        assert any("_local_scalar_dense" in name for name in probe.names)  # it would be seen
+        for i in range(6):
+            tree = {"a": torch.full((3 + i % 2,), 1.0), "b": torch.ones(100_000), "c": (torch.tensor(2), "text", i)}
+            with Operations() as seen:
+                work = channel.send(tree)
+                got = channel.recv()
+                work.wait()
+            assert seen.names == []
+            assert torch.equal(got["a"], tree["a"])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_message_takes_no_tensor_operation(transport: str) -> None:
+    ranks.run(2, no_operations, env=TRANSPORTS[transport])
+
+
+def bounded_memory() -> None:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, slots=3, direct_from=1 << 30)
+        tree = [torch.full((1 << 18,), 10.0**mesh.rank), torch.ones(10)]  # 1 MB, packed
+        if mesh.rank == 0:
+            works = [channel.send(tree) for _ in range(20)]
+            assert channel._sender.slot_bytes <= 3 * ((1 << 20) + 256)
+            mesh.world.barrier()  # nobody has received anything yet
+            for work in works:
+                work.wait()
+            assert channel._sender.slot_bytes <= 3 * ((1 << 20) + 256)
+        else:
+            mesh.world.barrier()
+            for _ in range(20):
+                assert bool((channel.recv()[0] == 1.0).all())
+
+
+def test_a_sender_that_is_ahead_takes_no_more_memory() -> None:
+    ranks.run(2, bounded_memory)
+
+
+def made_beforehand() -> None:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, slots=2, slot_bytes=10_000)
+        before = channel._sender.slot_bytes
+        assert before == 2 * 10_064
+        for i in range(10):
+            channel.send([torch.full((100,), float(i)), torch.zeros(1)])
+            assert channel.recv()[0][7] == i
+        assert channel._sender.slot_bytes == before
+
+
+def test_slots_of_a_known_size_are_made_with_the_channel() -> None:
+    ranks.run(2, made_beforehand)
+
+
+def in_place_on_what_was_received() -> None:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        mine = [torch.full((4,), 10.0**mesh.rank), torch.zeros(2)]
+        work = channel.send(mine)
+        got = channel.recv()
+        work.wait()
+        got[0].mul_(3)
+        mesh.world.barrier()
+        assert torch.equal(mine[0], torch.full((4,), 10.0**mesh.rank))  # it is not the sender's tensor
+        assert torch.equal(got[0], torch.full((4,), 3 * 10.0 ** (1 - mesh.rank)))
+
+
+def test_what_was_received_may_be_written() -> None:
+    ranks.run(2, in_place_on_what_was_received)
+
+
+def send_until_told(channel: hpcomm.Channel, tree: object) -> None:
+    """A message that the receiver refuses may have left before it says so: then one of the next raises."""
+    for _ in range(500):
+        channel.send(tree).wait()
+        time.sleep(0.01)
+
+
+def another_message_than_expected() -> None:
+    mesh = hpcomm.init(dp=1, pp=2)
+    channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    if mesh.rank == 0:
+        channel.send({"x": torch.zeros(3), "h": [torch.zeros(2, 2)]}).wait()
+        mesh.world.barrier()
+        with pytest.raises(hpcomm.SchemaMismatch, match=r"rank 1 refused .* message\['h'\]\[0\]: float32\[2, 3\]"):
+            send_until_told(channel, {"x": torch.zeros(3), "h": [torch.zeros(2, 3)]})
+    else:
+        channel.expect({"x": torch.zeros(3, device="meta"), "h": [torch.ones(2, 2)]})
+        assert channel.recv()["h"][0].shape == (2, 2)
+        mesh.world.barrier()
+        with pytest.raises(
+            hpcomm.SchemaMismatch,
+            match=r"edge 0->1, microbatch -1: .* message\['h'\]\[0\]: float32\[2, 3\] instead of float32\[2, 2\]",
+        ):
+            channel.recv()
+    mesh.world.barrier()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_another_message_than_expected_is_told_to_both(transport: str) -> None:
+    ranks.run(2, another_message_than_expected, env=TRANSPORTS[transport])
+
+
+def frozen_names_the_leaf() -> None:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, schema="frozen")
+        if mesh.rank == 0:
+            channel.send({"a": torch.zeros(2), "b": torch.zeros(3)}).wait()
+            for tree, words in (
+                ({"a": torch.zeros(2), "b": torch.zeros(4)}, r"message\['b'\]: float32\[4\] instead of float32\[3\]"),
+                ({"a": torch.zeros(2), "b": torch.zeros(3).int()}, r"message\['b'\]: int32\[3\] instead of float32"),
+                ({"a": torch.zeros(2)}, r"message\['b'\]: float32\[3\] is missing"),
+                ({"a": torch.zeros(2), "c": torch.zeros(3)}, r"message\['c'\] where message\['b'\] is expected"),
+                ({"a": torch.zeros(2), "b": torch.zeros(3), "n": 1}, "the values or containers around"),
+            ):
+                with pytest.raises(hpcomm.SchemaMismatch, match=words):
+                    channel.send(tree)
+        else:
+            channel.recv()
+
+
+def test_a_frozen_schema_names_the_leaf_that_differs() -> None:
+    ranks.run(2, frozen_names_the_leaf)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
+import dataclasses
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,11 +13,42 @@ from hypothesis import strategies as st
 import hpcomm
 from hpcomm.tree import flatten, tensors_of, unflatten
 
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass
+class Hidden:
+    states: Any
+    mask: Any = None
+    steps: int = dataclasses.field(default=0, init=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    value: Any
+
+    def __post_init__(self) -> None:
+        if self.value == "forbidden":
+            raise AssertionError("code of a class ran")
+
+
+class Outer:
+    @dataclasses.dataclass
+    class Inner:
+        """Found by its qualified name."""
+
+        value: Any
+
+
 LEAVES = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(),
     st.floats(allow_nan=False),
+    st.complex_numbers(allow_nan=False),
     st.text(),
     st.builds(lambda n: torch.full((n,), float(n)), st.integers(0, 3)),
 )
@@ -26,6 +57,10 @@ TREES = st.recursive(
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
         st.lists(inner, max_size=3).map(tuple),
+        st.builds(Pair, inner, inner),
+        st.builds(Hidden, inner, inner),
+        st.builds(Frozen, inner),
+        st.builds(Outer.Inner, inner),
         st.dictionaries(st.one_of(st.text(), st.integers()), inner, max_size=3),
     ),
     max_leaves=12,
@@ -41,6 +76,8 @@ def same(a: Any, b: Any) -> bool:
         return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
+    if dataclasses.is_dataclass(a):
+        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
     return bool(a == b)
 
 
@@ -66,6 +103,11 @@ def test_tensors_travel_dense_and_keep_requires_grad() -> None:
         ({"a": [1, {1, 2}]}, r"message\['a'\]\[1\]: set cannot be sent"),
         ({(1, 2): 3}, "a dict key of type tuple"),
         (object(), "object cannot be sent"),
+        (Pair(1, {"x": {1}}), r"message\[1\]\['x'\]: set cannot be sent"),
+        (Hidden([b"1"]), r"message\.states\[0\]: bytes cannot be sent"),
+        ("\ud800", "characters that UTF-8 cannot hold"),
+        (torch.Size([1]), "Size cannot be sent"),
+        (Hidden, "type cannot be sent"),
     ],
 )
 def test_what_cannot_travel_is_named(tree: object, words: str) -> None:
@@ -73,16 +115,75 @@ def test_what_cannot_travel_is_named(tree: object, words: str) -> None:
         flatten(tree)
 
 
-@given(st.recursive(st.one_of(st.none(), st.integers(), st.text()), st.lists, max_leaves=8))
-def test_damaged_structures_are_refused(node: Any) -> None:
-    text = json.dumps(node)
+def test_what_the_other_rank_cannot_find_is_refused() -> None:
+    @dataclasses.dataclass
+    class Local:
+        value: int
+
+    with pytest.raises(hpcomm.InvalidArgument, match="defined inside a function"):
+        flatten([Local(1)])
+
+
+def test_no_code_of_a_class_runs() -> None:
+    made = object.__new__(Frozen)
+    object.__setattr__(made, "value", "forbidden")
+    assert unflatten(*flatten(made)).value == "forbidden"
+
+
+def test_fields_that_no_init_takes_come_along() -> None:
+    hidden = Hidden(torch.ones(2))
+    hidden.steps = 7
+    assert unflatten(*flatten(hidden)).steps == 7
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (b"test_messages:Hidden", b"test_messages:Absent", "has not imported"),
+        (b"test_messages:Hidden", b"not_a_module:Hidden_", "has not imported"),
+        (b"test_messages:Hidden", b"test_messages:LEAVES", "has not imported"),
+        (b"test_messages:Hidden", b"test_messages:Frozen", "with other fields"),
+        (b"steps", b"stops", "with other fields"),
+        (b"test_messages:Hidden", b"dataclasses.os:_exit", "has not imported"),
+        (b"test_messages:Hidden", b"builtins:bytearray__", "has not imported"),
+    ],
+)
+def test_a_class_that_is_another_one_here(old: bytes, new: bytes, words: str) -> None:
+    structure, tensors = flatten(Hidden(1))
+    name = Hidden.__module__.encode() + b":Hidden"
+    structure = structure.replace(name, b"test_messages:Hidden")
+    damaged = structure.replace(old, new)
+    assert damaged != structure
+    assert len(damaged) == len(structure)
+    with pytest.raises(hpcomm.SchemaMismatch, match=words):
+        unflatten(damaged, tensors)
+
+
+@given(TREES, st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), max_size=4), st.integers(0, 10_000))
+def test_damaged_structures_are_refused(tree: Any, changes: list[tuple[int, int]], length: int) -> None:
+    structure, tensors = flatten(tree)
+    damaged = bytearray(structure)
+    for place, byte in changes:
+        damaged[place % len(damaged)] = byte
+    del damaged[1 + length :]
     try:
-        tree = unflatten(text, [])
-    except hpcomm.ProtocolError:
+        got = unflatten(bytes(damaged), tensors)
+    except (hpcomm.ProtocolError, hpcomm.SchemaMismatch):
         return
-    assert same(unflatten(flatten(tree)[0], []), tree)  # only what flatten() could have written is accepted
+    assert len(flatten(got)[1]) == len(tensors)  # what is accepted is a tree of those tensors
 
 
 def test_deep_nesting_is_refused() -> None:
-    with pytest.raises(hpcomm.ProtocolError):
-        unflatten("[" * 100_000, [])
+    deep: Any = None
+    for _ in range(300):
+        deep = [deep]
+    with pytest.raises(hpcomm.InvalidArgument, match="deeper than 200 levels"):
+        flatten(deep)
+    with pytest.raises(hpcomm.ProtocolError, match="deeper than 200 levels"):
+        unflatten(b"l\x01\x00\x00\x00" * 100_000 + b"N", [])
+
+
+def test_announced_counts_allocate_nothing() -> None:
+    for kind in b"lumS":
+        with pytest.raises(hpcomm.ProtocolError, match="cut short"):
+            unflatten(bytes([kind]) + b"\xff\xff\xff\x7f", [])

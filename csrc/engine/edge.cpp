@@ -1,22 +1,14 @@
-// Sending and receiving Messages over a Communicator and its Control.
+// Both ends of an edge: what is checked, counted and remembered, whatever the way the messages take.
 #include "engine/edge.h"
 
-#include <algorithm>
-#include <atomic>
-#include <exception>
 #include <utility>
 
 #include "base/error.h"
-#include "pack/pack.h"
+#include "engine/route.h"
 
 namespace hpcomm {
 
 namespace {
-
-// Slots that wait for their next message. In flight there may be more; the plan bounds those.
-constexpr std::size_t kFreeSlots = 4;
-// How often a lane that waits for a header looks whether its communicator was aborted.
-constexpr auto kAbortPoll = std::chrono::milliseconds(20);
 
 int job_rank(const Communicator& communicator, int rank) {
   return communicator.ranks()[static_cast<std::size_t>(rank)];
@@ -30,211 +22,248 @@ EdgeConfig checked(EdgeConfig config) {
   const Communicator& communicator = *config.communicator;
   HPCOMM_REQUIRE(config.peer >= 0 && config.peer < communicator.size() && config.peer != communicator.rank(),
                  "an edge of rank ", communicator.rank(), " of ", communicator.size(), " has no peer ", config.peer);
+  HPCOMM_REQUIRE(config.slots > 0, "an edge needs a slot");
   return config;
 }
 
 }  // namespace
 
+// --- sending ---------------------------------------------------------------------------------------------------------
+
 SendEdge::SendEdge(EdgeConfig config, std::shared_ptr<Allocator> allocator)
     : config_(checked(std::move(config))),
       id_(config_.communicator->next_edge_id(config_.communicator->rank(), config_.peer)),
-      slots_(std::move(allocator), kFreeSlots) {}
-
-WorkPtr SendEdge::send(const Schema& schema, const std::vector<const void*>& tensors, Keepalive keepalive,
-                       int microbatch) {
-  Communicator& communicator = *config_.communicator;
-  HPCOMM_REQUIRE(tensors.size() == schema.tensors.size(), "the schema has ", schema.tensors.size(), " tensors, got ",
-                 tensors.size());
-  const std::uint64_t fingerprint = schema.fingerprint();
-  const bool frozen = config_.mode == SchemaMode::kFrozen && sequence_ > 0;
-  if (frozen && fingerprint != frozen_) {
-    throw Error(ErrorKind::kSchemaMismatch,
-                str(edge_name(communicator, communicator.rank(), config_.peer), ", microbatch ", microbatch,
-                    ": the schema is frozen and this message has another one: ", schema.to_text(),
-                    "; use schema=\"per_message\" where shapes change"),
-                communicator.context("send", config_.peer, sequence_));
+      refusal_(std::make_shared<Refusal>(config_.communicator, config_.peer, id_)),
+      route_(make_mail_send(config_, allocator, id_, refusal_)) {
+  if (route_ == nullptr) {
+    route_ = make_lane_send(config_, std::move(allocator), id_, refusal_);
   }
-  auto known = known_.find(fingerprint);
-  const bool first = known == known_.end();
-  if (first) {
-    known = known_.emplace(fingerprint, schema.layout()).first;
-  }
-  const Layout& layout = known->second;
-  if (!frozen) {
-    MessageHeader header{id_, sequence_, microbatch, fingerprint, layout.bytes(), first};
-    std::string body = encode_header(header);
-    if (first) {
-      body += encode_schema(schema);
-    }
-    communicator.control().send(job_rank(communicator, config_.peer), id_, body);
-    frozen_ = fingerprint;
-  }
-  ++sequence_;
-
-  OpOptions options;
-  if (layout.bytes() == 0) {
-    auto work = std::make_shared<HostWork>(communicator.context("send", config_.peer, sequence_ - 1));
-    work->complete();
-    return work;
-  }
-  options.ready = communicator.compute()->record();
-  // A single tensor is its own packed form, except for the padding behind it, which nobody reads. It travels as bytes,
-  // like every payload: the receiver knows the dtype from the schema.
-  if (layout.is_plain()) {
-    const std::size_t bytes = layout.entries().front().wire_bytes();
-    options.keepalive = std::move(keepalive);
-    // const_cast: a BufferView serves both directions, and a send only reads.
-    return communicator.send({const_cast<void*>(tensors.front()), bytes, bytes, DType::kUInt8, communicator.device()},
-                             config_.peer, options);
-  }
-  const Buffer slot = slots_.acquire(layout.bytes()).buffer;
-  communicator.stream().wait(std::exchange(options.ready, {}));
-  using Held = std::pair<Keepalive, Keepalive>;
-  options.keepalive = std::make_shared<const Held>(std::move(keepalive), slot.owner);
-  // Held by the copy as well: the send may be refused while the copy is already on its way.
-  pack(communicator.stream(), layout, tensors, slot.view, {}, options.keepalive);
-  return communicator.send(slot.view, config_.peer, options);
 }
 
-struct RecvEdge::State {
-  State(const EdgeConfig& edge, std::shared_ptr<Allocator> allocator)
-      : communicator(*edge.communicator),
-        peer(edge.peer),
-        id(communicator.next_edge_id(peer, communicator.rank())),
-        mode(edge.mode),
-        slots(std::move(allocator), kFreeSlots, communicator.compute()) {}
+SendEdge::~SendEdge() = default;
 
-  struct Known {
-    std::shared_ptr<const Schema> schema;
-    std::shared_ptr<const Layout> layout;
-  };
+std::size_t SendEdge::slot_bytes() const { return route_->slot_bytes(); }
 
-  // What the next message looks like; waits for its header unless the schema is frozen.
-  Known next(std::uint64_t sequence, int microbatch, Deadline deadline) {
-    if (mode == SchemaMode::kFrozen && sequence > 0) {
-      return current;
+WorkPtr SendEdge::send(const Schema& schema, const std::vector<Source>& tensors, Keepalive keepalive, int microbatch) {
+  return send(encode_schema(schema), tensors, std::move(keepalive), microbatch);
+}
+
+WorkPtr SendEdge::send(std::string_view schema, const std::vector<Source>& tensors, Keepalive keepalive,
+                       int microbatch) {
+  Communicator& communicator = *config_.communicator;
+  refusal_->check_sometimes();
+  Outgoing message;
+  bool first = false;
+  if (last_ != nullptr && last_->bytes == schema) {
+    message.known = last_;
+  } else {
+    HPCOMM_REQUIRE(schema.size() <= kMaxSchemaBytes, "a message whose structure takes ", schema.size(), " bytes");
+    const std::uint64_t fingerprint = fingerprint_of(schema);
+    message.known = book_.find(fingerprint);
+    first = message.known == nullptr || message.known->bytes != schema;
+    if (first) {
+      message.known = KnownSchema::read(schema, fingerprint);
     }
-    const std::string body = wait_header(sequence, deadline);
-    const MessageHeader header = parse_header(body);
-    const std::string_view rest = std::string_view(body).substr(kHeaderBytes);
-    if (header.edge != id || header.sequence != sequence) {
-      throw Error(ErrorKind::kProtocol, str(name(), ": message #", header.sequence, " of edge ", header.edge,
-                                            " came where #", sequence, " of edge ", id, " was due"));
+  }
+  const KnownSchema& known = *message.known;
+  const bool frozen = config_.mode == SchemaMode::kFrozen && sequence_ > 0;
+  message.what = communicator.context("send", config_.peer, sequence_);
+  if (frozen && message.known != last_) {
+    throw Error(ErrorKind::kSchemaMismatch,
+                str(edge_name(communicator, communicator.rank(), config_.peer), ", microbatch ", microbatch,
+                    ": the schema is frozen and this message has another one: ",
+                    difference(known.schema, last_->schema, Compare::kEverything),
+                    "; use schema=\"per_message\" where shapes change"),
+                message.what);
+  }
+  HPCOMM_REQUIRE(tensors.size() == known.schema.tensors.size(), "the schema has ", known.schema.tensors.size(),
+                 " tensors, got ", tensors.size());
+  HPCOMM_REQUIRE(known.parcel.bytes() <= config_.max_bytes, "a message of ", known.parcel.bytes(),
+                 " bytes; the edge takes up to ", config_.max_bytes);
+  if (!frozen) {
+    message.header =
+        MessageHeader{id_, sequence_, microbatch, known.fingerprint, known.parcel.bytes(), 0, std::nullopt};
+    if (first) {
+      message.header->schema_bytes = static_cast<std::uint32_t>(schema.size());
     }
-    if (header.carries_schema) {
-      auto schema = std::make_shared<const Schema>(parse_schema(rest));
-      auto layout = std::make_shared<const Layout>(schema->layout());
-      if (schema->fingerprint() != header.schema) {
-        throw Error(ErrorKind::kProtocol, name() + ": the schema does not match its fingerprint");
-      }
-      known[header.schema] = {std::move(schema), std::move(layout)};
-    } else if (!rest.empty()) {
-      throw Error(ErrorKind::kProtocol, name() + ": bytes behind the header");
+  }
+  message.sources = tensors;
+  message.keepalive = std::move(keepalive);
+  const KnownPtr sent = message.known;
+  WorkPtr work = route_->send(std::move(message));
+  // Not before: what was not issued, the receiver does not know.
+  if (first) {
+    book_.add(sent);
+  }
+  last_ = sent;
+  ++sequence_;
+  return work;
+}
+
+std::vector<CopyItem> pack_items(const Outgoing& message, char* target) {
+  const Parcel& parcel = message.known->parcel;
+  std::vector<CopyItem> items;
+  items.reserve(parcel.packed_tensors.size());
+  for (std::size_t i = 0; i < parcel.packed_tensors.size(); ++i) {
+    const Layout::Entry& entry = parcel.packed.entries()[i];
+    const Source& source = message.sources[parcel.packed_tensors[i]];
+    if (source.strided != nullptr) {
+      source.strided->write(target + entry.offset, entry.wire);
+    } else {
+      items.push_back({source.data, target + entry.offset, entry.count, entry.dtype, entry.wire});
     }
-    const auto found = known.find(header.schema);
-    if (found == known.end() || found->second.layout->bytes() != header.payload_bytes) {
-      throw Error(ErrorKind::kProtocol, str(name(), ": message #", sequence, " has no schema that fits it"));
+  }
+  return items;
+}
+
+// --- receiving -------------------------------------------------------------------------------------------------------
+
+Inbound::Inbound(const EdgeConfig& config, std::uint64_t edge_id)
+    : communicator(*config.communicator),
+      peer(config.peer),
+      id(edge_id),
+      mode(config.mode),
+      max_bytes(config.max_bytes),
+      refusal(config.communicator, config.peer, edge_id) {}
+
+std::string Inbound::name() const { return edge_name(communicator, peer, communicator.rank()); }
+
+KnownPtr Inbound::accept(const MessageHeader& header, std::string_view schema, std::uint64_t sequence, int microbatch) {
+  const auto reject = [this](const std::string& why) { throw Error(ErrorKind::kProtocol, name() + ": " + why); };
+  if (header.edge != id || header.sequence != sequence) {
+    reject(str("message #", header.sequence, " of edge ", header.edge, " came where #", sequence, " of edge ", id,
+               " was due"));
+  }
+  if (schema.size() != header.schema_bytes) {
+    reject(str("bytes behind the header: ", schema.size(), " instead of ", header.schema_bytes));
+  }
+  KnownPtr known;
+  if (!schema.empty()) {
+    if (fingerprint_of(schema) != header.schema) {
+      reject("the schema does not match its fingerprint");
     }
-    if (microbatch >= 0 && header.microbatch != microbatch) {
+    known = KnownSchema::read(schema, header.schema);
+    book.add(known);
+  } else {
+    known = book.find(header.schema);
+  }
+  if (known == nullptr || known->parcel.bytes() != header.payload_bytes) {
+    reject(str("message #", sequence, " has no schema that fits it"));
+  }
+  if (known->parcel.bytes() > max_bytes) {
+    reject(str("message #", sequence, " has ", known->parcel.bytes(), " bytes; this edge takes up to ", max_bytes));
+  }
+  if (header.lent && known->parcel.packed.bytes() == 0) {
+    reject(str("message #", sequence, " is lent and has nothing to lend"));
+  }
+  if (microbatch >= 0 && header.microbatch != microbatch) {
+    throw Error(ErrorKind::kSchemaMismatch,
+                str(name(), " delivered microbatch ", header.microbatch, " (", known->schema.to_text(),
+                    "), this rank expects microbatch ", microbatch, "; do all ranks run the same plan?"),
+                communicator.context("recv", peer, sequence));
+  }
+  std::shared_ptr<const Schema> wanted;
+  {
+    const std::lock_guard lock(expected_mutex);
+    wanted = expected;
+  }
+  if (wanted != nullptr) {
+    const std::string differs = difference(known->schema, *wanted, Compare::kLeaves);
+    if (!differs.empty()) {
       throw Error(ErrorKind::kSchemaMismatch,
-                  str(name(), " delivered microbatch ", header.microbatch, " (", found->second.schema->to_text(),
-                      "), this rank expects microbatch ", microbatch, "; do all ranks run the same plan?"),
+                  str(name(), ", microbatch ", header.microbatch, ": this rank expects another message: ", differs),
                   communicator.context("recv", peer, sequence));
     }
-    current = found->second;
-    return current;
   }
+  current = known;
+  return known;
+}
 
-  std::string wait_header(std::uint64_t sequence, Deadline deadline) {
-    for (;;) {
-      const Deadline slice = std::min(deadline, Clock::now() + kAbortPoll);
-      if (auto body = communicator.control().try_receive(job_rank(communicator, peer), id, slice)) {
-        return std::move(*body);
-      }
-      if (auto why = communicator.aborted()) {
-        throw Error(*why);
-      }
-      if (closed) {
-        throw Error(ErrorKind::kClosed, name() + ": the channel was closed before the message came",
-                    communicator.context("recv", peer, sequence));
-      }
-      if (Clock::now() >= deadline) {
-        throw Error(ErrorKind::kTimedOut, name() + ": no message came in time; is the peer still computing?",
-                    communicator.context("recv", peer, sequence));
-      }
+void Inbound::check(std::uint64_t sequence, Deadline deadline) const {
+  if (auto why = communicator.aborted()) {
+    throw Error(*why);
+  }
+  if (closed) {
+    throw Error(ErrorKind::kClosed, name() + ": the channel was closed before the message came",
+                communicator.context("recv", peer, sequence));
+  }
+  if (Clock::now() >= deadline) {
+    throw Error(ErrorKind::kTimedOut, name() + ": no message came in time; is the peer still computing?",
+                communicator.context("recv", peer, sequence));
+  }
+}
+
+void Inbound::fail(std::exception_ptr error) {
+  if (broken) {
+    return;
+  }
+  broken = error;
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& why) {
+    if (why.kind() == ErrorKind::kSchemaMismatch || why.kind() == ErrorKind::kProtocol) {
+      refusal.tell(why);
+      // Its payload stays unread: what follows on this communicator would meet the wrong one.
+      communicator.abort(why);
+    }
+  } catch (...) {
+    // Of this rank alone: a signal, most likely.
+  }
+}
+
+void* Incoming::data(std::size_t i) const noexcept {
+  const Parcel::Place& place = known->parcel.places[i];
+  return place.area == Parcel::Area::kNowhere ? nullptr : static_cast<char*>(part(i).view.data) + place.offset;
+}
+
+const Keepalive& Incoming::owner(std::size_t i) const noexcept { return part(i).owner; }
+
+const Buffer& Incoming::part(std::size_t i) const noexcept {
+  switch (known->parcel.places[i].area) {
+    case Parcel::Area::kNowhere:
+    case Parcel::Area::kPacked:
+      return packed;
+    case Parcel::Area::kDirect:
+      return direct;
+    case Parcel::Area::kCast:
+      return cast;
+  }
+  return packed;
+}
+
+std::vector<CopyItem> cast_items(const Incoming& message) {
+  const Parcel& parcel = message.known->parcel;
+  std::vector<CopyItem> items;
+  for (std::size_t i = 0; i < parcel.packed_tensors.size(); ++i) {
+    const Layout::Entry& entry = parcel.packed.entries()[i];
+    if (entry.wire != entry.dtype) {
+      items.push_back({static_cast<const char*>(message.packed.view.data) + entry.offset,
+                       message.data(parcel.packed_tensors[i]), entry.count, entry.wire, entry.dtype});
     }
   }
+  return items;
+}
 
-  [[nodiscard]] std::string name() const { return edge_name(communicator, peer, communicator.rank()); }
-
-  // Not owned: a lane's tasks must not keep its communicator alive. The RecvEdge does, and a communicator that is
-  // destroyed waits for its lane first.
-  Communicator& communicator;
-  const int peer;
-  const std::uint64_t id;
-  const SchemaMode mode;
-  SlotPool slots;
-  std::unordered_map<std::uint64_t, Known> known;
-  Known current;
-  // The first receipt's error: what comes after it would pair headers with payloads of other messages.
-  std::exception_ptr broken;
-  std::atomic<bool> closed = false;  // by the owner's thread
-};
-
-RecvEdge::RecvEdge(EdgeConfig config, std::shared_ptr<Allocator> allocator)
-    : config_(checked(std::move(config))), state_(std::make_shared<State>(config_, std::move(allocator))) {}
-
-// A message nobody wants must not hold the lane.
-RecvEdge::~RecvEdge() { state_->closed = true; }
-
-Receipt RecvEdge::recv(int microbatch) {
+RecvEdge::RecvEdge(EdgeConfig config, std::shared_ptr<Allocator> allocator) : config_(checked(std::move(config))) {
   Communicator& communicator = *config_.communicator;
-  const std::uint64_t sequence = sequence_++;
-  auto message = std::make_shared<Incoming>();
-  auto work = std::make_shared<RelayWork>(communicator.context("recv", config_.peer, sequence), communicator.device());
-  // The size is not known before the header is here, so the whole receipt is one task of the lane; the recv inside
-  // it runs in place. A weak reference, because a closed channel wants no more messages.
-  communicator.stream().enqueue([state = std::weak_ptr<State>(state_), message, work, sequence, microbatch] {
-    const auto edge = state.lock();
-    try {
-      if (edge == nullptr) {
-        throw Error(ErrorKind::kClosed, "the channel was closed before the message came", work->what());
-      }
-      if (edge->broken) {
-        std::rethrow_exception(edge->broken);
-      }
-      Communicator& lane = edge->communicator;
-      if (auto why = lane.aborted()) {
-        throw Error(*why);
-      }
-      const auto next = edge->next(sequence, microbatch, deadline_after(lane.timeout()));
-      message->schema = next.schema;
-      message->layout = next.layout;
-      SlotPool::Slot slot = edge->slots.acquire(next.layout->bytes());
-      message->payload = std::move(slot.buffer);
-      WorkPtr received;
-      if (next.layout->bytes() > 0) {
-        BufferView view = message->payload.view;
-        if (next.layout->is_plain()) {
-          view.bytes = view.count = next.layout->entries().front().wire_bytes();
-        }
-        OpOptions options;
-        options.keepalive = message->payload.owner;
-        options.ready = std::move(slot.free);
-        received = lane.recv(view, edge->peer, options);
-        if (received->done()) {
-          (void)received->wait_until({});  // a host lane ran it in place: throws its error
-        }
-      }
-      work->issued(std::move(received));
-    } catch (...) {
-      if (edge != nullptr) {
-        edge->broken = std::current_exception();
-      }
-      work->fail(std::current_exception());
-    }
-  });
-  return {work, message};
+  auto inbound = std::make_shared<Inbound>(config_, communicator.next_edge_id(config_.peer, communicator.rank()));
+  route_ = make_mail_recv(config_, allocator, inbound);
+  if (route_ == nullptr) {
+    route_ = make_lane_recv(config_, std::move(allocator), std::move(inbound));
+  }
+}
+
+RecvEdge::~RecvEdge() = default;
+
+Receipt RecvEdge::recv(int microbatch, const OpOptions& options) {
+  Receipt receipt = route_->recv(sequence_, microbatch, options);
+  ++sequence_;
+  return receipt;
+}
+
+void RecvEdge::expect(std::shared_ptr<const Schema> schema) {
+  const std::lock_guard lock(route_->inbound().expected_mutex);
+  route_->inbound().expected = std::move(schema);
 }
 
 }  // namespace hpcomm

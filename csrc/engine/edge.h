@@ -3,12 +3,12 @@
 
 #include <cstdint>
 #include <memory>
-#include <unordered_map>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "comm/communicator.h"
-#include "engine/message.h"
-#include "engine/slots.h"
+#include "engine/parcel.h"
 
 namespace hpcomm {
 
@@ -22,34 +22,83 @@ struct EdgeConfig {
   std::shared_ptr<Communicator> communicator;
   int peer = 0;  // in the communicator
   SchemaMode mode = SchemaMode::kPerMessage;
+  // Buffers for packed messages. Where the receiver reads them in place (shared memory) there are never more: a sender
+  // that is ahead waits. Elsewhere so many are kept for later messages.
+  std::size_t slots = 4;
+  // Their size, where it is known: they are all made at construction. 0 makes them when they are needed.
+  std::size_t slot_bytes = 0;
+  // Larger messages are refused on both ends, before memory is taken.
+  std::uint64_t max_bytes = std::uint64_t{64} << 30;
 };
+
+// A tensor that is no dense block: what its owner copies straight to where it travels from.
+class StridedSource {
+ public:
+  virtual ~StridedSource() = default;
+  // Writes all elements in order, cast to `wire`, densely to `target`. On a CPU from any thread; on a GPU it launches
+  // on the stream that the caller computes on.
+  virtual void write(void* target, DType wire) const = 0;
+};
+
+// Where a tensor's elements come from: memory, or a StridedSource.
+struct Source {
+  // NOLINTNEXTLINE: implicit, for a dense tensor is its address
+  Source(const void* memory) : data(memory) {}
+  explicit Source(std::shared_ptr<const StridedSource> from) : strided(std::move(from)) {}
+  const void* data = nullptr;
+  std::shared_ptr<const StridedSource> strided;
+};
+
+class SendRoute;
+class RecvRoute;
+class Refusal;
 
 class SendEdge {
  public:
-  // Throws kInvalidArgument when the communicator has no such peer.
+  // `allocator` for packed messages, where the transport needs a buffer on this side. Throws kInvalidArgument when the
+  // communicator has no such peer.
   SendEdge(EdgeConfig config, std::shared_ptr<Allocator> allocator);
+  ~SendEdge();
+  SendEdge(const SendEdge&) = delete;
+  SendEdge& operator=(const SendEdge&) = delete;
 
-  // Issues one message: header now, packing and sending on the communicator's lane. `tensors[i]` is contiguous, of
-  // the dtype and shape of `schema.tensors[i]`, valid while `keepalive` lives, and not written before the Work ends.
-  // Throws kSchemaMismatch before anything is issued when a frozen edge is given another schema.
-  WorkPtr send(const Schema& schema, const std::vector<const void*>& tensors, Keepalive keepalive, int microbatch);
+  // Issues one message: the header now, packing and sending on the communicator's lane, or here where that takes no
+  // waiting. `schema` is what encode_schema() writes; `tensors[i]` has the dtype and shape of its tensor i, is valid
+  // while `keepalive` lives, and not written before the Work ends. Throws kSchemaMismatch before anything is issued
+  // when a frozen edge is given another schema; and what the receiver refused an earlier message for.
+  WorkPtr send(std::string_view schema, const std::vector<Source>& tensors, Keepalive keepalive, int microbatch);
+  WorkPtr send(const Schema& schema, const std::vector<Source>& tensors, Keepalive keepalive, int microbatch);
   [[nodiscard]] Device device() const noexcept { return config_.communicator->device(); }
+  // Of the buffers for packed messages that exist now.
+  [[nodiscard]] std::size_t slot_bytes() const;
 
  private:
   EdgeConfig config_;
   std::uint64_t id_;  // the Control channel of its headers
-  SlotPool slots_;
+  std::shared_ptr<Refusal> refusal_;
+  std::unique_ptr<SendRoute> route_;
   std::uint64_t sequence_ = 0;
-  // Schemas that the receiver knows. Layouts are kept because computing them costs more than finding them.
-  std::unordered_map<std::uint64_t, Layout> known_;
-  std::uint64_t frozen_ = 0;
+  SchemaBook book_;
+  KnownPtr last_;
 };
 
-// A message that was asked for. The payload may be read once the Work has ended; tensors are views of it.
+// A message that was asked for. It may be read once the Work has ended.
 struct Incoming {
-  std::shared_ptr<const Schema> schema;
-  std::shared_ptr<const Layout> layout;
-  Buffer payload;
+  KnownPtr known;
+  // The parts of the Parcel; several of them may be one block.
+  Buffer packed;
+  Buffer direct;
+  Buffer cast;
+  Device device;
+
+  [[nodiscard]] const Schema& schema() const noexcept { return known->schema; }
+  // Tensor i; null when it has no elements.
+  [[nodiscard]] void* data(std::size_t i) const noexcept;
+  // What its memory lives as long as.
+  [[nodiscard]] const Keepalive& owner(std::size_t i) const noexcept;
+
+ private:
+  [[nodiscard]] const Buffer& part(std::size_t i) const noexcept;
 };
 
 struct Receipt {
@@ -59,6 +108,7 @@ struct Receipt {
 
 class RecvEdge {
  public:
+  // `allocator` for messages that are not read where the sender has them.
   RecvEdge(EdgeConfig config, std::shared_ptr<Allocator> allocator);
   RecvEdge(const RecvEdge&) = delete;
   RecvEdge& operator=(const RecvEdge&) = delete;
@@ -66,14 +116,16 @@ class RecvEdge {
   ~RecvEdge();
 
   // Issues the receipt of the next message. `microbatch` >= 0 is checked against the header. Messages have no way to
-  // be skipped, so once a receipt failed all later ones fail with its error.
-  [[nodiscard]] Receipt recv(int microbatch);
+  // be skipped, so once a receipt failed all later ones fail with its error. Of `options`, inline_when_idle and poll
+  // count: a caller that is going to wait anyway may do the work itself.
+  [[nodiscard]] Receipt recv(int microbatch, const OpOptions& options = {});
+  // From now on messages must have this structure, these dtypes and shapes: any other is a kSchemaMismatch here and at
+  // the sender. Wire types, requires_grad and values in the structure may be others.
+  void expect(std::shared_ptr<const Schema> schema);
 
  private:
-  struct State;
   EdgeConfig config_;
-  // Shared with tasks on the lane, the only place that touches it after construction.
-  std::shared_ptr<State> state_;
+  std::unique_ptr<RecvRoute> route_;
   std::uint64_t sequence_ = 0;
 };
 

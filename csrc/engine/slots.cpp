@@ -28,7 +28,7 @@ SlotPool::Slot SlotPool::acquire(std::size_t bytes) {
     }
   }
   if (!slot) {
-    slot = Slot{allocator_->allocate(bytes), {}};
+    slot = make(bytes);
   }
   Slot lent;
   lent.free = std::move(slot->free);
@@ -41,6 +41,26 @@ SlotPool::Slot SlotPool::acquire(std::size_t bytes) {
   return lent;
 }
 
+SlotPool::Slot SlotPool::make(std::size_t bytes) {
+  Slot slot{allocator_->allocate(bytes), {}};
+  const std::lock_guard lock(free_->mutex);
+  free_->bytes += slot.buffer.view.bytes;
+  return slot;
+}
+
+void SlotPool::reserve(std::size_t count, std::size_t bytes) {
+  for (std::size_t i = 0; bytes > 0 && i < count; ++i) {
+    Slot slot = make(bytes);
+    const std::lock_guard lock(free_->mutex);
+    free_->slots.push_back(std::move(slot));
+  }
+}
+
+std::size_t SlotPool::bytes() const {
+  const std::lock_guard lock(free_->mutex);
+  return free_->bytes;
+}
+
 void SlotPool::Free::take_back(const Buffer& buffer) noexcept {
   try {
     Slot slot{buffer, reader == nullptr ? Event() : reader->record()};
@@ -48,6 +68,7 @@ void SlotPool::Free::take_back(const Buffer& buffer) noexcept {
     // The oldest gives way: its size may be one that nobody asks for any more.
     slots.push_back(std::move(slot));
     if (slots.size() > max_free) {
+      bytes -= slots.front().buffer.view.bytes;
       slots.erase(slots.begin());
     }
   } catch (...) {

@@ -24,10 +24,16 @@ class SlotPool {
   // A buffer of at least `bytes`; its view says exactly `bytes`. It comes back when the last copy of its owner is
   // gone, from any thread; slots outlive the pool.
   [[nodiscard]] Slot acquire(std::size_t bytes);
+  // Makes `count` free slots of `bytes`; none when `bytes` is 0.
+  void reserve(std::size_t count, std::size_t bytes);
+  // Of all slots, lent and free.
+  [[nodiscard]] std::size_t bytes() const;
 
  private:
+  [[nodiscard]] Slot make(std::size_t bytes);
   struct Free {
     std::mutex mutex;
+    std::size_t bytes = 0;  // of all slots
     std::size_t max_free;
     std::vector<Slot> slots;
     std::shared_ptr<Stream> reader;

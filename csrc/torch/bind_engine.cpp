@@ -1,13 +1,11 @@
-// Edges, Reducer, StepLoss and the hooks as Python sees them.
+// Reducer, StepLoss and the hooks as Python sees them.
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "comm/communicator_allocator.h"
-#include "engine/edge.h"
 #include "engine/reducer.h"
 #include "torch/bindings.h"
 #include "torch/ddp_hook.h"
-#include "torch/device.h"
 #include "torch/gil.h"
 #include "torch/ready_hook.h"
 #include "torch/tensor.h"
@@ -18,61 +16,6 @@ namespace py = pybind11;
 namespace hpcomm {
 
 namespace {
-
-EdgeConfig make_edge(std::shared_ptr<Communicator> communicator, int peer, bool frozen) {
-  return {std::move(communicator), peer, frozen ? SchemaMode::kFrozen : SchemaMode::kPerMessage};
-}
-
-// On CPU from torch, because shared memory is for what others read; on a GPU what the transport can write into at once.
-std::shared_ptr<Allocator> receive_allocator(const std::shared_ptr<Communicator>& communicator) {
-  if (communicator->device().type == DeviceType::kCpu) {
-    return make_torch_allocator();
-  }
-  return std::make_shared<CommunicatorAllocator>(communicator);
-}
-
-WorkPtr send_message(SendEdge& edge, const std::string& structure, const std::vector<at::Tensor>& tensors,
-                     int microbatch) {
-  Schema schema;
-  schema.structure = structure;
-  std::vector<const void*> data;
-  auto owners = std::make_shared<std::vector<c10::Storage>>();
-  for (const at::Tensor& tensor : tensors) {
-    const BufferView view = view_of(tensor, "send", edge.device());
-    schema.tensors.push_back({view.dtype, tensor.requires_grad(), tensor.sizes().vec()});
-    data.push_back(view.data);
-    owners->push_back(tensor.storage());
-  }
-  return edge.send(schema, data, owners, microbatch);
-}
-
-// Tensors that live in the message's slot; it is used again when the last of them is gone.
-std::vector<at::Tensor> unpack_views(const Incoming& message) {
-  std::vector<at::Tensor> tensors;
-  for (std::size_t i = 0; i < message.schema->tensors.size(); ++i) {
-    const TensorSchema& schema = message.schema->tensors[i];
-    const Layout::Entry& entry = message.layout->entries()[i];
-    const auto options =
-        at::TensorOptions().dtype(scalar_type(schema.dtype)).device(torch_device(message.payload.view.device));
-    at::Tensor tensor;
-    if (entry.count == 0) {
-      tensor = at::empty(schema.shape, options);
-    } else {
-      void* data = static_cast<char*>(message.payload.view.data) + entry.offset;
-      tensor = at::from_blob(data, schema.shape, [owner = message.payload.owner](void*) {}, options);
-    }
-    if (schema.requires_grad) {
-      tensor.set_requires_grad(true);
-    }
-    tensors.push_back(std::move(tensor));
-  }
-  return tensors;
-}
-
-std::pair<py::bytes, std::vector<at::Tensor>> wait_message(const Receipt& receipt, double timeout) {
-  wait_for(*receipt.work, timeout);
-  return {py::bytes(receipt.message->schema->structure), unpack_views(*receipt.message)};
-}
 
 std::vector<TensorSize> sizes_of(const std::vector<at::Tensor>& params) {
   std::vector<TensorSize> sizes;
@@ -95,27 +38,6 @@ BucketPlan plan_of(const std::vector<TensorSize>& sizes, std::size_t first_bytes
 }  // namespace
 
 void bind_engine(py::module_& module) {
-  py::class_<Receipt>(module, "Receipt")
-      .def("wait", &wait_message, py::arg("timeout") = -1.0)
-      .def("done", [](const Receipt& receipt) { return receipt.work->done(); });
-
-  py::class_<SendEdge>(module, "SendEdge")
-      .def(py::init([](std::shared_ptr<Communicator> communicator, int peer, bool frozen) {
-             auto allocator = std::make_shared<CommunicatorAllocator>(communicator);
-             return std::make_unique<SendEdge>(make_edge(std::move(communicator), peer, frozen), std::move(allocator));
-           }),
-           py::arg("communicator"), py::arg("peer"), py::arg("frozen"))
-      .def("send", &send_message, py::arg("structure"), py::arg("tensors"), py::arg("microbatch") = -1);
-
-  py::class_<RecvEdge>(module, "RecvEdge")
-      .def(py::init([](std::shared_ptr<Communicator> communicator, int peer, bool frozen) {
-             auto allocator = receive_allocator(communicator);
-             return std::make_unique<RecvEdge>(make_edge(std::move(communicator), peer, frozen), std::move(allocator));
-           }),
-           py::arg("communicator"), py::arg("peer"), py::arg("frozen"))
-      // On a GPU the host waits for the header here.
-      .def("recv", &RecvEdge::recv, py::arg("microbatch") = -1, py::call_guard<py::gil_scoped_release>());
-
   py::class_<BucketPlan>(module, "BucketPlan")
       .def(py::init([](const std::vector<at::Tensor>& params, std::size_t first_bytes, std::size_t cap_bytes) {
              return plan_of(sizes_of(params), first_bytes, cap_bytes);

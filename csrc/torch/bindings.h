@@ -25,6 +25,7 @@ void bind_plan(pybind11::module_& module);
 void bind_pack(pybind11::module_& module);
 void bind_control(pybind11::module_& module);
 void bind_comm(pybind11::module_& module);
+void bind_channel(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
 void bind_backend(pybind11::module_& module);
 

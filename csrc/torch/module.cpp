@@ -9,6 +9,7 @@ PYBIND11_MODULE(_C, module) {
   hpcomm::bind_plan(module);
   hpcomm::bind_control(module);
   hpcomm::bind_comm(module);
+  hpcomm::bind_channel(module);
   hpcomm::bind_engine(module);
   hpcomm::bind_backend(module);
 }

@@ -11,6 +11,7 @@
 
 #include "comm/solo/solo_communicator.h"
 #include "engine/edge.h"
+#include "engine/slots.h"
 #include "native/check.h"
 #include "native/thread_communicator.h"
 
@@ -27,10 +28,10 @@ struct Packet {
   Schema schema;
   std::shared_ptr<Tensors> tensors = std::make_shared<Tensors>();
 
-  [[nodiscard]] std::vector<const void*> pointers() const {
-    std::vector<const void*> all;
+  [[nodiscard]] std::vector<Source> pointers() const {
+    std::vector<Source> all;
     for (const auto& tensor : *tensors) {
-      all.push_back(tensor.empty() ? nullptr : tensor.data());
+      all.emplace_back(tensor.empty() ? nullptr : static_cast<const void*>(tensor.data()));
     }
     return all;
   }
@@ -81,10 +82,10 @@ void check_arrived(const Receipt& receipt, const Packet& packet) {
     return;
   }
   const Incoming& message = *receipt.message;
-  CHECK(*message.schema == packet.schema);
+  CHECK(message.schema() == packet.schema);
   for (std::size_t i = 0; i < packet.tensors->size(); ++i) {
     const auto& want = (*packet.tensors)[i];
-    const auto* got = static_cast<const char*>(message.payload.view.data) + message.layout->entries()[i].offset;
+    const void* got = message.data(i);
     CHECK(want.empty() || std::memcmp(got, want.data(), want.size()) == 0);
   }
 }
@@ -163,7 +164,7 @@ TEST(edge_sends_a_single_tensor_without_packing) {
       RecvEdge edge({world, 0}, heap());
       const Receipt receipt = edge.recv(-1);
       check_arrived(receipt, packet);
-      const auto* data = static_cast<const unsigned char*>(receipt.message->payload.view.data);
+      const auto* data = static_cast<const unsigned char*>(receipt.message->data(0));
       CHECK_EQ(data[17 * 4], 0xee);
     }
   });
@@ -360,7 +361,8 @@ TEST(edge_refuses_headers_that_do_not_fit) {
   // Whoever plays the sender here speaks the protocol by hand, and wrong.
   const Schema schema = floats({4}).schema;
   const auto header = [&schema](std::uint64_t edge, std::uint64_t sequence, bool carries, std::uint64_t bytes = 64) {
-    return encode_header({edge, sequence, 0, schema.fingerprint(), bytes, carries});
+    const auto behind = static_cast<std::uint32_t>(carries ? encode_schema(schema).size() : 0);
+    return encode_header({edge, sequence, 0, schema.fingerprint(), bytes, behind, std::nullopt});
   };
   using Make = std::function<std::string(std::uint64_t)>;
   const std::vector<std::pair<Make, const char*>> cases{
@@ -371,7 +373,7 @@ TEST(edge_refuses_headers_that_do_not_fit) {
       {[&](auto id) { return header(id, 0, true, 65) + encode_schema(schema); }, "no schema that fits"},
       {[&](auto id) { return header(id, 0, true) + encode_schema(floats({5}).schema); },
        "does not match its fingerprint"},
-      {[&](auto id) { return header(id, 0, true) + "garbage"; }, "schema is cut short"},
+      {[&](auto id) { return header(id, 0, true) + "garbage"; }, "bytes behind the header"},
       {[&](auto) { return std::string("garbage"); }, "header has 7 bytes"},
   };
   for (const auto& [make, part] : cases) {

@@ -244,21 +244,22 @@ WorkPtr send_from_kernel(const Gpu& gpu, SendEdge& edge, int rank, const std::ve
     }
   });
   gpu.hold(held);
-  return edge.send(schema_of(counts), data, held, message);
+  return edge.send(schema_of(counts), std::vector<Source>(data.begin(), data.end()), held, message);
 }
 
 // Reads the message by a kernel, and lets go of its slot when that is issued, not when it has run.
 void read_by_kernel(const Gpu& gpu, const Receipt& receipt, int from, int message,
                     const std::shared_ptr<std::atomic<int>>& wrong) {
   gpu.wait(receipt.work);
-  const auto layout = receipt.message->layout;
-  const auto* bytes = static_cast<const char*>(receipt.message->payload.view.data);
-  gpu.launch([layout, bytes, from, message, wrong] {
-    for (std::size_t t = 0; t < layout->entries().size(); ++t) {
-      const auto& entry = layout->entries()[t];
-      for (std::size_t j = 0; j < entry.count; ++j) {
+  std::vector<std::pair<const void*, std::size_t>> tensors;
+  for (std::size_t t = 0; t < receipt.message->schema().tensors.size(); ++t) {
+    tensors.emplace_back(receipt.message->data(t), receipt.message->schema().tensors[t].count());
+  }
+  gpu.launch([tensors, from, message, wrong] {
+    for (std::size_t t = 0; t < tensors.size(); ++t) {
+      for (std::size_t j = 0; j < tensors[t].second; ++j) {
         float got = 0;
-        std::memcpy(&got, bytes + entry.offset + j * sizeof got, sizeof got);
+        std::memcpy(&got, static_cast<const char*>(tensors[t].first) + j * sizeof got, sizeof got);
         *wrong += got != value(from, t, j, message);
       }
     }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "engine/message.h"
+#include "engine/parcel.h"
 #include "native/check.h"
 
 using namespace hpcomm;
@@ -52,11 +53,6 @@ std::string with_shapes(const std::vector<std::vector<std::int64_t>>& shapes) {
   return encode_schema(schema);
 }
 
-bool equal(const MessageHeader& a, const MessageHeader& b) {
-  return a.edge == b.edge && a.sequence == b.sequence && a.microbatch == b.microbatch && a.schema == b.schema &&
-         a.payload_bytes == b.payload_bytes && a.carries_schema == b.carries_schema;
-}
-
 void mutate(std::string& bytes, std::mt19937& random) {
   for (std::size_t flips = 1 + random() % 3; flips > 0 && !bytes.empty(); --flips) {
     switch (random() % 4) {
@@ -83,18 +79,19 @@ std::vector<char> exact(const std::string& bytes) { return {bytes.begin(), bytes
 
 TEST(message_headers_come_back) {
   for (const MessageHeader& header :
-       {MessageHeader{}, MessageHeader{1, 2, 3, 4, 5, true}, MessageHeader{~0ULL, ~0ULL, -1, ~0ULL, ~0ULL, false},
-        MessageHeader{0, 0, std::numeric_limits<std::int32_t>::min(), 0, 0, true}}) {
+       {MessageHeader{}, MessageHeader{1, 2, 3, 4, 5, 6, MessageHeader::Lent{7, 8}},
+        MessageHeader{~0ULL, ~0ULL, -1, ~0ULL, ~0ULL, kMaxSchemaBytes, MessageHeader::Lent{~0U, ~0ULL}},
+        MessageHeader{0, 0, std::numeric_limits<std::int32_t>::min(), 0, 0, 0, std::nullopt}}) {
     const std::string bytes = encode_header(header);
     CHECK_EQ(bytes.size(), kHeaderBytes);
-    CHECK(equal(parse_header(bytes), header));
-    CHECK(equal(parse_header(bytes + "schema"), header));
+    CHECK(parse_header(bytes) == header);
+    CHECK(parse_header(bytes + "schema") == header);
     CHECK(with_crc(bytes) == bytes);
   }
 }
 
 TEST(message_header_cut_anywhere_is_refused) {
-  const std::string bytes = encode_header({1, 2, 3, 4, 5, true});
+  const std::string bytes = encode_header({1, 2, 3, 4, 5, 6, std::nullopt});
   for (std::size_t length = 0; length < bytes.size(); ++length) {
     const auto cut = exact(bytes.substr(0, length));
     CHECK_THROWS(ErrorKind::kProtocol, parse_header({cut.data(), cut.size()}), "instead of 64");
@@ -102,7 +99,7 @@ TEST(message_header_cut_anywhere_is_refused) {
 }
 
 TEST(message_header_with_any_flipped_bit_is_refused) {
-  const std::string good = encode_header({1, 2, 3, 4, 5, true});
+  const std::string good = encode_header({1, 2, 3, 4, 5, 6, std::nullopt});
   for (std::size_t bit = 0; bit < 8 * kHeaderBytes; ++bit) {
     std::string bytes = good;
     bytes[bit / 8] ^= static_cast<char>(1U << bit % 8);
@@ -111,26 +108,30 @@ TEST(message_header_with_any_flipped_bit_is_refused) {
 }
 
 TEST(message_header_that_no_version_writes_is_refused) {
-  const std::string good = encode_header({1, 2, 3, 4, 5, true});
+  const std::string good = encode_header({1, 2, 3, 4, 5, 6, std::nullopt});
   const auto with = [&good](std::size_t at, char value) {
     std::string bytes = good;
     bytes[at] = value;
     return with_crc(bytes);
   };
   CHECK_THROWS(ErrorKind::kProtocol, parse_header(with(0, 'X')), "damaged");
-  CHECK_THROWS(ErrorKind::kProtocol, parse_header(with(4, 2)), "version 2");
+  CHECK_THROWS(ErrorKind::kProtocol, parse_header(with(4, 1)), "version 1");
   CHECK_THROWS(ErrorKind::kProtocol, parse_header(with(6, 2)), "header");
-  for (std::size_t reserved = 44; reserved < 60; ++reserved) {
-    CHECK_THROWS(ErrorKind::kProtocol, parse_header(with(reserved, 1)), "header");
+  for (std::size_t place = 40; place < 52; ++place) {
+    CHECK_THROWS(ErrorKind::kProtocol, parse_header(with(place, 1)), "memory that is not lent");
   }
+  CHECK_THROWS(ErrorKind::kProtocol, parse_header(with(55, 1)), "announces a schema of");
 }
 
 TEST(message_header_parser_withstands_mutations) {
   std::mt19937 random(21);
   int accepted = 0;
   for (int round = 0; round < 150000; ++round) {
-    const MessageHeader header{random(), random(), static_cast<std::int32_t>(random()),
-                               random(), random(), random() % 2 == 0};
+    MessageHeader header{random(), random(), static_cast<std::int32_t>(random()), random(), random(), 0, std::nullopt};
+    header.schema_bytes = static_cast<std::uint32_t>(random() % kMaxSchemaBytes);
+    if (random() % 2 == 0) {
+      header.lent = MessageHeader::Lent{static_cast<std::uint32_t>(random()), random()};
+    }
     std::string bytes = encode_header(header);
     mutate(bytes, random);
     if (round % 2 == 0 && bytes.size() >= kHeaderBytes) {
@@ -170,9 +171,9 @@ TEST(message_schema_counts_and_prints) {
   CHECK_EQ(schema.tensors[0].count(), 4096);
   CHECK_EQ(schema.tensors[1].count(), 1);
   CHECK_EQ(schema.tensors[2].count(), 0);
-  const Layout layout = schema.layout();
-  CHECK_EQ(layout.bytes(), 16384 + 64);
-  CHECK_EQ(layout.entries()[1].offset, 16384);
+  const Parcel parcel(schema);
+  CHECK_EQ(parcel.bytes(), 16384 + 64);
+  CHECK_EQ(parcel.packed.entries()[1].offset, 16384);
 }
 
 TEST(message_schema_fingerprints_differ) {
@@ -209,24 +210,29 @@ TEST(message_schema_limits) {
   CHECK_EQ(parse_schema(with_shapes({{kHuge, 0}})).tensors[0].count(), 0);
   CHECK_EQ(parse_schema(with_shapes({{kHuge}})).tensors[0].count(), static_cast<std::uint64_t>(kHuge));
   // Even the largest that is accepted has a layout that does not wrap around.
-  CHECK(parse_schema(with_shapes({{kHuge - 1}, {1}})).layout().bytes() > static_cast<std::uint64_t>(kHuge));
+  CHECK(Parcel(parse_schema(with_shapes({{kHuge - 1}, {1}}))).bytes() > static_cast<std::uint64_t>(kHuge));
   CHECK_EQ(parse_schema(with_shapes({std::vector<std::int64_t>(64, 1)})).tensors[0].shape.size(), 64);
   CHECK_THROWS(ErrorKind::kInvalidArgument, with_shapes({std::vector<std::int64_t>(65, 1)}), "65 dimensions");
 
   std::string bytes = with_shapes({{1}});
-  bytes[8] = 14;  // dtype
+  bytes[16] = 14;  // dtype
   CHECK_THROWS(ErrorKind::kProtocol, parse_schema(bytes), "unknown dtype");
+  for (const DType wire : {DType::kInt8, DType::kFloat32}) {  // of a uint8
+    bytes = with_shapes({{1}});
+    bytes[17] = static_cast<char>(wire);
+    CHECK_THROWS(ErrorKind::kProtocol, parse_schema(bytes), "a cast that there is not");
+  }
   bytes = with_shapes({{1}});
-  bytes[9] = 2;
+  bytes[18] = 2;
   CHECK_THROWS(ErrorKind::kProtocol, parse_schema(bytes), "unknown flags");
   bytes = with_shapes({{1}});
-  bytes[10] = 65;
+  bytes[19] = 65;
   CHECK_THROWS(ErrorKind::kProtocol, parse_schema(bytes), "65 dimensions");
 }
 
 TEST(message_schema_announcing_more_than_it_has_allocates_nothing) {
   // 4 Gi tensors, or a structure of 4 GiB: the count is believed only as far as bytes follow.
-  for (std::size_t at : {0U, 4U}) {
+  for (std::size_t at : {0U, 12U}) {
     std::string bytes = encode_schema({});
     std::memset(bytes.data() + at, 0xff, 4);
     CHECK_THROWS(ErrorKind::kProtocol, parse_schema(bytes), "cut short");
@@ -244,7 +250,7 @@ TEST(message_schema_parser_withstands_mutations) {
       const Schema parsed = parse_schema({copy.data(), copy.size()});
       ++accepted;
       CHECK(encode_schema(parsed) == bytes);
-      (void)parsed.layout();
+      (void)Parcel(parsed);
     } catch (const Error& error) {
       CHECK_EQ(error.kind(), ErrorKind::kProtocol);
     }

@@ -1,0 +1,38 @@
+// Waiting for several operations, and for the news that the other end does not want them.
+#include "engine/joint_work.h"
+
+#include <algorithm>
+
+namespace hpcomm {
+
+namespace {
+
+constexpr auto kRefusalPoll = std::chrono::milliseconds(20);
+
+}  // namespace
+
+bool JointWork::done() const {
+  return std::all_of(parts_.begin(), parts_.end(), [](const WorkPtr& part) { return part->done(); });
+}
+
+bool JointWork::wait_until(Deadline deadline) const {
+  for (const WorkPtr& part : parts_) {
+    while (!part->wait_until(std::min(deadline, Clock::now() + kRefusalPoll))) {
+      if (refusal_ != nullptr) {
+        refusal_->check();
+      }
+      if (Clock::now() >= deadline) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+void JointWork::check() const {
+  for (const WorkPtr& part : parts_) {
+    part->check();
+  }
+}
+
+}  // namespace hpcomm

@@ -1,0 +1,250 @@
+// Messages as operations of a communicator's lane, on every transport: headers and schemas go ahead over Control, the
+// packed part and each large tensor are sends and receives of one group.
+#include <algorithm>
+#include <utility>
+
+#include "base/error.h"
+#include "engine/joint_work.h"
+#include "engine/route.h"
+#include "engine/slots.h"
+
+namespace hpcomm {
+
+namespace {
+
+// How often a lane that waits for a header looks whether its communicator was aborted.
+constexpr auto kAbortPoll = std::chrono::milliseconds(20);
+// Communicator::group() takes no more.
+constexpr std::size_t kMostInGroup = 256;
+
+int job_rank(const Communicator& communicator, int rank) {
+  return communicator.ranks()[static_cast<std::size_t>(rank)];
+}
+
+BufferView bytes_at(const Communicator& communicator, void* data, std::size_t bytes) {
+  return {data, bytes, bytes, DType::kUInt8, communicator.device()};
+}
+
+// `views` through `operation`, as many at once as a group takes: both ends cut alike. A single one needs no group.
+template <typename Operation>
+std::vector<WorkPtr> issue_all(Communicator& communicator, const std::vector<BufferView>& views,
+                               const Operation& operation) {
+  std::vector<WorkPtr> works;
+  works.reserve(views.size());
+  for (std::size_t begin = 0; begin < views.size(); begin += kMostInGroup) {
+    const std::size_t end = std::min(views.size(), begin + kMostInGroup);
+    const auto issue = [&] {
+      for (std::size_t i = begin; i < end; ++i) {
+        works.push_back(operation(views[i]));
+      }
+    };
+    if (end - begin == 1) {
+      issue();
+    } else {
+      communicator.group(issue);
+    }
+  }
+  return works;
+}
+
+class LaneSend final : public SendRoute {
+ public:
+  LaneSend(const EdgeConfig& config, std::shared_ptr<Allocator> allocator, std::uint64_t edge,
+           std::shared_ptr<Refusal> refusal)
+      : communicator_(*config.communicator),
+        peer_(config.peer),
+        edge_(edge),
+        refusal_(std::move(refusal)),
+        slots_(std::move(allocator), config.slots) {
+    slots_.reserve(config.slots, config.slot_bytes);
+  }
+
+  WorkPtr send(Outgoing message) override {
+    const Parcel& parcel = message.known->parcel;
+    // The packed part, and behind it the large tensors that are no dense block.
+    std::size_t bytes = parcel.packed.bytes();
+    for (const Parcel::Direct& one : parcel.direct) {
+      bytes += message.sources[one.tensor].strided != nullptr ? line(one.bytes) : 0;
+    }
+    const Buffer slot = bytes > 0 ? slots_.acquire(bytes).buffer : Buffer{};
+    auto* const memory = static_cast<char*>(slot.view.data);
+    std::vector<BufferView> views;
+    std::vector<CopyItem> items;
+    if (parcel.packed.bytes() > 0) {
+      items = pack_items(message, memory);
+      views.push_back(bytes_at(communicator_, memory, parcel.packed.bytes()));
+    }
+    std::size_t used = parcel.packed.bytes();
+    for (const Parcel::Direct& one : parcel.direct) {
+      const Source& source = message.sources[one.tensor];
+      // const_cast: a BufferView serves both directions, and a send only reads.
+      void* data = const_cast<void*>(source.data);
+      if (source.strided != nullptr) {
+        data = memory + used;
+        source.strided->write(data, message.known->schema.tensors[one.tensor].dtype);
+        used += line(one.bytes);
+      }
+      views.push_back(bytes_at(communicator_, data, one.bytes));
+    }
+    if (message.header) {
+      std::string body = encode_header(*message.header);
+      if (message.header->schema_bytes > 0) {
+        body += message.known->bytes;
+      }
+      communicator_.control().send(job_rank(communicator_, peer_), edge_, body);
+    }
+    if (views.empty()) {
+      auto work = std::make_shared<HostWork>(std::move(message.what));
+      work->complete();
+      return work;
+    }
+    communicator_.stream().wait(communicator_.compute()->record());
+    using Held = std::pair<Keepalive, Keepalive>;
+    OpOptions options;
+    options.keepalive = std::make_shared<const Held>(std::move(message.keepalive), slot.owner);
+    if (!items.empty()) {
+      // Held by the copy as well: the send may be refused while the copy is already on its way.
+      copy(communicator_.stream(), std::move(items), options.keepalive);
+    }
+    auto works = issue_all(communicator_, views,
+                           [&](const BufferView& view) { return communicator_.send(view, peer_, options); });
+    return std::make_shared<JointWork>(std::move(message.what), std::move(works), refusal_);
+  }
+
+  [[nodiscard]] std::size_t slot_bytes() const override { return slots_.bytes(); }
+
+ private:
+  static std::size_t line(std::size_t bytes) {
+    return (bytes + Layout::kAlignment - 1) / Layout::kAlignment * Layout::kAlignment;
+  }
+
+  Communicator& communicator_;
+  const int peer_;
+  const std::uint64_t edge_;
+  std::shared_ptr<Refusal> refusal_;
+  SlotPool slots_;
+};
+
+class LaneRecv final : public RecvRoute {
+ public:
+  LaneRecv(const EdgeConfig& config, std::shared_ptr<Allocator> allocator, std::shared_ptr<Inbound> inbound)
+      : RecvRoute(inbound), state_(std::make_shared<State>(config, std::move(allocator), std::move(inbound))) {}
+
+  Receipt recv(std::uint64_t sequence, int microbatch, const OpOptions&) override {
+    Communicator& communicator = inbound_->communicator;
+    auto message = std::make_shared<Incoming>();
+    message->device = communicator.device();
+    auto work =
+        std::make_shared<RelayWork>(communicator.context("recv", inbound_->peer, sequence), communicator.device());
+    // The size is not known before the header is here, so the whole receipt is one task of the lane; the receives
+    // inside it run in place. A weak reference, because a closed channel wants no more messages.
+    communicator.stream().enqueue([state = std::weak_ptr<State>(state_), message, work, sequence, microbatch] {
+      const auto edge = state.lock();
+      try {
+        if (edge == nullptr) {
+          throw Error(ErrorKind::kClosed, "the channel was closed before the message came", work->what());
+        }
+        if (edge->inbound->broken) {
+          std::rethrow_exception(edge->inbound->broken);
+        }
+        edge->receive(sequence, microbatch, message, *work);
+      } catch (...) {
+        if (edge != nullptr) {
+          edge->inbound->fail(std::current_exception());
+        }
+        work->fail(std::current_exception());
+      }
+    });
+    return {work, message};
+  }
+
+ private:
+  struct State {
+    State(const EdgeConfig& config, std::shared_ptr<Allocator> allocator, std::shared_ptr<Inbound> edge)
+        : inbound(std::move(edge)), slots(std::move(allocator), config.slots, config.communicator->compute()) {
+      slots.reserve(config.slots, config.slot_bytes);
+    }
+
+    void receive(std::uint64_t sequence, int microbatch, const std::shared_ptr<Incoming>& message, RelayWork& work) {
+      Communicator& lane = inbound->communicator;
+      if (auto why = lane.aborted()) {
+        throw Error(*why);
+      }
+      message->known = next(sequence, microbatch, deadline_after(lane.timeout()));
+      const Parcel& parcel = message->known->parcel;
+      if (parcel.bytes() == 0) {
+        return work.issued(nullptr);
+      }
+      // One slot for the whole message: large tensors behind the packed ones.
+      SlotPool::Slot slot = slots.acquire(parcel.bytes());
+      lane.stream().wait(slot.free);
+      message->packed = message->direct = slot.buffer;
+      message->direct.view.data = static_cast<char*>(slot.buffer.view.data) + parcel.packed.bytes();
+      std::vector<BufferView> views;
+      if (parcel.packed.bytes() > 0) {
+        views.push_back(bytes_at(lane, message->packed.view.data, parcel.packed.bytes()));
+      }
+      for (const Parcel::Direct& one : parcel.direct) {
+        views.push_back(bytes_at(lane, static_cast<char*>(message->direct.view.data) + one.offset, one.bytes));
+      }
+      OpOptions options;
+      options.keepalive = slot.buffer.owner;
+      auto works =
+          issue_all(lane, views, [&](const BufferView& view) { return lane.recv(view, inbound->peer, options); });
+      for (const WorkPtr& received : works) {
+        if (received->done()) {
+          (void)received->wait_until({});  // a host lane ran it in place: throws its error
+        }
+      }
+      WorkPtr received = works.size() == 1
+                             ? works.front()
+                             : std::make_shared<JointWork>(ErrorContext(work.what()), std::move(works), nullptr);
+      if (parcel.cast_bytes > 0) {
+        SlotPool::Slot target = slots.acquire(parcel.cast_bytes);
+        lane.stream().wait(target.free);
+        message->cast = target.buffer;
+        using Held = std::pair<Keepalive, Keepalive>;
+        const auto held = std::make_shared<const Held>(slot.buffer.owner, target.buffer.owner);
+        copy(lane.stream(), cast_items(*message), held);
+        received = lane.follow(received, work.what(), held);
+      }
+      work.issued(std::move(received));
+    }
+
+    // What the next message looks like; waits for its header unless the schema is frozen.
+    KnownPtr next(std::uint64_t sequence, int microbatch, Deadline deadline) {
+      if (!inbound->needs_header(sequence)) {
+        return inbound->current;
+      }
+      Communicator& lane = inbound->communicator;
+      for (;;) {
+        const Deadline slice = std::min(deadline, Clock::now() + kAbortPoll);
+        if (const auto body = lane.control().try_receive(job_rank(lane, inbound->peer), inbound->id, slice)) {
+          const MessageHeader header = parse_header(*body);
+          return inbound->accept(header, std::string_view(*body).substr(kHeaderBytes), sequence, microbatch);
+        }
+        inbound->check(sequence, deadline);
+      }
+    }
+
+    std::shared_ptr<Inbound> inbound;
+    SlotPool slots;
+  };
+
+  // Shared with tasks on the lane, the only place that touches it after construction.
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace
+
+std::unique_ptr<SendRoute> make_lane_send(const EdgeConfig& config, std::shared_ptr<Allocator> allocator,
+                                          std::uint64_t edge, std::shared_ptr<Refusal> refusal) {
+  return std::make_unique<LaneSend>(config, std::move(allocator), edge, std::move(refusal));
+}
+
+std::unique_ptr<RecvRoute> make_lane_recv(const EdgeConfig& config, std::shared_ptr<Allocator> allocator,
+                                          std::shared_ptr<Inbound> inbound) {
+  return std::make_unique<LaneRecv>(config, std::move(allocator), std::move(inbound));
+}
+
+}  // namespace hpcomm

@@ -1,0 +1,86 @@
+// Lending, and finding out what has come back.
+#include "engine/loans.h"
+
+#include <algorithm>
+#include <new>
+#include <utility>
+
+#include "base/error.h"
+
+namespace hpcomm {
+
+LoanPool::LoanPool(std::shared_ptr<PeerMemory> memory, std::size_t most, std::size_t bytes)
+    : memory_(std::move(memory)), most_(most) {
+  for (std::size_t i = 0; bytes > 0 && i < most_; ++i) {
+    blocks_.push_back(make(bytes));
+  }
+}
+
+LoanPool::~LoanPool() {
+  for (Block& block : blocks_) {
+    if (block.is_lent()) {
+      memory_->park(std::move(block.buffer.owner));
+    }
+  }
+}
+
+LoanPool::Block LoanPool::make(std::size_t bytes) {
+  Block block;
+  block.buffer = memory_->allocate(sizeof(LoanFlag) + bytes);
+  new (block.buffer.view.data) LoanFlag;
+  const auto place = memory_->locate(block.buffer.view.data, block.buffer.view.bytes);
+  HPCOMM_ASSERT(place.has_value(), "memory from allocate() that peers cannot find");
+  block.place = *place;
+  return block;
+}
+
+std::optional<LoanPool::Loan> LoanPool::lend(std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  const std::size_t need = sizeof(LoanFlag) + bytes;
+  Block* found = nullptr;
+  Block* other = nullptr;  // free, but of another size
+  for (Block& block : blocks_) {
+    if (block.is_lent()) {
+      continue;
+    }
+    if (block.buffer.view.bytes >= need && (found == nullptr || block.buffer.view.bytes < found->buffer.view.bytes)) {
+      found = &block;
+    } else {
+      other = &block;
+    }
+  }
+  if (found == nullptr) {
+    if (blocks_.size() < most_) {
+      blocks_.push_back(make(bytes));
+      found = &blocks_.back();
+    } else if (other != nullptr) {
+      other->buffer = {};  // first, so that its place may serve
+      try {
+        *other = make(bytes);
+      } catch (...) {
+        blocks_.erase(blocks_.begin() + (other - blocks_.data()));
+        throw;
+      }
+      found = other;
+    } else {
+      return std::nullopt;
+    }
+  }
+  found->flag().lent.store(1, std::memory_order_relaxed);  // the header that names it comes later
+  return Loan{static_cast<char*>(found->buffer.view.data) + sizeof(LoanFlag), found->place};
+}
+
+void LoanPool::take_back(const Loan& loan) noexcept {
+  reinterpret_cast<LoanFlag*>(loan.payload - sizeof(LoanFlag))->lent.store(0, std::memory_order_release);
+}
+
+std::size_t LoanPool::bytes() const {
+  const std::lock_guard lock(mutex_);
+  std::size_t total = 0;
+  for (const Block& block : blocks_) {
+    total += block.buffer.view.bytes;
+  }
+  return total;
+}
+
+}  // namespace hpcomm

@@ -1,0 +1,62 @@
+// LoanPool: blocks of this rank's memory that the receiver of an edge reads in place, and gives back by a flag in them.
+//
+// There are a fixed number of them: a sender that is ahead of its receiver runs out, and waits.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "base/view.h"
+#include "comm/peer_memory.h"
+
+namespace hpcomm {
+
+// What every block begins with.
+struct alignas(64) LoanFlag {
+  // 1 from the moment the block is lent until its receiver stores 0, with memory_order_release: the last of its reads
+  // come before it. Lies in memory that two processes share.
+  std::atomic<std::uint32_t> lent{0};
+};
+static_assert(sizeof(LoanFlag) == 64 && std::atomic<std::uint32_t>::is_always_lock_free);
+
+class LoanPool {
+ public:
+  // At most `most` blocks. With `bytes`, all are made now, so large.
+  LoanPool(std::shared_ptr<PeerMemory> memory, std::size_t most, std::size_t bytes);
+  // What is still lent stays where it is until this process ends.
+  ~LoanPool();
+  LoanPool(const LoanPool&) = delete;
+  LoanPool& operator=(const LoanPool&) = delete;
+
+  struct Loan {
+    char* payload = nullptr;
+    PeerMemory::Place place;  // of the flag; the payload lies behind it
+  };
+  // A block with room for `bytes`, lent from here on; nothing when all are lent.
+  [[nodiscard]] std::optional<Loan> lend(std::size_t bytes);
+  // Takes back what nobody was told of.
+  static void take_back(const Loan& loan) noexcept;
+  // Of all blocks.
+  [[nodiscard]] std::size_t bytes() const;
+
+ private:
+  struct Block {
+    Buffer buffer;
+    PeerMemory::Place place;
+    [[nodiscard]] LoanFlag& flag() const noexcept { return *static_cast<LoanFlag*>(buffer.view.data); }
+    [[nodiscard]] bool is_lent() const noexcept { return flag().lent.load(std::memory_order_acquire) != 0; }
+  };
+  [[nodiscard]] Block make(std::size_t bytes);
+
+  std::shared_ptr<PeerMemory> memory_;
+  const std::size_t most_;
+  mutable std::mutex mutex_;
+  std::vector<Block> blocks_;
+};
+
+}  // namespace hpcomm

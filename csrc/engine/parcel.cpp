@@ -1,0 +1,87 @@
+// The rule, offsets, and what is kept of it.
+#include "engine/parcel.h"
+
+#include <utility>
+
+namespace hpcomm {
+
+namespace {
+
+std::size_t on_a_line(std::size_t bytes) {
+  return (bytes + Layout::kAlignment - 1) / Layout::kAlignment * Layout::kAlignment;
+}
+
+}  // namespace
+
+Parcel::Parcel(const Schema& schema) : places(schema.tensors.size()) {
+  std::size_t full = 0;
+  for (const TensorSchema& tensor : schema.tensors) {
+    full += tensor.count() > 0 ? 1 : 0;
+  }
+  std::vector<TensorSize> sizes;
+  std::vector<DType> wires;
+  for (std::size_t i = 0; i < schema.tensors.size(); ++i) {
+    const TensorSchema& tensor = schema.tensors[i];
+    const std::size_t bytes_of_it = tensor.count() * size_of(tensor.dtype);
+    if (bytes_of_it == 0) {
+      continue;
+    }
+    if (!tensor.is_cast() && (full == 1 || bytes_of_it >= schema.direct_from)) {
+      direct.push_back({i, 0, bytes_of_it});
+    } else {
+      packed_tensors.push_back(i);
+      sizes.push_back({tensor.count(), tensor.dtype});
+      wires.push_back(tensor.wire());
+    }
+  }
+  packed = Layout(sizes, wires);
+  for (Direct& one : direct) {
+    one.offset = direct_bytes;
+    direct_bytes += on_a_line(one.bytes);
+    places[one.tensor] = {Area::kDirect, one.offset};
+  }
+  for (std::size_t entry = 0; entry < packed_tensors.size(); ++entry) {
+    const TensorSchema& tensor = schema.tensors[packed_tensors[entry]];
+    Place& place = places[packed_tensors[entry]];
+    if (tensor.is_cast()) {
+      place = {Area::kCast, cast_bytes};
+      cast_bytes += on_a_line(tensor.count() * size_of(tensor.dtype));
+    } else {
+      place = {Area::kPacked, packed.entries()[entry].offset};
+    }
+  }
+}
+
+KnownPtr KnownSchema::read(std::string_view bytes, std::uint64_t fingerprint) {
+  Schema schema = parse_schema(bytes);
+  Parcel parcel(schema);
+  return std::make_shared<const KnownSchema>(
+      KnownSchema{fingerprint, std::string(bytes), std::move(schema), std::move(parcel)});
+}
+
+KnownPtr SchemaBook::find(std::uint64_t fingerprint) const {
+  for (const KnownPtr& known : known_) {
+    if (known->fingerprint == fingerprint) {
+      return known;
+    }
+  }
+  return nullptr;
+}
+
+void SchemaBook::add(KnownPtr known) {
+  // Sent again: it keeps its place, on both ends.
+  for (KnownPtr& same : known_) {
+    if (same->fingerprint == known->fingerprint) {
+      same = std::move(known);
+      return;
+    }
+  }
+  if (known_.size() < kMost) {
+    known_.push_back(std::move(known));
+  } else {
+    known_[next_] = std::move(known);
+    next_ = (next_ + 1) % kMost;
+  }
+}
+
+}  // namespace hpcomm

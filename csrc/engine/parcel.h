@@ -1,0 +1,69 @@
+// Parcel: how the tensors of a Schema travel. A pure function of the schema, which both ends compute.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/message.h"
+#include "plan/layout.h"
+
+namespace hpcomm {
+
+// Small tensors, and those that are cast, are packed into one buffer. Large ones travel as they are, each in an
+// operation of its own in the same group: packing would cost a pass over memory and save nothing. A message of one
+// tensor that is not cast needs no packing either. Empty tensors do not travel.
+struct Parcel {
+  explicit Parcel(const Schema& schema);
+
+  struct Direct {
+    std::size_t tensor = 0;  // in the schema
+    std::size_t offset = 0;  // in the buffer that receives all of them
+    std::size_t bytes = 0;
+  };
+  // Where the receiver has a tensor in the end: in which of its buffers, and at which byte.
+  enum class Area { kNowhere, kPacked, kDirect, kCast };
+  struct Place {
+    Area area = Area::kNowhere;
+    std::size_t offset = 0;
+  };
+
+  Layout packed;
+  std::vector<std::size_t> packed_tensors;  // of each entry of `packed`: its tensor in the schema
+  std::vector<Direct> direct;
+  std::size_t direct_bytes = 0;  // each on a cache line
+  std::size_t cast_bytes = 0;    // of the packed ones that are cast back, likewise
+  std::vector<Place> places;     // by tensor
+
+  // Of what travels: the packed part and the others.
+  [[nodiscard]] std::size_t bytes() const noexcept { return packed.bytes() + direct_bytes; }
+};
+
+// What either end keeps of a schema that it met.
+struct KnownSchema {
+  std::uint64_t fingerprint = 0;
+  std::string bytes;  // of encode_schema()
+  Schema schema;
+  Parcel parcel;
+
+  // Throws Error(kProtocol) for bytes that are no schema.
+  [[nodiscard]] static std::shared_ptr<const KnownSchema> read(std::string_view bytes, std::uint64_t fingerprint);
+};
+using KnownPtr = std::shared_ptr<const KnownSchema>;
+
+// The schemas that the receiver of an edge knows. Both ends forget the oldest when there are kMost: what they keep
+// follows from what was sent, in order, so they always agree.
+class SchemaBook {
+ public:
+  static constexpr std::size_t kMost = 64;
+  // Null when it is not known (any more).
+  [[nodiscard]] KnownPtr find(std::uint64_t fingerprint) const;
+  void add(KnownPtr known);
+
+ private:
+  std::vector<KnownPtr> known_;  // a ring, the newest at `next_` - 1
+  std::size_t next_ = 0;
+};
+
+}  // namespace hpcomm

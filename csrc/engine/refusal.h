@@ -1,0 +1,40 @@
+// Refusal: how the receiver of an edge tells the sender that it cannot take what came, so that both ends raise.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "base/error.h"
+#include "comm/communicator.h"
+
+namespace hpcomm {
+
+// One per end. Travels over Control, beside the messages.
+class Refusal {
+ public:
+  // `edge` is the edge's id; `peer` the other end's rank in the communicator.
+  Refusal(const std::shared_ptr<Communicator>& communicator, int peer, std::uint64_t edge);
+
+  // At the receiver: tells the sender of a mismatch, or of damage.
+  void tell(const Error& why) noexcept;
+  // At the sender: throws what the receiver told, once it has come, and ends the communicator's operations, which
+  // nobody meets any more. From any thread; also when the communicator is gone.
+  void check();
+  // The same, but looks no more than a few hundred times a second: for every message.
+  void check_sometimes();
+
+ private:
+  const std::weak_ptr<Communicator> communicator_;
+  const std::shared_ptr<Control> control_;
+  const int self_;
+  const int peer_;  // both of the job
+  const std::uint64_t channel_;
+  std::mutex mutex_;
+  std::optional<Error> told_;
+  Deadline next_look_{};
+};
+
+}  // namespace hpcomm

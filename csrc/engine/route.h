@@ -1,0 +1,97 @@
+// Route: the way of an edge's messages over one kind of transport. Two ways: the operations of a lane, with headers
+// over Control (lane_route.cpp); a mailbox and memory that both ends see (mail_route.cpp).
+#pragma once
+
+#include <atomic>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "engine/edge.h"
+#include "engine/refusal.h"
+#include "pack/pack.h"
+
+namespace hpcomm {
+
+// One message to send, as an edge has checked it.
+struct Outgoing {
+  KnownPtr known;
+  // None on a frozen edge after its first message. It says no place: the route lends.
+  std::optional<MessageHeader> header;
+  std::vector<Source> sources;  // by tensor of the schema
+  Keepalive keepalive;
+  ErrorContext what;
+};
+
+class SendRoute {
+ public:
+  virtual ~SendRoute() = default;
+  virtual WorkPtr send(Outgoing message) = 0;
+  [[nodiscard]] virtual std::size_t slot_bytes() const = 0;
+};
+
+// What a receiving end knows of its edge, and every check of what comes. Touched by the lane alone, or by whoever runs
+// in its order; but for `closed`, `expected` and the constants.
+struct Inbound {
+  Inbound(const EdgeConfig& config, std::uint64_t edge_id);
+
+  // The schema of message `sequence`, whose header has come. Throws kProtocol and kSchemaMismatch.
+  KnownPtr accept(const MessageHeader& header, std::string_view schema, std::uint64_t sequence, int microbatch);
+  // Of a frozen edge, once it is known.
+  [[nodiscard]] bool needs_header(std::uint64_t sequence) const {
+    return !(mode == SchemaMode::kFrozen && sequence > 0);
+  }
+  // Throws what ended the edge, the communicator or the wait.
+  void check(std::uint64_t sequence, Deadline deadline) const;
+  // The first error ends the edge: what comes after it would pair headers with payloads of other messages.
+  void fail(std::exception_ptr error);
+  [[nodiscard]] std::string name() const;  // "edge 0->1"
+
+  // Not owned: a lane's tasks must not keep its communicator alive. The RecvEdge does, and a communicator that is
+  // destroyed waits for its lane first.
+  Communicator& communicator;
+  const int peer;
+  const std::uint64_t id;
+  const SchemaMode mode;
+  const std::uint64_t max_bytes;
+  SchemaBook book;
+  KnownPtr current;
+  std::exception_ptr broken;
+  std::atomic<bool> closed = false;  // by the owner's thread
+  std::mutex expected_mutex;
+  std::shared_ptr<const Schema> expected;
+  Refusal refusal;
+};
+
+class RecvRoute {
+ public:
+  explicit RecvRoute(std::shared_ptr<Inbound> inbound) : inbound_(std::move(inbound)) {}
+  // A message nobody wants must not hold the lane.
+  virtual ~RecvRoute() { inbound_->closed = true; }
+  virtual Receipt recv(std::uint64_t sequence, int microbatch, const OpOptions& options) = 0;
+  [[nodiscard]] Inbound& inbound() noexcept { return *inbound_; }
+
+ protected:
+  std::shared_ptr<Inbound> inbound_;
+};
+
+[[nodiscard]] std::unique_ptr<SendRoute> make_lane_send(const EdgeConfig& config, std::shared_ptr<Allocator> allocator,
+                                                        std::uint64_t edge, std::shared_ptr<Refusal> refusal);
+[[nodiscard]] std::unique_ptr<RecvRoute> make_lane_recv(const EdgeConfig& config, std::shared_ptr<Allocator> allocator,
+                                                        std::shared_ptr<Inbound> inbound);
+// Null where the transport has no mailbox, or no memory that both ends see.
+[[nodiscard]] std::unique_ptr<SendRoute> make_mail_send(const EdgeConfig& config, std::shared_ptr<Allocator> allocator,
+                                                        std::uint64_t edge, std::shared_ptr<Refusal> refusal);
+[[nodiscard]] std::unique_ptr<RecvRoute> make_mail_recv(const EdgeConfig& config, std::shared_ptr<Allocator> allocator,
+                                                        std::shared_ptr<Inbound> inbound);
+
+// What to do to pack a message into `target`: copies of dense tensors. Strided ones are written here and now.
+[[nodiscard]] std::vector<CopyItem> pack_items(const Outgoing& message, char* target);
+// And to undo the casts of one that has come.
+[[nodiscard]] std::vector<CopyItem> cast_items(const Incoming& message);
+
+}  // namespace hpcomm

@@ -1,0 +1,177 @@
+// The cursor over a structure, and the names of its leaves.
+#include "engine/structure.h"
+
+#include <cstring>
+
+#include "base/error.h"
+
+namespace hpcomm {
+
+namespace {
+
+[[noreturn]] void reject(const std::string& why) { throw Error(ErrorKind::kProtocol, "message structure " + why); }
+
+// Visits every node; `names` may be null.
+class Walk {
+ public:
+  Walk(std::string_view structure, std::vector<std::string>* names) : reader_(structure), names_(names) {}
+
+  std::size_t run() {
+    std::string place = "message";
+    visit(place, 0);
+    if (!reader_.at_end()) {
+      reject("has bytes behind its end");
+    }
+    return tensors_;
+  }
+
+ private:
+  // `place` is that of the node; it is the same again afterwards.
+  void visit(std::string& place, int depth) {
+    if (depth > kMaxDepth) {
+      reject(str("is deeper than ", kMaxDepth, " levels"));
+    }
+    switch (reader_.node()) {
+      case Node::kTensor:
+        ++tensors_;
+        if (names_ != nullptr) {
+          names_->push_back(place);
+        }
+        return;
+      case Node::kNone:
+      case Node::kTrue:
+      case Node::kFalse:
+        return;
+      case Node::kInteger:
+        (void)reader_.integer();
+        return;
+      case Node::kReal:
+        (void)reader_.real();
+        return;
+      case Node::kComplex:
+        (void)reader_.real();
+        (void)reader_.real();
+        return;
+      case Node::kBigInteger:
+      case Node::kText:
+        (void)reader_.text();
+        return;
+      case Node::kNamedTuple:
+        (void)reader_.text();
+        [[fallthrough]];
+      case Node::kList:
+      case Node::kTuple: {
+        const std::uint32_t count = reader_.count();
+        for (std::uint32_t i = 0; i < count; ++i) {
+          below(place, str("[", i, "]"), depth);
+        }
+        return;
+      }
+      case Node::kDict: {
+        const std::uint32_t count = reader_.count();
+        for (std::uint32_t i = 0; i < count; ++i) {
+          const std::string key = dict_key();
+          below(place, key, depth);
+        }
+        return;
+      }
+      case Node::kDataclass: {
+        (void)reader_.text();
+        const std::uint32_t count = reader_.count();
+        for (std::uint32_t i = 0; i < count; ++i) {
+          const std::string_view field = reader_.text();
+          below(place, names_ == nullptr ? std::string() : str(".", field), depth);
+        }
+        return;
+      }
+    }
+    reject("has an unknown kind of node");
+  }
+
+  void below(std::string& place, const std::string& step, int depth) {
+    const std::size_t length = place.size();
+    if (names_ != nullptr) {
+      place += step;
+    }
+    visit(place, depth + 1);
+    place.resize(length);
+  }
+
+  std::string dict_key() {
+    switch (reader_.node()) {
+      case Node::kText: {
+        const std::string_view text = reader_.text();
+        return names_ == nullptr ? std::string() : str("['", text, "']");
+      }
+      case Node::kInteger:
+        return str("[", reader_.integer(), "]");
+      case Node::kBigInteger:
+        return str("[", reader_.text(), "]");
+      case Node::kTrue:
+        return "[True]";
+      case Node::kFalse:
+        return "[False]";
+      case Node::kTensor:
+      case Node::kNone:
+      case Node::kReal:
+      case Node::kComplex:
+      case Node::kList:
+      case Node::kTuple:
+      case Node::kDict:
+      case Node::kNamedTuple:
+      case Node::kDataclass:
+        break;
+    }
+    reject("has a dict key that is neither text nor a whole number");
+  }
+
+  StructureReader reader_;
+  std::vector<std::string>* names_;
+  std::size_t tensors_ = 0;
+};
+
+}  // namespace
+
+std::string_view StructureReader::take(std::size_t bytes) {
+  if (rest_.size() < bytes) {
+    reject("is cut short");
+  }
+  const std::string_view taken = rest_.substr(0, bytes);
+  rest_.remove_prefix(bytes);
+  return taken;
+}
+
+Node StructureReader::node() { return static_cast<Node>(take(1).front()); }
+
+std::uint32_t StructureReader::count() {
+  std::uint32_t count = 0;
+  std::memcpy(&count, take(sizeof count).data(), sizeof count);
+  if (count > rest_.size()) {
+    reject("is cut short");
+  }
+  return count;
+}
+
+std::string_view StructureReader::text() { return take(count()); }
+
+std::int64_t StructureReader::integer() {
+  std::int64_t number = 0;
+  std::memcpy(&number, take(sizeof number).data(), sizeof number);
+  return number;
+}
+
+double StructureReader::real() {
+  double number = 0;
+  std::memcpy(&number, take(sizeof number).data(), sizeof number);
+  return number;
+}
+
+std::vector<std::string> leaf_names(std::string_view structure) {
+  std::vector<std::string> names;
+  (void)Walk(structure, &names).run();
+  return names;
+}
+
+std::size_t count_leaves(std::string_view structure) { return Walk(structure, nullptr).run(); }
+
+}  // namespace hpcomm

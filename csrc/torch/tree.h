@@ -1,0 +1,26 @@
+// Trees of Python objects around tensors, to a Structure and back. Containers, numbers and strings of Python's own,
+// and dataclasses and named tuples that both ends have imported; never pickle.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <pybind11/pybind11.h>
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace hpcomm {
+
+struct FlatTree {
+  std::string structure;
+  std::vector<at::Tensor> tensors;  // in the order of the structure, themselves
+};
+
+// Throws kInvalidArgument with the place of what cannot travel.
+[[nodiscard]] FlatTree flatten(pybind11::handle tree);
+
+// The way back; runs no code of the classes that it builds. Throws kProtocol when `structure` is damaged or has another
+// number of tensors, kSchemaMismatch when this program has no such class, or one with other fields.
+[[nodiscard]] pybind11::object unflatten(std::string_view structure, const std::vector<at::Tensor>& tensors);
+
+}  // namespace hpcomm

@@ -1,0 +1,400 @@
+// engine/mail_route and engine/loans: messages through memory that both ends see.
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/peer_memory.h"
+#include "engine/edge.h"
+#include "engine/loans.h"
+#include "native/check.h"
+#include "native/shm_job.h"
+
+using namespace hpcomm;
+using namespace hpcomm::testing;
+using namespace std::chrono_literals;
+
+namespace {
+
+using Blocks = std::vector<std::vector<unsigned char>>;
+
+// Bytes that tell message, tensor and place.
+std::shared_ptr<Blocks> blocks_of(const Schema& schema, unsigned message) {
+  auto blocks = std::make_shared<Blocks>();
+  for (const TensorSchema& tensor : schema.tensors) {
+    std::vector<unsigned char> block(tensor.count() * size_of(tensor.dtype));
+    for (std::size_t i = 0; i < block.size(); ++i) {
+      block[i] = static_cast<unsigned char>(i * 7 + message * 31 + blocks->size() * 3);
+    }
+    blocks->push_back(std::move(block));
+  }
+  return blocks;
+}
+
+WorkPtr send(SendEdge& edge, const Schema& schema, unsigned message, int microbatch = -1) {
+  const auto blocks = blocks_of(schema, message);
+  std::vector<Source> sources;
+  for (const auto& block : *blocks) {
+    sources.emplace_back(block.empty() ? nullptr : static_cast<const void*>(block.data()));
+  }
+  return edge.send(schema, sources, blocks, microbatch);
+}
+
+bool is_message(const Incoming& incoming, const Schema& schema, unsigned message) {
+  const auto blocks = blocks_of(schema, message);
+  for (std::size_t i = 0; i < blocks->size(); ++i) {
+    const auto& block = (*blocks)[i];
+    if (!block.empty() && std::memcmp(incoming.data(i), block.data(), block.size()) != 0) {
+      return false;
+    }
+  }
+  return incoming.schema() == schema;
+}
+
+Schema of_sizes(const std::vector<std::int64_t>& bytes, std::uint64_t direct_from = 4096) {
+  Schema schema;
+  for (const std::int64_t size : bytes) {
+    schema.tensors.push_back({DType::kUInt8, false, {size}});
+  }
+  schema.direct_from = direct_from;
+  return schema;
+}
+
+std::shared_ptr<HeapAllocator> heap() { return std::make_shared<HeapAllocator>(); }
+
+Receipt take(RecvEdge& edge, int microbatch = -1) {
+  OpOptions here;
+  here.inline_when_idle = true;
+  Receipt receipt = edge.recv(microbatch, here);
+  receipt.work->wait();
+  return receipt;
+}
+
+// sender(world, edge) on rank 0 and receiver(world, edge, its allocator) on rank 1.
+template <typename Sender, typename Receiver>
+void run_pair(const Sender& sender, const Receiver& receiver, SchemaMode mode = SchemaMode::kPerMessage) {
+  const ShmJob job(2);
+  run_ranks(2, [&](int rank) {
+    const auto world = job.communicator(rank);
+    EdgeConfig config;
+    config.communicator = world;
+    config.peer = 1 - rank;
+    config.mode = mode;
+    const auto allocator = heap();
+    if (rank == 0) {
+      SendEdge edge(config, allocator);
+      sender(*world, edge);
+      world->barrier()->wait();
+    } else {
+      RecvEdge edge(config, allocator);
+      receiver(*world, edge, *allocator);
+      world->barrier()->wait();
+    }
+  });
+}
+
+}  // namespace
+
+TEST(mail_carries_packed_and_direct_tensors) {
+  const std::vector<Schema> schemas{of_sizes({10, 5000, 0, 4095, 4096, 1}),
+                                    of_sizes({7}),
+                                    of_sizes({}),
+                                    of_sizes({1 << 20, 3}),
+                                    of_sizes({100, 200}),
+                                    of_sizes({0, 0})};
+  for (const SchemaMode mode : {SchemaMode::kPerMessage, SchemaMode::kFrozen}) {
+    for (const Schema& only : schemas) {
+      const auto schema_of = [&](unsigned i) {
+        return mode == SchemaMode::kFrozen ? only : schemas[i % schemas.size()];
+      };
+      run_pair(
+          [&](Communicator&, SendEdge& edge) {
+            for (unsigned i = 0; i < 20; ++i) {
+              send(edge, schema_of(i), i)->wait();
+            }
+          },
+          [&](Communicator&, RecvEdge& edge, HeapAllocator&) {
+            for (unsigned i = 0; i < 20; ++i) {
+              CHECK(is_message(*take(edge).message, schema_of(i), i));
+            }
+          },
+          mode);
+      if (mode == SchemaMode::kPerMessage) {
+        break;
+      }
+    }
+  }
+}
+
+TEST(mail_receipts_on_the_lane_and_here_keep_their_order) {
+  const Schema schema = of_sizes({100, 9000, 50});
+  run_pair(
+      [&](Communicator&, SendEdge& edge) {
+        std::vector<WorkPtr> works;
+        for (unsigned i = 0; i < 60; ++i) {
+          works.push_back(send(edge, schema, i, static_cast<int>(i)));
+        }
+        for (const WorkPtr& work : works) {
+          work->wait();
+        }
+      },
+      [&](Communicator&, RecvEdge& edge, HeapAllocator&) {
+        for (unsigned i = 0; i < 60; i += 3) {
+          const Receipt first = edge.recv(static_cast<int>(i));
+          const Receipt second = edge.recv(static_cast<int>(i + 1));
+          const Receipt third = take(edge, static_cast<int>(i + 2));
+          first.work->wait();
+          second.work->wait();
+          CHECK(is_message(*first.message, schema, i));
+          CHECK(is_message(*second.message, schema, i + 1));
+          CHECK(is_message(*third.message, schema, i + 2));
+        }
+      });
+}
+
+TEST(mail_packed_tensors_are_read_where_the_sender_wrote_them) {
+  const Schema schema = of_sizes({100, 200, 300});
+  run_pair(
+      [&](Communicator&, SendEdge& edge) {
+        for (unsigned i = 0; i < 50; ++i) {
+          send(edge, schema, i)->wait();
+        }
+        CHECK(edge.slot_bytes() <= 4 * (64 + 3 * 320));
+      },
+      [&](Communicator&, RecvEdge& edge, HeapAllocator& allocator) {
+        const Receipt first = take(edge);
+        for (unsigned i = 1; i < 50; ++i) {
+          CHECK(is_message(*take(edge).message, schema, i));
+        }
+        CHECK(is_message(*first.message, schema, 0));  // kept all the while
+        // The schema of the first message, and nothing else.
+        CHECK_EQ(allocator.allocations.load(), 1);
+      });
+}
+
+TEST(mail_sender_that_is_ahead_waits_and_takes_no_more_memory) {
+  const Schema schema = of_sizes({1000, 1000});
+  std::atomic<int> ended = 0;
+  run_pair(
+      [&](Communicator& world, SendEdge& edge) {
+        std::vector<WorkPtr> works;
+        for (unsigned i = 0; i < 40; ++i) {
+          works.push_back(send(edge, schema, i));
+        }
+        std::this_thread::sleep_for(20ms);
+        for (const WorkPtr& work : works) {
+          ended += work->done() ? 1 : 0;
+        }
+        CHECK(edge.slot_bytes() <= 4 * (64 + 2 * 1024));
+        world.control().send(1, 1, "sent");
+        for (const WorkPtr& work : works) {
+          work->wait();
+        }
+        CHECK(edge.slot_bytes() <= 4 * (64 + 2 * 1024));
+      },
+      [&](Communicator& world, RecvEdge& edge, HeapAllocator&) {
+        (void)world.control().receive(0, 1, Clock::now() + 20s);
+        for (unsigned i = 0; i < 40; ++i) {
+          CHECK(is_message(*take(edge).message, schema, i));
+        }
+      });
+  CHECK_EQ(ended.load(), 4);
+}
+
+TEST(mail_receiver_that_keeps_messages_does_not_stop_the_sender) {
+  const Schema schema = of_sizes({1000, 1000});
+  run_pair(
+      [&](Communicator&, SendEdge& edge) {
+        for (unsigned i = 0; i < 40; ++i) {
+          send(edge, schema, i)->wait();
+        }
+      },
+      [&](Communicator&, RecvEdge& edge, HeapAllocator&) {
+        std::vector<Receipt> kept;
+        for (unsigned i = 0; i < 40; ++i) {
+          kept.push_back(take(edge));
+        }
+        for (unsigned i = 0; i < 40; ++i) {
+          CHECK(is_message(*kept[i].message, schema, i));
+        }
+      });
+}
+
+TEST(mail_messages_outlive_everything) {
+  const Schema schema = of_sizes({100, 200});
+  Receipt kept;
+  run_pair([&](Communicator&, SendEdge& edge) { send(edge, schema, 5)->wait(); },
+           [&](Communicator&, RecvEdge& edge, HeapAllocator&) { kept = take(edge); });
+  CHECK(is_message(*kept.message, schema, 5));
+}
+
+TEST(mail_another_microbatch_is_told_to_both) {
+  const Schema schema = of_sizes({100, 200});
+  const ShmJob job(2);
+  run_ranks(2, [&](int rank) {
+    const auto world = job.communicator(rank);
+    EdgeConfig config;
+    config.communicator = world;
+    config.peer = 1 - rank;
+    if (rank == 0) {
+      SendEdge edge(config, heap());
+      send(edge, schema, 0, 3)->wait();
+      (void)job.control(0)->receive(1, 1, Clock::now() + 20s);
+      std::this_thread::sleep_for(10ms);
+      CHECK_THROWS(ErrorKind::kSchemaMismatch, send(edge, schema, 1, 4),
+                   "rank 1 refused a message of this rank: edge 0->1 delivered microbatch 3");
+    } else {
+      RecvEdge edge(config, heap());
+      CHECK_THROWS(ErrorKind::kSchemaMismatch, take(edge, 4), "expects microbatch 4");
+      job.control(1)->send(0, 1, "told");
+    }
+  });
+}
+
+TEST(mail_other_tensors_than_expected_are_told_to_both) {
+  for (const std::int64_t bytes : {200, 300 << 10}) {  // packed, and too large for the ring
+    const ShmJob job(2);
+    run_ranks(2, [&](int rank) {
+      const auto world = job.communicator(rank);
+      EdgeConfig config;
+      config.communicator = world;
+      config.peer = 1 - rank;
+      const Schema schema = of_sizes({100, bytes, 1 << 22});
+      if (rank == 0) {
+        SendEdge edge(config, heap());
+        // Its last tensor waits for a receiver that will never take it.
+        CHECK_THROWS(ErrorKind::kSchemaMismatch, send(edge, schema, 0, 3)->wait(), "tensor 1: uint8[");
+      } else {
+        RecvEdge edge(config, heap());
+        auto expected = std::make_shared<Schema>(of_sizes({100, 7, 1 << 22}));
+        edge.expect(expected);
+        CHECK_THROWS(ErrorKind::kSchemaMismatch, take(edge), "instead of uint8[7]");
+        (void)eventually([&] { return job.control(1)->has_left(0); }, 3000ms);
+      }
+      job.control(rank)->close();
+    });
+  }
+}
+
+TEST(mail_headers_that_do_not_fit_are_refused) {
+  const Schema schema = of_sizes({100, 200});
+  const std::string body = encode_schema(schema);
+  const auto header = [&](std::uint64_t id) {
+    MessageHeader good{id, 0, -1, schema.fingerprint(), Parcel(schema).bytes(), 0, std::nullopt};
+    good.schema_bytes = static_cast<std::uint32_t>(body.size());
+    good.lent = MessageHeader::Lent{0, 0};
+    return good;
+  };
+  using Spoil = std::function<void(MessageHeader&)>;
+  const std::vector<std::pair<Spoil, const char*>> cases{
+      {[](MessageHeader& h) { h.sequence = 7; }, "message #7"},
+      {[](MessageHeader& h) { ++h.edge; }, "came where #0"},
+      {[](MessageHeader& h) { ++h.schema; }, "does not match its fingerprint"},
+      {[](MessageHeader& h) { h.payload_bytes = 1; }, "no schema that fits"},
+      {[](MessageHeader& h) { h.lent->offset = 1; }, "not aligned"},
+      {[](MessageHeader& h) { h.lent->offset = std::uint64_t{1} << 40; }, "not in its arena"},
+  };
+  for (const auto& [spoil, part] : cases) {
+    const ShmJob job(2);
+    run_ranks(2, [&, &spoil = spoil, part = part](int rank) {
+      const auto world = job.communicator(rank);
+      const Buffer some = world->allocate(4096);  // so that there is an arena
+      if (rank == 0) {
+        const std::uint64_t id = world->next_edge_id(0, 1);
+        MessageHeader bad = header(id);
+        spoil(bad);
+        std::string first = encode_header(bad);
+        std::string second = body;
+        const auto mailbox = world->mailbox();
+        for (std::string* bytes : {&first, &second}) {
+          (void)mailbox->send({bytes->data(), bytes->size(), bytes->size(), DType::kUInt8, {}}, 1, id, {});
+        }
+        (void)job.control(0)->receive(1, 1, Clock::now() + 20s);
+      } else {
+        EdgeConfig config;
+        config.communicator = world;
+        config.peer = 0;
+        RecvEdge edge(config, heap());
+        CHECK_THROWS(ErrorKind::kProtocol, take(edge), part);
+        job.control(1)->send(0, 1, "seen");
+      }
+    });
+  }
+}
+
+TEST(mail_larger_messages_than_the_edge_takes_are_refused_on_both_ends) {
+  const ShmJob job(2);
+  run_ranks(2, [&](int rank) {
+    const auto world = job.communicator(rank);
+    EdgeConfig config;
+    config.communicator = world;
+    config.peer = 1 - rank;
+    if (rank == 0) {
+      config.max_bytes = 1000;
+      SendEdge careful(config, heap());
+      CHECK_THROWS(ErrorKind::kInvalidArgument, send(careful, of_sizes({2000}), 0), "the edge takes up to 1000");
+      config.max_bytes = 1 << 20;
+      SendEdge edge(config, heap());
+      (void)send(edge, of_sizes({2000}), 0);
+      (void)job.control(0)->receive(1, 1, Clock::now() + 20s);
+    } else {
+      config.max_bytes = 1000;
+      const auto allocator = heap();
+      RecvEdge other(config, allocator);
+      RecvEdge edge(config, allocator);
+      CHECK_THROWS(ErrorKind::kProtocol, take(edge), "this edge takes up to 1000");
+      CHECK(allocator->allocations.load() <= 1);  // the schema
+      job.control(1)->send(0, 1, "seen");
+    }
+  });
+}
+
+TEST(loans_come_back_by_their_flag) {
+  const ShmJob job(1);
+  const auto world = job.communicator(0);
+  const auto memory = world->peer_memory();
+  LoanPool pool(memory, 2, 0);
+  CHECK_EQ(pool.bytes(), 0);
+  const auto first = pool.lend(100);
+  const auto second = pool.lend(100);
+  CHECK(first && second && first->payload != second->payload);
+  CHECK(!pool.lend(100).has_value());
+  LoanPool::take_back(*first);
+  const auto again = pool.lend(60);  // a block that is large enough
+  CHECK(again && again->payload == first->payload);
+  LoanPool::take_back(*second);
+  const auto larger = pool.lend(5000);  // in place of the free one
+  CHECK(larger.has_value());
+  CHECK(!pool.lend(1).has_value());
+  CHECK_EQ(pool.bytes(), 164 + 5064);
+}
+
+TEST(loans_are_made_beforehand_when_their_size_is_known) {
+  const ShmJob job(1);
+  const auto world = job.communicator(0);
+  LoanPool pool(world->peer_memory(), 3, 1000);
+  CHECK_EQ(pool.bytes(), 3 * 1064);
+  for (int i = 0; i < 3; ++i) {
+    CHECK(pool.lend(1000).has_value());
+  }
+  CHECK_EQ(pool.bytes(), 3 * 1064);
+}
+
+TEST(loans_that_are_out_at_the_end_are_not_given_to_others) {
+  const ShmJob job(1);
+  const auto world = job.communicator(0);
+  const char* lent = nullptr;
+  {
+    LoanPool pool(world->peer_memory(), 1, 0);
+    lent = pool.lend(1000)->payload;
+  }
+  std::vector<Buffer> others;
+  for (int i = 0; i < 100; ++i) {
+    others.push_back(world->allocate(1064));
+    const auto* begin = static_cast<const char*>(others.back().view.data);
+    CHECK(lent + 1000 <= begin || begin + 1064 <= lent - 64);
+  }
+}
