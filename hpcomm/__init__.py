@@ -14,7 +14,7 @@ from hpcomm.backend import register_with_torch
 
 if TYPE_CHECKING:
     from hpcomm import _C as _C
-    from hpcomm import errors, plan
+    from hpcomm import errors, nn, plan
     from hpcomm._C import Communicator, StepPlan
     from hpcomm.amp import GradScaler, clip_grad_norm_
     from hpcomm.channel import Channel
@@ -64,7 +64,7 @@ _HOMES = {
     "init": "hpcomm.mesh",
     "verify": "hpcomm.reference",
 }
-_SUBMODULES = ("errors", "plan")
+_SUBMODULES = ("errors", "nn", "plan")
 
 __all__ = [
     "Chain",
@@ -92,6 +92,7 @@ __all__ = [
     "clip_grad_norm_",
     "errors",
     "init",
+    "nn",
     "plan",
     "verify",
 ]

@@ -33,6 +33,7 @@ MODULES = (
     "mesh",
     "ddp",
     "channel",
+    "nn",
     "plan.table",
     "plan.loops",
     "plan.zero_bubble",

@@ -1,0 +1,100 @@
+"""send and recv with autograd: what the receiver's backward finds travels back to the sender's.
+
+Rank 0, which has the first half of a model, and rank 1, which has the rest:
+
+    token = hpcomm.nn.send(channel, first(x))        h = hpcomm.nn.recv(channel)
+    token.backward()                                 loss(second(h)).backward()
+
+The idea of a token that stands for the other rank's part of the graph is ChainerMN's delegate variable (T. Akiba,
+K. Fukuda, S. Suzuki, "ChainerMN: Scalable Distributed Deep Learning Framework", 2017).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from hpcomm import _C
+
+if TYPE_CHECKING:
+    from hpcomm.channel import Channel
+
+__all__ = ["recv", "send"]
+
+
+def send(channel: Channel, tree: object) -> torch.Tensor:
+    """Sends ``tree``; its backward receives the gradients.
+
+    Args:
+        channel: towards the rank that calls :func:`recv`. Gradients come back on its other direction, which must not
+            carry anything else meanwhile: a second Channel serves messages the other way.
+        tree: as for :meth:`hpcomm.Channel.send`. Tensors that require a gradient get one, those for which the receiver
+            finds none get None. They must not be written in place until the message has been received.
+
+    Returns:
+        A token: a 0-dim float32 zero. ``token.backward()``, or that of a sum with it, waits for the gradients of this
+        message; the gradient of the token itself does not count. Without a tensor that requires a gradient, or under
+        ``torch.no_grad()``, it has no graph, and the receiver sends nothing back.
+
+    Raises:
+        SchemaMismatch: in the backward, when the receiver's backwards run in another order than the sender's.
+    """
+    structure, tensors = _C.flatten(tree)
+    if not torch.is_grad_enabled():
+        tree = _C.unflatten(structure, [tensor.detach() for tensor in tensors])
+    token: torch.Tensor = _Send.apply(channel, tree, *tensors)  # type: ignore[no-untyped-call]
+    return token
+
+
+def recv(channel: Channel) -> Any:
+    """The next message of :func:`send`; the backward of its tensors sends their gradients back, None where one is.
+
+    Every message that has a tensor with a gradient must take part in exactly one backward, or the sender waits.
+
+    Raises:
+        what :meth:`hpcomm.Channel.recv` raises.
+    """
+    number = channel._take_number("received")
+    structure, tensors = _C.flatten(channel._receiver.take(number))
+    # An input that requires a gradient makes the outputs do so; it gets none.
+    anchor = torch.empty(0, requires_grad=True, device=tensors[0].device if tensors else None)
+    outputs = _Recv.apply(channel, number, anchor, *tensors) if tensors else ()  # type: ignore[no-untyped-call]
+    return _C.unflatten(structure, list(outputs))
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, channel: Channel, tree: object, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.channel = channel
+        ctx.number = channel._take_number("sent")
+        channel._sender.send(tree, ctx.number)
+        return torch.zeros((), device=tensors[0].device if tensors else None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients = iter(ctx.channel._receiver.take(ctx.number))
+        return None, None, *(next(gradients) if needed else None for needed in ctx.needs_input_grad[2:])
+
+
+class _Recv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, channel: Channel, number: int, _: torch.Tensor, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.channel = channel
+        ctx.number = number
+        ctx.wanted = [tensor.requires_grad for tensor in tensors]
+        ctx.set_materialize_grads(False)
+        outputs = tuple(tensor.detach() for tensor in tensors)
+        ctx.mark_non_differentiable(*(t for t, wanted in zip(outputs, ctx.wanted, strict=True) if not wanted))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, *gradients: torch.Tensor | None) -> tuple[None, ...]:
+        wanted = [g for g, is_wanted in zip(gradients, ctx.wanted, strict=True) if is_wanted]  # type: ignore[attr-defined]
+        ctx.channel._sender.send(wanted, ctx.number)  # type: ignore[attr-defined]
+        return (None, None, None, *(None for _ in gradients))

@@ -1,0 +1,117 @@
+"""hpcomm.nn: gradients over a channel are those of one process; None, order, no_grad."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import ranks
+import torch
+
+import hpcomm
+
+
+@dataclasses.dataclass
+class Hidden:
+    states: torch.Tensor
+    unused: torch.Tensor
+    mask: torch.Tensor | None
+
+
+def layers() -> tuple[torch.nn.Linear, torch.nn.Linear]:
+    torch.manual_seed(3)
+    return torch.nn.Linear(5, 4), torch.nn.Linear(4, 2)
+
+
+def batch(i: int) -> torch.Tensor:
+    return torch.arange(15.0).view(3, 5) / 7 + i
+
+
+def two_halves(microbatches: int) -> None:
+    first, second = layers()
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        if mesh.rank == 0:
+            tokens = []
+            for i in range(microbatches):
+                h = first(batch(i))
+                tokens.append(hpcomm.nn.send(channel, Hidden(h, h * 2, h.detach() > 0)))
+            for token in tokens:
+                assert token.shape == ()
+                token.backward()
+        else:
+            received = [hpcomm.nn.recv(channel) for _ in range(microbatches)]
+            for hidden in received:
+                assert type(hidden) is Hidden
+                assert hidden.states.requires_grad
+                assert hidden.unused.requires_grad
+                assert not hidden.mask.requires_grad
+                (second(hidden.states) * hidden.mask.any()).sum().backward()
+    # What one process finds.
+    mine = (first, second)[mesh.rank]
+    a, b = layers()
+    for i in range(microbatches):
+        h = a(batch(i))
+        (b(h) * (h.detach() > 0).any()).sum().backward()
+    for got, expected in zip(mine.parameters(), (a, b)[mesh.rank].parameters(), strict=True):
+        assert got.grad is not None
+        assert torch.allclose(got.grad, expected.grad)
+
+
+@pytest.mark.parametrize("env", [{}, {"HPCOMM_CPU_TRANSPORT": "gloo"}], ids=["shm", "gloo"])
+def test_gradients_are_those_of_one_process(env: dict[str, str]) -> None:
+    ranks.run(2, two_halves, 4, env=env)
+
+
+def a_gradient_that_nobody_finds() -> None:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        if mesh.rank == 0:
+            used, unused = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
+            (hpcomm.nn.send(channel, [used, unused]) + 1).backward()
+            assert used.grad is not None
+            assert torch.equal(used.grad, torch.tensor([1.0, 2.0, 3.0]))
+            assert unused.grad is None
+        else:
+            used, _ = hpcomm.nn.recv(channel)
+            (used * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+
+
+def test_a_gradient_that_nobody_finds_is_none() -> None:
+    ranks.run(2, a_gradient_that_nobody_finds)
+
+
+def nothing_to_differentiate() -> None:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        weight = torch.ones(2, requires_grad=True)
+        if mesh.rank == 0:
+            assert not hpcomm.nn.send(channel, {"n": None, "i": 3}).requires_grad
+            assert not hpcomm.nn.send(channel, torch.ones(2)).requires_grad
+            with torch.no_grad():
+                assert not hpcomm.nn.send(channel, weight).requires_grad
+        else:
+            assert hpcomm.nn.recv(channel) == {"n": None, "i": 3}
+            assert not hpcomm.nn.recv(channel).requires_grad
+            assert not hpcomm.nn.recv(channel).requires_grad
+
+
+def test_messages_without_a_gradient() -> None:
+    ranks.run(2, nothing_to_differentiate)
+
+
+def another_order() -> None:
+    mesh = hpcomm.init(dp=1, pp=2)
+    channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    if mesh.rank == 0:
+        tokens = [hpcomm.nn.send(channel, torch.full((2,), float(i), requires_grad=True)) for i in range(2)]
+        with pytest.raises(hpcomm.SchemaMismatch, match="delivered microbatch 1 .* expects microbatch 0"):
+            tokens[0].backward()
+    else:
+        received = [hpcomm.nn.recv(channel) for _ in range(2)]
+        received[1].sum().backward()
+    mesh.world.barrier()
+
+
+def test_backwards_in_another_order_are_not_mixed_up() -> None:
+    ranks.run(2, another_order)
