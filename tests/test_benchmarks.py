@@ -226,3 +226,27 @@ def test_wrong_arguments_are_refused(arguments: list[str], complaint: str, capsy
     with pytest.raises(SystemExit):
         collectives.parse(arguments)
     assert complaint in capsys.readouterr().err
+
+
+def test_messages_are_timed_and_right(tmp_path: Path) -> None:
+    file = tmp_path / "p2p.json"
+    cases = "1 x 4 B,32 x 4 B changing,8 x 4 KB + 2 x 4 MB"
+    command = [sys.executable, "-m", "benchmarks.p2p", "--cases", cases, "--vs", "channel-frozen,send,batch,cat"]
+    command += ["-n", "2", "--rounds", "2", "--timeout", "50", "--json", str(file)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    document = json.loads(file.read_text())
+    assert document["wrong"] == 0
+    measured = {row["case"]: sorted(row["medians"]) for row in document["rows"]}
+    assert measured["1 x 4 B"] == ["batch", "cat", "channel", "channel-frozen", "send"]
+    assert measured["32 x 4 B changing"] == ["channel"]
+
+
+def test_packing_is_timed_and_right() -> None:
+    command = [sys.executable, "-m", "benchmarks.pack", "--totals", "0.125", "--counts", "4,64", "--rounds", "2"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "64 x 2 KB, as bfloat16" in ended.stdout
+    assert "# tensors that were wrong: 0" in ended.stdout

@@ -1,0 +1,376 @@
+"""One rank of benchmarks.p2p: bounces messages through every peer in turn, and checks what arrives."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import hpcomm
+from benchmarks.harness import environment
+from benchmarks.launch import adopt_mpi_environment
+from benchmarks.peers import Mpich, UnavailableError
+
+KB, MB = 1 << 10, 1 << 20
+BLOCK = 0.03  # seconds
+FEWEST, MOST = 3, 2000  # iterations of a block
+NEVER = 1 << 60
+PEERS = ("channel", "channel-frozen", "send", "batch", "cat", "mpich")
+STOCK = ("send", "batch", "cat")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Bytes of each tensor of a message."""
+
+    sizes: tuple[int, ...]
+    changing: bool = False  # one tensor has another length in each message, so that no schema comes twice in a row
+
+    def lengths(self, turn: int) -> list[int]:
+        """Elements of each tensor of message ``turn``."""
+        lengths = [size // 4 for size in self.sizes]
+        if self.changing:
+            lengths[0] += 1 + turn % 200  # more than an edge remembers
+        return lengths
+
+
+CASES: dict[str, Case] = {
+    "1 x 4 B": Case((4,)),
+    "1 x 4 KB": Case((4 * KB,)),
+    "32 x 4 B": Case((4,) * 32),
+    "32 x 4 B changing": Case((4,) * 32, changing=True),
+    "32 x 16 KB": Case((16 * KB,) * 32),
+    "32 x 16 KB changing": Case((16 * KB,) * 32, changing=True),
+    "256 x 1 KB": Case((KB,) * 256),
+    "1 x 1 MB": Case((MB,)),
+    "8 x 4 KB + 2 x 4 MB": Case((4 * KB,) * 8 + (4 * MB,) * 2),
+    "1 x 25 MB": Case((25 * MB,)),
+}
+
+
+class Bouncer(ABC):
+    """A way to send tensors to the other rank. Every message is made before the clock runs."""
+
+    name: str
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    @abstractmethod
+    def prepare(self, messages: Sequence[list[torch.Tensor]]) -> None:
+        """The messages of one case, that :meth:`send` sends by number."""
+
+    @abstractmethod
+    def send(self, number: int) -> None:
+        """Returns when the message may be sent again."""
+
+    @abstractmethod
+    def receive(self, number: int) -> list[torch.Tensor]:
+        """What came in answer to, or before, message ``number``."""
+
+    def can(self, case: Case) -> bool:
+        return not case.changing
+
+    def bounce(self, turns: int) -> None:
+        first, second = (self.send, self.receive) if self.rank == 0 else (self.receive, self.send)
+        for turn in range(turns):
+            first(turn)
+            second(turn)
+
+
+class ChannelBouncer(Bouncer):
+    """A dict of tensors through hpcomm.Channel."""
+
+    def __init__(self, rank: int, communicator: hpcomm.Communicator, name: str, **options: Any) -> None:
+        super().__init__(rank)
+        self.name = name
+        self._communicator = communicator
+        self._options = options
+        self._trees: list[dict[str, torch.Tensor]] = []
+        self._works: list[Any] = []
+
+    def prepare(self, messages: Sequence[list[torch.Tensor]]) -> None:
+        # One channel a case: a frozen one keeps its first schema.
+        self._channel = hpcomm.Channel(self._communicator, 1 - self.rank, **self._options)
+        self._trees = [{f"h{i}": tensor for i, tensor in enumerate(message)} for message in messages]
+
+    def can(self, case: Case) -> bool:
+        return not (case.changing and self._options.get("schema") == "frozen")
+
+    def send(self, number: int) -> None:
+        self._channel.send(self._trees[number % len(self._trees)]).wait()
+
+    def receive(self, number: int) -> list[torch.Tensor]:
+        return list(self._channel.recv().values())
+
+
+class StockBouncer(Bouncer):
+    """What torch.distributed has, over gloo, into tensors that are there already."""
+
+    def __init__(self, rank: int, name: str) -> None:
+        super().__init__(rank)
+        self.name = name
+
+    def prepare(self, messages: Sequence[list[torch.Tensor]]) -> None:
+        self._messages = messages
+        self._targets = [torch.empty_like(tensor) for tensor in messages[0]]
+        self._flat = torch.empty(sum(t.numel() for t in messages[0]))
+        self._incoming = torch.empty_like(self._flat)
+
+    def send(self, number: int) -> None:
+        message, peer = self._messages[number % len(self._messages)], 1 - self.rank
+        if self.name == "send":
+            for tensor in message:
+                dist.send(tensor, peer)
+        elif self.name == "batch":
+            self._run([dist.P2POp(dist.isend, tensor, peer) for tensor in message])
+        else:
+            torch.cat(message, out=self._flat)
+            dist.send(self._flat, peer)
+
+    def receive(self, number: int) -> list[torch.Tensor]:
+        peer = 1 - self.rank
+        if self.name == "send":
+            for tensor in self._targets:
+                dist.recv(tensor, peer)
+        elif self.name == "batch":
+            self._run([dist.P2POp(dist.irecv, tensor, peer) for tensor in self._targets])
+        else:
+            dist.recv(self._incoming, peer)
+            return list(self._incoming.split([tensor.numel() for tensor in self._targets]))
+        return self._targets
+
+    @staticmethod
+    def _run(operations: list[dist.P2POp]) -> None:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+
+class MpichBouncer(Bouncer):
+    """As many bytes as one block, packed before the clock runs."""
+
+    name = "mpich"
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self._mpich = Mpich()
+
+    @property
+    def version(self) -> str:
+        return self._mpich.version
+
+    def prepare(self, messages: Sequence[list[torch.Tensor]]) -> None:
+        self._lengths = [tensor.numel() for tensor in messages[0]]
+        self._messages = messages
+        self._packed = [torch.cat(message) for message in messages]
+        self._incoming = torch.empty_like(self._packed[0])
+
+    def repack(self) -> None:
+        for packed, message in zip(self._packed, self._messages, strict=True):
+            torch.cat(message, out=packed)
+
+    def send(self, number: int) -> None:
+        self._mpich._world.Send(self._packed[number % len(self._packed)].numpy(), 1 - self.rank)
+
+    def receive(self, number: int) -> list[torch.Tensor]:
+        self._mpich._world.Recv(self._incoming.numpy(), 1 - self.rank)
+        return list(self._incoming.split(self._lengths))
+
+
+class Rank:
+    """What one rank does, with the arguments of the command line."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self._arguments = arguments
+        self._notes: list[str] = []
+        dist.init_process_group("gloo")
+        self._mesh = hpcomm.init(dp=1, pp=2)
+        self.rank = self._mesh.rank
+
+    def run(self) -> dict[str, Any]:
+        """Rank 0's result counts."""
+        if self._arguments["tune"]:
+            return self._tune()
+        peers = self._make_peers()
+        described = environment(self._mesh)
+        for peer in peers:
+            if isinstance(peer, MpichBouncer):
+                described["mpi"] = peer.version
+        self._say("".join(f"# {key:<18} {value}\n" for key, value in described.items()))
+        for note in self._notes:
+            self._say(f"# {note}")
+        names = [peer.name for peer in peers]
+        self._say(
+            f"{'one message':<24}" + "".join(f"{name:>26}" for name in names) + f"{'best stock / channel':>22}  #wrong"
+        )
+        rows = [self._case(name, CASES[name], peers) for name in self._arguments["cases"]]
+        return {"environment": described, "arguments": self._arguments, "rows": rows, "notes": self._notes,
+                "wrong": sum(row["wrong"] for row in rows)}  # fmt: skip
+
+    def close(self) -> None:
+        dist.barrier()
+        self._mesh.close()
+        dist.destroy_process_group()
+
+    def _make_peers(self) -> list[Bouncer]:
+        peers: list[Bouncer] = []
+        for name in self._arguments["peers"]:
+            if name == "channel":
+                peers.append(ChannelBouncer(self.rank, self._mesh.pp, name))
+            elif name == "channel-frozen":
+                peers.append(ChannelBouncer(self.rank, self._mesh.pp, name, schema="frozen"))
+            elif name == "mpich":
+                try:
+                    peers.append(MpichBouncer(self.rank))
+                except UnavailableError as error:
+                    self._notes.append(f"mpich is left out: {error}")
+            else:
+                peers.append(StockBouncer(self.rank, name))
+        return peers
+
+    def _messages(self, case: Case) -> list[list[torch.Tensor]]:
+        turns = 200 if case.changing else 1
+        return [[torch.zeros(length) for length in case.lengths(turn)] for turn in range(turns)]
+
+    def _case(self, name: str, case: Case, peers: Sequence[Bouncer]) -> dict[str, Any]:
+        able = [peer for peer in peers if peer.can(case)]
+        messages = {peer.name: self._messages(case) for peer in able}
+        for peer in able:
+            peer.prepare(messages[peer.name])
+        wrong = sum(self._wrong(peer, messages[peer.name], seed) for peer in able for seed in (1, 2))
+        turns = {peer.name: self._arguments["iterations"] or self._turns(peer) for peer in able}
+        samples: dict[str, list[float]] = {peer.name: [] for peer in able}
+        gc.disable()
+        for i in range(self._arguments["rounds"]):
+            for peer in [*able[i % len(able) :], *able[: i % len(able)]]:
+                samples[peer.name].append(self._block(peer, turns[peer.name]) / 2)
+        gc.enable()
+        wrong += sum(self._wrong(peer, messages[peer.name], 3) for peer in able)
+        return self._report(name, case, samples, [peer.name for peer in peers], wrong)
+
+    def _block(self, peer: Bouncer, turns: int) -> float:
+        """Seconds of a round trip, on rank 0; the other rank's number is as good."""
+        dist.barrier()
+        peer.bounce(1)
+        start = time.perf_counter()
+        peer.bounce(turns)
+        return (time.perf_counter() - start) / turns
+
+    def _turns(self, peer: Bouncer) -> int:
+        """As many as fill a block; the same on both ranks."""
+        trial = torch.tensor([max(self._block(peer, FEWEST), 1e-7)], dtype=torch.float64)
+        dist.broadcast(trial, 0)
+        return int(min(MOST, max(FEWEST, BLOCK / trial.item())))
+
+    def _wrong(self, peer: Bouncer, messages: Sequence[list[torch.Tensor]], seed: int) -> int:
+        """Tensors that came otherwise than sent, over every message of the case, with values of their own."""
+        count = 0
+        for number, message in enumerate(messages):
+            for index, tensor in enumerate(message):
+                tensor.copy_(self._values(self.rank, number, index, seed, tensor.numel()))
+        if isinstance(peer, MpichBouncer):
+            peer.repack()
+        for number in range(len(messages)):
+            if self.rank == 0:
+                peer.send(number)
+            got = peer.receive(number)
+            for index, tensor in enumerate(got):
+                expected = self._values(1 - self.rank, number, index, seed, len(messages[number][index]))
+                count += not torch.equal(tensor, expected)
+            count += len(got) != len(messages[number])
+            if self.rank == 1:
+                peer.send(number)
+        total = torch.tensor([count])
+        dist.all_reduce(total)
+        return int(total.item())
+
+    @staticmethod
+    def _values(rank: int, number: int, index: int, seed: int, length: int) -> torch.Tensor:
+        return torch.arange(length, dtype=torch.float32) % 1009 + 10_000.0 * rank + 100.0 * number + index + seed
+
+    def _report(
+        self, name: str, case: Case, samples: dict[str, list[float]], names: list[str], wrong: int
+    ) -> dict[str, Any]:
+        cells, medians = [], {}
+        for peer in names:
+            if peer not in samples:
+                cells.append(f"{'-':>26}")
+                continue
+            times = samples[peer]
+            low, middle, high = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
+            medians[peer] = middle
+            cells.append(f"{middle * 1e6:>10.1f} us {low * 1e6:>5.0f}-{high * 1e6:<6.0f}")
+        stock = [peer for peer in STOCK if peer in medians]
+        ratio = None
+        if stock:
+            best = min(stock, key=lambda peer: medians[peer])
+            ratio = statistics.median(b / c for b, c in zip(samples[best], samples["channel"], strict=True))
+        shown = f"{best} {ratio:.1f}x" if ratio else "-"
+        self._say(f"{name:<24}" + "".join(cells) + f"{shown:>22}  {wrong:>6}")
+        return {"case": name, "bytes": sum(case.sizes), "tensors": len(case.sizes), "seconds": samples,
+                "medians": medians, "best_stock_over_channel": ratio, "wrong": wrong}  # fmt: skip
+
+    # --- --tune ---------------------------------------------------------------------------------------------------
+
+    def _tune(self) -> dict[str, Any]:
+        """8 tensors of a size, all packed against none packed."""
+        described = environment(self._mesh)
+        self._say("".join(f"# {key:<18} {value}\n" for key, value in described.items()))
+        self._say(f"{'8 tensors of':>14}{'packed':>14}{'as they are':>14}{'as they are / packed':>24}")
+        rows = []
+        wrong = 0
+        for size in (4 * KB << shift for shift in range(11)):
+            case = Case((size,) * 8)
+            ways = [
+                ChannelBouncer(self.rank, self._mesh.pp, "packed", direct_from=NEVER),
+                ChannelBouncer(self.rank, self._mesh.pp, "as they are", direct_from=1),
+            ]
+            messages = {way.name: self._messages(case) for way in ways}
+            for way in ways:
+                way.prepare(messages[way.name])
+                wrong += self._wrong(way, messages[way.name], 1)
+            turns = [self._turns(way) for way in ways]
+            samples: dict[str, list[float]] = {way.name: [] for way in ways}
+            for _ in range(self._arguments["rounds"]):
+                for way, number in zip(ways, turns, strict=True):
+                    samples[way.name].append(self._block(way, number) / 2)
+            packed, direct = (statistics.median(samples[way.name]) for way in ways)
+            self._say(f"{size // KB:>11} KB{packed * 1e6:>11.1f} us{direct * 1e6:>11.1f} us{direct / packed:>24.2f}")
+            rows.append({"bytes": size, "seconds": samples})
+        return {"environment": described, "arguments": self._arguments, "rows": rows, "wrong": wrong}
+
+    def _say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+
+def main() -> None:
+    adopt_mpi_environment()
+    arguments, file = json.loads(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    try:
+        rank = Rank(arguments)
+        result = rank.run()
+        if rank.rank == 0:
+            file.write_text(json.dumps(result))
+        rank.close()
+    except BaseException:
+        print(f"rank {os.environ['RANK']}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        # At once: an orderly exit would wait for the other ranks, in MPI and elsewhere.
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""How fast are many tensors packed into one buffer, and taken out again? Against a copy of as many bytes. On the CPU.
+
+    python -m benchmarks.pack                                # 1 MB to 64 MB, 4 to 4,096 tensors, with and without cast
+    python -m benchmarks.pack --totals 16 --rounds 25 --json result.json
+
+One process, one thread. Variants take turns in every round: hpcomm's pack and unpack, torch.cat or a _foreach_copy_ of
+the same tensors, and one copy_ of as many bytes, which is the memory-copy rate of this machine at this moment. A rate
+counts the bytes that are read and those that are written; the share is ours over that of the copy, the median of the
+rounds' own. Float32 tensors, as they are or as bfloat16 in the buffer. Sets of buffers are used in turn, so that 64 MB
+do not come from a cache. Contents are compared with torch's before and after the timing. GPUs: benchmarks.gpu.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hpcomm
+from benchmarks.harness import environment
+from hpcomm import _C
+
+MB = 1 << 20
+COUNTS = (4, 32, 256, 1024, 4096)
+BLOCK = 0.02  # seconds
+
+
+class Tensors:
+    """One set of tensors, and a buffer in hpcomm's layout."""
+
+    def __init__(self, total: int, number: int, wire: torch.dtype | None) -> None:
+        length = total // number // 4
+        self.wire = wire or torch.float32
+        self.tensors = [torch.empty(length) for _ in range(number)]
+        self.layout = _C.Layout(self.tensors, wire)
+        self.buffer = torch.zeros(self.layout.bytes, dtype=torch.uint8)
+        self.places = [
+            self.buffer[offset : offset + length * self.wire.itemsize].view(self.wire) for offset in self.layout.offsets
+        ]
+        self.source, self.target = torch.ones(total // 4), torch.zeros(total // 4)
+        self.moved = number * length * (4 + self.wire.itemsize)
+        self.copied = total * 2
+
+    def pack(self) -> None:
+        _C.pack(self.layout, self.tensors, self.buffer)
+
+    def unpack(self) -> None:
+        _C.unpack(self.layout, self.buffer, self.tensors)
+
+    def foreach_pack(self) -> None:
+        torch._foreach_copy_(self.places, self.tensors)
+
+    def foreach_unpack(self) -> None:
+        torch._foreach_copy_(self.tensors, self.places)
+
+    def copy(self) -> None:
+        self.target.copy_(self.source)
+
+    def wrong(self, seed: int) -> int:
+        """Tensors that pack or unpack leave otherwise than torch would, on new values."""
+        count = 0
+        for index, tensor in enumerate(self.tensors):
+            tensor.copy_(torch.arange(tensor.numel()) % 251 + index % 13 + seed)
+        expected = [tensor.to(self.wire) for tensor in self.tensors]
+        self.buffer.fill_(0xA5)
+        self.pack()
+        count += sum(not torch.equal(place, e) for place, e in zip(self.places, expected, strict=True))
+        for tensor in self.tensors:
+            tensor.fill_(-1)
+        self.unpack()
+        return count + sum(not torch.equal(t, e.float()) for t, e in zip(self.tensors, expected, strict=True))
+
+
+def measure(sets: list[Tensors], rounds: int) -> dict[str, list[float]]:
+    """Bytes per second of each variant and round."""
+    variants: dict[str, Callable[[Tensors], None]] = {
+        "pack": Tensors.pack,
+        "unpack": Tensors.unpack,
+        "foreach pack": Tensors.foreach_pack,
+        "foreach unpack": Tensors.foreach_unpack,
+        "copy": Tensors.copy,
+    }
+    rates: dict[str, list[float]] = {name: [] for name in variants}
+    turns: dict[str, int] = {}
+    for i in range(rounds + 1):  # the first to find out how many fill a block
+        for name, step in variants.items():
+            number = turns.get(name, 2)
+            start = time.perf_counter()
+            for one in itertools.islice(itertools.cycle(sets), number):
+                step(one)
+            seconds = (time.perf_counter() - start) / number
+            if i == 0:
+                turns[name] = max(2, int(BLOCK / seconds))
+            else:
+                one = sets[0]
+                rates[name].append((one.copied if name == "copy" else one.moved) / seconds)
+    return rates
+
+
+def share(rates: dict[str, list[float]], name: str) -> float:
+    return statistics.median(a / b for a, b in zip(rates[name], rates["copy"], strict=True))
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--totals", default="1,16,64", help="MB in all, with commas (1,16,64)")
+    parser.add_argument("--counts", default=",".join(map(str, COUNTS)), help="numbers of tensors, with commas")
+    parser.add_argument("--rounds", type=int, default=11, help="blocks of each variant (11)")
+    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    return parser.parse_args(argv)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """All cases; returns the exit code: 1 when contents were wrong."""
+    torch.set_num_threads(1)
+    wrong = 0
+    rows: list[dict[str, Any]] = []
+    with hpcomm.init() as mesh:
+        described = environment(mesh)
+    print("".join(f"# {key:<18} {value}\n" for key, value in described.items()))
+    print(f"{'':<34}{'copy GB/s':>10}{'pack':>8}{'unpack':>8}{'foreach':>9}{'back':>7}   shares of the copy rate")
+    for total in (int(float(text) * MB) for text in arguments.totals.split(",")):
+        for number in map(int, arguments.counts.split(",")):
+            for wire in (None, torch.bfloat16):
+                sets = [Tensors(total, number, wire) for _ in range(max(1, min(4, 256 * MB // total)))]
+                wrong += sum(one.wrong(1) for one in sets)
+                rates = measure(sets, arguments.rounds)
+                wrong += sum(one.wrong(2) for one in sets)
+                shares = {name: share(rates, name) for name in rates}
+                name = f"{number} x {total / number / 1024:g} KB" + (", as bfloat16" if wire else "")
+                cells = "".join(
+                    f"{100 * shares[key]:>{width}.0f} %"
+                    for key, width in (("pack", 6), ("unpack", 6), ("foreach pack", 7), ("foreach unpack", 5))
+                )
+                print(f"{name:<34}{statistics.median(rates['copy']) / 1e9:>10.2f}{cells}", flush=True)
+                rows.append({"case": name, "total": total, "tensors": number, "rates": rates, "shares": shares})
+    print(f"\n# tensors that were wrong: {wrong}")
+    if arguments.json:
+        document = {"question": "pack", "environment": described, "arguments": vars(arguments), "rows": rows}
+        Path(arguments.json).write_text(json.dumps(document, indent=1) + "\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(parse()))
