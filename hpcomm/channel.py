@@ -169,6 +169,7 @@ class Channel:
         )
         self._receiver = Receiver(back, other, schema=schema, slots=slots, slot_bytes=slot_bytes, max_bytes=max_bytes)
 
+        self._take = self._receiver._edge.take
         self._numbers = {"sent": 0, "received": 0}
 
     def _take_number(self, what: str) -> int:
@@ -198,7 +199,8 @@ class Channel:
             ProtocolError: what came is no message of this edge.
             RankFailed, PeerError: the peer is gone or raised.
         """
-        return self._receiver.take() if timeout < 0 else self._receiver.recv().wait(timeout)
+        # Without a limit straight to the edge: a call less is a tenth of a small message.
+        return self._take() if timeout < 0 else self._receiver.recv().wait(timeout)
 
     def irecv(self) -> Pending:
         """Asks for the next message without waiting."""

@@ -1,10 +1,12 @@
 // Messages through a mailbox and memory that both ends see: no lane, no Control and no second copy.
 //
-// The header is a mail of 64 bytes under the edge's tag, the schema a second one. The packed part is written to a block
-// that the receiver reads in place and then gives back (engine/loans.h); large tensors are mails of their own, which
-// both ends copy at once. On a frozen edge there is no header to name a block, so the packed part is a mail, too.
+// The header is a mail under the edge's tag, with room for tiny messages behind it; a schema is a second one. The
+// packed part of larger messages is written to a block that the receiver reads in place and then gives back
+// (engine/loans.h); large tensors are mails of their own, which both ends copy at once. On a frozen edge there is no
+// header to name a block, so the packed part is a mail, too.
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <thread>
 #include <utility>
 
@@ -26,6 +28,12 @@ constexpr auto kLook = std::chrono::milliseconds(50);
 constexpr auto kGrace = std::chrono::seconds(2);
 // How long a sender whose blocks are all lent sleeps between two looks, at most.
 constexpr auto kLongestNap = std::chrono::microseconds(500);
+
+// What is no longer than this travels behind the header in one mail, whose length is always the same.
+constexpr std::size_t kInline = 192;
+struct alignas(64) Envelope : std::array<char, kHeaderBytes + kInline> {};
+
+[[nodiscard]] bool is_inline(const Parcel& parcel) { return parcel.bytes() <= kInline; }
 
 BufferView bytes_at(void* data, std::size_t bytes) { return {data, bytes, bytes, DType::kUInt8, {}}; }
 
@@ -102,7 +110,8 @@ class MailSend final : public SendRoute {
           slots(std::move(allocator), config.slots) {}
 
     [[nodiscard]] static bool lends(const Outgoing& message) {
-      return message.header.has_value() && message.known->parcel.packed.bytes() > 0;
+      const Parcel& parcel = message.known->parcel;
+      return message.header.has_value() && parcel.packed.bytes() > 0 && !is_inline(parcel);
     }
 
     // Everything that a message is, in order. Nothing of it waits for the receiver here.
@@ -110,6 +119,9 @@ class MailSend final : public SendRoute {
       const KnownSchema& known = *message.known;
       const Parcel& parcel = known.parcel;
       std::vector<WorkPtr> mails;
+      if (message.header && is_inline(parcel)) {
+        return send_inline(message);
+      }
       try {
         Keepalive packed;
         char* target = loan ? loan->payload : nullptr;
@@ -125,11 +137,7 @@ class MailSend final : public SendRoute {
           if (loan) {
             message.header->lent = MessageHeader::Lent{loan->place.segment, loan->place.offset};
           }
-          const auto head = std::make_shared<std::string>(encode_header(*message.header));
-          post(mails, head->data(), kHeaderBytes, head);
-          if (message.header->schema_bytes > 0) {
-            post(mails, known.bytes.data(), known.bytes.size(), message.known);
-          }
+          post_head(mails, message, seal(*message.header));
         }
         if (packed != nullptr) {
           post(mails, target, parcel.packed.bytes(), packed);
@@ -156,6 +164,39 @@ class MailSend final : public SendRoute {
         return work;
       }
       return std::make_shared<JointWork>(message.what, std::move(mails), refusal);
+    }
+
+    // Header and tensors in one mail: nobody waits for the second.
+    WorkPtr send_inline(Outgoing& message) {
+      const KnownSchema& known = *message.known;
+      const auto envelope = seal(*message.header);
+      char* const payload = envelope->data() + kHeaderBytes;
+      run_copies_cpu(pack_items(message, payload), nullptr);
+      for (const Parcel::Direct& one : known.parcel.direct) {
+        const Source& source = message.sources[one.tensor];
+        char* const target = payload + known.parcel.packed.bytes() + one.offset;
+        if (source.strided != nullptr) {
+          source.strided->write(target, known.schema.tensors[one.tensor].dtype);
+        } else {
+          std::memcpy(target, source.data, one.bytes);
+        }
+      }
+      std::vector<WorkPtr> mails;
+      post_head(mails, message, envelope);
+      return std::make_shared<JointWork>(std::move(message.what), std::move(mails), refusal);
+    }
+
+    [[nodiscard]] static std::shared_ptr<Envelope> seal(const MessageHeader& header) {
+      auto envelope = std::make_shared<Envelope>();
+      write_header(header, envelope->data());
+      return envelope;
+    }
+
+    void post_head(std::vector<WorkPtr>& mails, const Outgoing& message, const std::shared_ptr<Envelope>& envelope) {
+      post(mails, envelope->data(), envelope->size(), envelope);
+      if (message.header->schema_bytes > 0) {
+        post(mails, message.known->bytes.data(), message.known->bytes.size(), message.known);
+      }
     }
 
     void post(std::vector<WorkPtr>& mails, const void* data, std::size_t bytes, const Keepalive& keepalive) {
@@ -265,6 +306,14 @@ class MailRecv final : public RecvRoute {
       }
       message.known = inbound->current;
       const Parcel& parcel = message.known->parcel;
+      if (header && is_inline(parcel)) {
+        if (header->lent) {
+          throw Error(ErrorKind::kProtocol, inbound->name() + ": a message is lent that is too short for it");
+        }
+        message.packed = message.direct = {bytes_at(head->data() + kHeaderBytes, parcel.bytes()), head};
+        message.direct.view.data = head->data() + kHeaderBytes + parcel.packed.bytes();
+        return cast_back(message);
+      }
       if (header && header->lent) {
         borrow(*header->lent, message, deadline);
       } else if (parcel.packed.bytes() > 0) {
@@ -281,6 +330,11 @@ class MailRecv final : public RecvRoute {
           wait(*mail, sequence, deadline);
         }
       }
+      cast_back(message);
+    }
+
+    void cast_back(Incoming& message) {
+      const Parcel& parcel = message.known->parcel;
       if (parcel.cast_bytes > 0) {
         message.cast = slots.acquire(parcel.cast_bytes).buffer;
         run_copies_cpu(cast_items(message), nullptr);
@@ -292,12 +346,12 @@ class MailRecv final : public RecvRoute {
 
     MessageHeader next_header(std::uint64_t sequence, int microbatch, Deadline deadline) {
       if (head.use_count() != 1) {
-        head =
-            std::make_shared<std::array<char, kHeaderBytes>>();  // a mail that ended early may still hold the old one
+        // Tensors of the last message, or a mail that ended early, hold the old one.
+        head = std::make_shared<Envelope>();
       }
       const Buffer buffer{bytes_at(head->data(), head->size()), head};
       take(buffer, 0, head->size(), sequence, deadline);
-      const MessageHeader header = parse_header({head->data(), head->size()});
+      const MessageHeader header = parse_header({head->data(), kHeaderBytes});
       std::string_view schema;
       Buffer body;
       if (header.schema_bytes > 0) {
@@ -367,7 +421,7 @@ class MailRecv final : public RecvRoute {
     const int most_kept;
     // Of the sender's blocks, by tensors that this program holds.
     const std::shared_ptr<std::atomic<int>> kept = std::make_shared<std::atomic<int>>(0);
-    std::shared_ptr<std::array<char, kHeaderBytes>> head = std::make_shared<std::array<char, kHeaderBytes>>();
+    std::shared_ptr<Envelope> head = std::make_shared<Envelope>();
     void (*poll)() = nullptr;
   };
 

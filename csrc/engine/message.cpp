@@ -40,26 +40,41 @@ static_assert(sizeof(WireHeader) == kHeaderBytes);
 
 [[noreturn]] void reject(const std::string& why) { throw Error(ErrorKind::kProtocol, "message " + why); }
 
-constexpr std::array<std::uint32_t, 256> crc_table() noexcept {
-  std::array<std::uint32_t, 256> table{};
-  for (std::uint32_t byte = 0; byte < table.size(); ++byte) {
+using CrcTables = std::array<std::array<std::uint32_t, 256>, 4>;
+
+// Row k: what a byte does to the checksum when k bytes follow it in its word.
+constexpr CrcTables crc_tables() noexcept {
+  CrcTables tables{};
+  for (std::uint32_t byte = 0; byte < 256; ++byte) {
     std::uint32_t crc = byte;
     for (int bit = 0; bit < 8; ++bit) {
       crc = (crc >> 1) ^ (0xedb88320U & (0U - (crc & 1U)));
     }
-    table[byte] = crc;
+    tables[0][byte] = crc;
   }
-  return table;
+  for (std::size_t row = 1; row < tables.size(); ++row) {
+    for (std::size_t byte = 0; byte < 256; ++byte) {
+      const std::uint32_t before = tables[row - 1][byte];
+      tables[row][byte] = (before >> 8) ^ tables[0][before & 0xffU];
+    }
+  }
+  return tables;
 }
 
-// CRC-32 (IEEE 802.3, reflected), a byte at a time by a table: D. V. Sarwate, "Computation of cyclic redundancy checks
-// via table look-up", 1988. Bit by bit, sixty bytes took half a microsecond.
-std::uint32_t crc32(const void* data, std::size_t bytes) noexcept {
-  static constexpr auto kTable = crc_table();
-  const auto* p = static_cast<const unsigned char*>(data);
+// CRC-32 (IEEE 802.3, reflected) of a header, four bytes at a time: M. E. Kounavis, F. L. Berry, "A systematic approach
+// to building high performance software-based CRC generators", ISCC 2005. Bit by bit it took half a microsecond.
+std::uint32_t crc_of(const WireHeader& header) noexcept {
+  static constexpr CrcTables kTables = crc_tables();
+  constexpr std::size_t kBytes = offsetof(WireHeader, crc);
+  static_assert(kBytes % sizeof(std::uint32_t) == 0);
+  const auto* bytes = reinterpret_cast<const char*>(&header);
   std::uint32_t crc = 0xffffffffU;
-  for (std::size_t i = 0; i < bytes; ++i) {
-    crc = (crc >> 8) ^ kTable[(crc ^ p[i]) & 0xffU];
+  for (std::size_t i = 0; i < kBytes; i += sizeof(std::uint32_t)) {
+    std::uint32_t word = 0;
+    std::memcpy(&word, bytes + i, sizeof word);
+    word ^= crc;
+    crc = kTables[3][word & 0xffU] ^ kTables[2][(word >> 8) & 0xffU] ^ kTables[1][(word >> 16) & 0xffU] ^
+          kTables[0][word >> 24];
   }
   return ~crc;
 }
@@ -211,6 +226,12 @@ std::string difference(const Schema& found, const Schema& expected, Compare what
 }
 
 std::string encode_header(const MessageHeader& header) {
+  std::string bytes(kHeaderBytes, '\0');
+  write_header(header, bytes.data());
+  return bytes;
+}
+
+void write_header(const MessageHeader& header, char* target) {
   WireHeader wire;
   if (header.lent) {
     wire.flags = kLent;
@@ -223,8 +244,8 @@ std::string encode_header(const MessageHeader& header) {
   wire.schema = header.schema;
   wire.payload_bytes = header.payload_bytes;
   wire.microbatch = header.microbatch;
-  wire.crc = crc32(&wire, offsetof(WireHeader, crc));
-  return {reinterpret_cast<const char*>(&wire), sizeof wire};
+  wire.crc = crc_of(wire);
+  std::memcpy(target, &wire, sizeof wire);
 }
 
 MessageHeader parse_header(std::string_view bytes) {
@@ -233,7 +254,7 @@ MessageHeader parse_header(std::string_view bytes) {
   }
   WireHeader wire;
   std::memcpy(&wire, bytes.data(), sizeof wire);
-  if (wire.magic != kMagic || wire.crc != crc32(&wire, offsetof(WireHeader, crc))) {
+  if (wire.magic != kMagic || wire.crc != crc_of(wire)) {
     reject("header is damaged");
   }
   if (wire.version != kVersion || (wire.flags & ~kLent) != 0) {

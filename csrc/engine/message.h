@@ -73,6 +73,8 @@ inline constexpr std::size_t kHeaderBytes = 64;
 inline constexpr std::size_t kMaxSchemaBytes = std::size_t{16} << 20;
 
 [[nodiscard]] std::string encode_header(const MessageHeader& header);
+// The same kHeaderBytes to `target`.
+void write_header(const MessageHeader& header, char* target);
 [[nodiscard]] std::string encode_schema(const Schema& schema);
 // Of what encode_schema() writes.
 [[nodiscard]] std::uint64_t fingerprint_of(std::string_view schema);
