@@ -198,6 +198,7 @@ def accumulated() -> None:
             batches = [models.shard("rich", 10 * i + mesh.dp.rank, 4 + i) for i in range(3)]
             for i, (x, y, keywords) in enumerate(batches):
                 pipe.step(x, target=y, reduce=i == 2, **keywords)
+                pipe.eval_step(x, target=y, **keywords)  # leaves what has been accumulated alone
             model = models.rich()
             total = 0
             for i in range(3):

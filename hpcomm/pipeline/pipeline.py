@@ -375,12 +375,20 @@ class Pipeline:
             split(target if wants_target else None, parts, "target"),
             self.split_keywords(keywords if wants_keywords else {}, inputs),
             loss_fn,
-            self.draws(self.step_number, self.mesh.coordinate["dp"]) if self.module.training else None,
+            self.draws(self.step_number, self.mesh.coordinate["dp"]) if self._draws() else None,
         )
 
     def _evaluator(self) -> Runner:
         plan = plan_together(self.mesh, self._schedule.forwards(), self._wishes)
-        return Runner(plan, self.mesh, self._local_stages, self._links, None, self._loss, schema=self._schema)
+        # A loss of its own: the training steps' one remembers the weights of accumulated gradients.
+        loss = _C.StepLoss(_scalar_lane(plan, self.mesh))
+        return Runner(plan, self.mesh, self._local_stages, self._links, None, loss, schema=self._schema)
+
+    def _draws(self) -> bool:
+        """Whether seeds are set in this step. Not in a captured one: its generator belongs to the graph."""
+        if not any(stage.draws for stage in self._local_stages.values()):
+            return False
+        return self.mesh.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
     def _random_numbers(self, batch: Batch) -> AbstractContextManager[None]:
         return nullcontext() if batch.draws is None else kept(self._generator)

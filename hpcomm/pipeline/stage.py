@@ -94,6 +94,11 @@ class Stage:
         self._tapes: dict[int, _Tape] = {}
         self._pending: dict[int, list[deferred.Pending]] = {}
 
+    @property
+    def draws(self) -> bool:
+        """Whether a layer may draw random numbers, as things stand."""
+        return any(call.draws and call.layer.training for call in self._calls)
+
     def refresh(self) -> None:
         """Takes up layers that were added to the stage, or taken from it, since the last step."""
         if [layer for _, layer in chain.layers_of(self.module)] != [call.layer for call in self._calls]:
