@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from hpcomm import report
 from hpcomm.errors import DeadlockError
 from hpcomm.plan import command as plan_command
 
@@ -15,6 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="hpcomm", description="Communication plans for hybrid-parallel training.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     plan_command.add_to(commands)
+    report.add_to(commands)
     options = parser.parse_args(arguments)
     try:
         status: int = options.run(options)

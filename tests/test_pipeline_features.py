@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
 import pipeline_models as models
 import pytest
@@ -16,8 +18,10 @@ from test_pipeline_schedules import CROSS, make
 from torch import nn
 
 import hpcomm
+from hpcomm.cli import main as cli
 from hpcomm.pipeline.board import report
 from hpcomm.plan import parse, to_csv, zbv
+from hpcomm.report import read as report_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -469,3 +473,34 @@ def test_the_circle_of_a_time_out() -> None:
     kinds = [(a.kind.name, a.microbatch) for a in swapped.actions(0)]
     text = report(swapped, {0: kinds.index(("BACKWARD", 0)), 1: places[1]})
     assert text.endswith("in a circle: rank 0 -> rank 1 -> rank 0")
+
+
+def traced() -> None:
+    with hpcomm.init(dp=2, pp=2) as mesh:
+        pipe = make(mesh, "rich", 4, schedule="zbv")
+        for _ in range(3):
+            models.require_equal(pipe, "rich", 4)
+
+
+def test_a_trace_is_reported_beside_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks.run(4, traced, env={"HPCOMM_TRACE": str(tmp_path)})
+    picture, chrome = tmp_path / "step.svg", tmp_path / "steps.json"
+    assert cli(["trace", "report", str(tmp_path), "--svg", str(picture), "--chrome", str(chrome)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("step 2: ")
+    assert "\n   3 " in text  # a row per rank
+    trace = report_of(tmp_path)
+    assert sorted(trace.steps) == [0, 1, 2]
+    for step in trace.steps.values():
+        for rank, found in step.items():
+            assert [timed.op for timed in found.actions] == [action.op for action in trace.plan.actions(rank)]
+            assert all(t.begin <= t.begin + t.waited <= t.end + 1e-9 for t in found.actions)
+    drawn = ElementTree.parse(picture).getroot()
+    titles = [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert "planned, with the measured computations" in titles
+    assert titles.index("measured") > titles.index("planned, with the measured computations")
+    computations = 4 * 4 * 3  # stages, microbatches, kinds
+    events = json.loads(chrome.read_text())["traceEvents"]
+    assert len(events) == 3 * 2 * computations  # steps, replicas
+    assert cli(["trace", "report", str(tmp_path), "--step", "7"]) == 2
+    assert cli(["trace", "report", str(tmp_path / "none")]) == 2

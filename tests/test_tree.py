@@ -61,6 +61,7 @@ MODULES = (
     "pipeline.board",
     "pipeline.stage",
     "pipeline.reductions",
+    "pipeline.recorder",
     "pipeline.runner",
     "pipeline.failure",
     "pipeline.pipeline",
@@ -69,6 +70,7 @@ MODULES = (
     "reference",
     "",  # hpcomm itself: the list of public names
     "doctor",
+    "report",
     "cli",
     "__main__",
 )

@@ -14,6 +14,7 @@ from hpcomm import _C
 from hpcomm.channel import Receiver, Sender
 from hpcomm.pipeline.board import Board
 from hpcomm.pipeline.links import handed_over
+from hpcomm.pipeline.recorder import recorder_for
 from hpcomm.pipeline.stage import evaluate
 
 if TYPE_CHECKING:
@@ -95,6 +96,8 @@ class Runner:
     ) -> None:
         self.plan = plan
         self.board = Board(mesh)
+        # Of training steps; what evaluation takes is another plan's.
+        self._recorder = None if reductions is None else recorder_for(plan, mesh.rank)
         self._stages = stages
         self._last_stage = plan.num_stages - 1
         self._loads_from_first = any(link.loads for link in links)
@@ -114,18 +117,27 @@ class Runner:
         action that raised it.
         """
         walk = self._walk = _Walk(batch, torch.is_autocast_enabled(self._device.type))
-        place = self.board.write
-        for position, (function, arguments, _) in enumerate(self._program):
+        place, recorder = self.board.write, self._recorder
+        begin = 0 if recorder is None else recorder.now()
+        for position, (function, arguments, action) in enumerate(self._program):
             self.position = position
             place(position)
-            function(self, *arguments)
+            if recorder is None:
+                function(self, *arguments)
+            else:
+                start = recorder.now()
+                function(self, *arguments)
+                recorder.action(action.op, start, recorder.now())
         self.position = len(self._program)
         place(self.position)
+        issued = 0 if recorder is None else recorder.now()
         loss = self._loss.wait()
         if self._reductions is not None:
             self._reductions.finish()
         for work in walk.sent:
             work.wait()
+        if recorder is not None:
+            recorder.step(begin, issued, recorder.now())
         return StepResult(loss, [walk.outputs[i] for i in sorted(walk.outputs)])
 
     def where(self) -> Action | None:
@@ -180,7 +192,14 @@ class Runner:
     def _take(self, is_activation: bool, source: int, target: int, microbatch: int) -> Any:
         mail = self._walk.mail.pop((is_activation, source, target, microbatch))
         pair = (source, target) if is_activation else (target, source)
-        return mail if pair in self._local else mail.wait()
+        if pair in self._local:
+            return mail
+        if self._recorder is None:
+            return mail.wait()
+        start = self._recorder.now()
+        message = mail.wait()
+        self._recorder.waited(self._recorder.now() - start)
+        return message
 
     def _forward(self, stage: Stage, microbatch: int) -> None:
         walk, index = self._walk, stage.index

@@ -76,14 +76,22 @@ def svg(
     """The text of ``to_svg``'s file."""
     timeline = plan.simulate(costs)
     rows = list(range(0, plan.world, plan.world // plan.pp))[:MAX_ROWS] if ranks is None else list(ranks)
+    drawn = list(spans(plan, timeline, rows))
+    return draw_spans(plan, rows, drawn, timeline.makespan_seconds, title or _sizes(plan), _figures(timeline))
+
+
+def draw_spans(
+    plan: StepPlan, rows: Sequence[int], drawn: Sequence[Span], makespan: float, title: str, figures: str
+) -> str:
+    """Any time line of the plan's actions, simulated or measured, as SVG: a row per rank, two lines of text above."""
     by_rank: dict[int, list[Span]] = {rank: [] for rank in rows}
-    for span in spans(plan, timeline, rows):
+    for span in drawn:
         by_rank[span.rank].append(span)
     present = {span.lane for row in by_rank.values() for span in row}
     lanes = [lane for lane in ("forward", "backward", "gradient", "scalar") if lane in present]
     pitch = _COMPUTE + _LANE * len(lanes) + _GAP
     height = _TOP + pitch * len(rows) + 40
-    scale = _WIDTH / timeline.makespan_seconds if timeline.makespan_seconds > 0 else 1.0
+    scale = _WIDTH / makespan if makespan > 0 else 1.0
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_MARGIN + _WIDTH + 16} {height}" '
         f'font-family="DejaVu Sans, Helvetica, Arial, sans-serif" font-size="10">',
@@ -91,8 +99,8 @@ def svg(
         '<rect width="6" height="6" fill="#FFFFFF"/><path d="M0,6 L6,0" stroke="#BBBBBB" stroke-width="1"/>'
         "</pattern></defs>",
         f'<rect width="{_MARGIN + _WIDTH + 16}" height="{height}" fill="#FFFFFF"/>',
-        f'<text x="{_MARGIN}" y="18" font-size="13">{escape(title or _sizes(plan))}</text>',
-        f'<text x="{_MARGIN}" y="34" fill="#444444">{escape(_figures(timeline))}</text>',
+        f'<text x="{_MARGIN}" y="18" font-size="13">{escape(title)}</text>',
+        f'<text x="{_MARGIN}" y="34" fill="#444444">{escape(figures)}</text>',
         *_legend({_key(span) for row in by_rank.values() for span in row}),
     ]
     several = plan.num_stages > plan.pp
@@ -107,7 +115,7 @@ def svg(
         parts += [
             _box(span, y, lanes, scale, is_later=several and _stage(span) != first_stage) for span in by_rank[rank]
         ]
-    parts += _axis(timeline.makespan_seconds, scale, _TOP + pitch * len(rows))
+    parts += _axis(makespan, scale, _TOP + pitch * len(rows))
     return "\n".join([*parts, "</svg>\n"])
 
 

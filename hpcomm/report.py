@@ -1,0 +1,225 @@
+"""``hpcomm trace report``: what steps took, action by action, beside what their plan had predicted."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hpcomm._native import load
+from hpcomm.errors import InvalidArgument
+from hpcomm.pipeline.recorder import PLAN_FILE
+from hpcomm.plan.render import draw_spans, svg
+from hpcomm.plan.serialize import from_json
+from hpcomm.plan.timeline import Span, label
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpcomm._C import CostModel, StepPlan
+
+_COMPUTE = ("FORWARD", "BACKWARD", "INPUT_GRAD", "WEIGHT_GRAD")
+
+
+class Timed(NamedTuple):
+    """One action of a step: seconds since the step's first action on any rank."""
+
+    op: int
+    begin: float
+    waited: float  # of that time, for a message
+    end: float
+
+
+class Rank(NamedTuple):
+    """One rank's step."""
+
+    begin: float
+    issued: float
+    end: float
+    actions: list[Timed]
+
+
+class Trace(NamedTuple):
+    """The steps that all ranks have recorded, by number."""
+
+    plan: StepPlan
+    steps: dict[int, dict[int, Rank]]
+
+
+def read(folder: Path) -> Trace:
+    """What ``HPCOMM_TRACE=folder`` has left.
+
+    Raises:
+        InvalidArgument: no plan, or no step that all ranks have recorded.
+    """
+    if not (folder / PLAN_FILE).exists():
+        raise InvalidArgument(f"{folder} holds no trace: run a pipeline's steps with HPCOMM_TRACE={folder}")
+    plan = from_json((folder / PLAN_FILE).read_text())
+    rows: dict[int, dict[int, Any]] = {}
+    for path in folder.glob("rank-*.jsonl"):
+        match = re.fullmatch(r"rank-(\d+)", path.stem)
+        for line in path.read_text().splitlines() if match else ():
+            row = json.loads(line)
+            rows.setdefault(row["step"], {})[int(match[1])] = row  # type: ignore[index]
+    steps = {}
+    for number, by_rank in sorted(rows.items()):
+        if len(by_rank) != plan.world:
+            continue
+        zero = min(row["begin"] for row in by_rank.values())
+
+        def seconds(nanoseconds: int, zero: int = zero) -> float:
+            return (nanoseconds - zero) / 1e9
+
+        steps[number] = {
+            rank: Rank(
+                seconds(row["begin"]),
+                seconds(row["issued"]),
+                seconds(row["end"]),
+                [Timed(op, seconds(begin), waited / 1e9, seconds(end)) for op, begin, waited, end in row["actions"]],
+            )
+            for rank, row in sorted(by_rank.items())
+        }
+    if not steps:
+        raise InvalidArgument(f"{folder}: no step was recorded by all {plan.world} ranks")
+    return Trace(plan, steps)
+
+
+def costs_of(trace: Trace) -> CostModel:
+    """A cost model with the computations as they were measured: medians per stage over the steps but the first."""
+    native = load()
+    numbers = sorted(trace.steps)[1:] or sorted(trace.steps)
+    found: dict[tuple[int, str], list[float]] = {}
+    for number in numbers:
+        for rank in trace.steps[number].values():
+            for op, begin, waited, end in rank.actions:
+                operation = trace.plan.operations[op]
+                if operation.kind.name in _COMPUTE:
+                    found.setdefault((operation.stage, operation.kind.name), []).append(end - begin - waited)
+    model: CostModel = native.CostModel()
+    stages = []
+    for stage in range(trace.plan.num_stages):
+        forward, backward, first, second = (
+            statistics.median(found[stage, kind]) if (stage, kind) in found else None for kind in _COMPUTE
+        )
+        if backward is None:
+            backward = (first or 0.0) + (second or 0.0)
+        stages.append(native.StageCost(forward or 0.0, backward, first, second))
+    model.stages = stages
+    model.host_waits = False
+    return model
+
+
+def table(trace: Trace, number: int) -> str:
+    """Where the time of a step went, by rank and by edge."""
+    plan, step = trace.plan, trace.steps[number]
+    length = max(rank.end for rank in step.values())
+    predicted = plan.simulate(costs_of(trace))
+    lines = [
+        f"step {number}: {length * 1e3:.3f} ms; simulated from the measured computations, messages and reductions "
+        f"for nothing: {predicted.makespan_seconds * 1e3:.3f} ms",
+        "",
+        f"{'rank':>4} {'compute':>9} {'wait':>9} {'issue':>9} {'at the end':>10} {'rest':>9}   ms; share computed",
+    ]
+    waits: dict[tuple[int, int, str], list[float]] = {}
+    for index, rank in step.items():
+        compute = wait = issue = 0.0
+        for op, begin, waited, end in rank.actions:
+            operation = plan.operations[op]
+            wait += waited
+            if operation.kind.name in _COMPUTE:
+                compute += end - begin - waited
+            else:
+                issue += end - begin - waited
+            if waited > 0:
+                payload = "act" if operation.kind.name == "FORWARD" else "grad"
+                waits.setdefault((index, operation.stage, payload), []).append(waited)
+        drain = rank.end - rank.issued
+        rest = length - compute - wait - issue - drain
+        figures = " ".join(f"{value * 1e3:>9.3f}" for value in (compute, wait, issue))
+        share = compute / length if length else 0.0
+        lines.append(f"{index:>4} {figures} {drain * 1e3:>10.3f} {rest * 1e3:>9.3f}   {share:.1%}")
+    if waits:
+        lines += ["", f"{'rank':>4} {'stage':>5} {'for':>5} {'messages':>9} {'waited ms':>10} {'longest':>9}"]
+        for (index, stage, payload), times in sorted(waits.items()):
+            total, longest = sum(times) * 1e3, max(times) * 1e3
+            lines.append(f"{index:>4} {stage:>5} {payload:>5} {len(times):>9} {total:>10.3f} {longest:>9.3f}")
+    return "\n".join(lines)
+
+
+def measured_spans(trace: Trace, number: int, ranks: Sequence[int]) -> list[Span]:
+    """The computations of a step as they ran, waits left out."""
+    plan = trace.plan
+    several = plan.num_stages > plan.pp
+    found = []
+    for rank in ranks:
+        actions = {action.op: action for action in plan.actions(rank)}
+        for op, begin, waited, end in trace.steps[number][rank].actions:
+            action = actions[op]
+            if action.kind.name in _COMPUTE:
+                name, title = label(action, several), plan.describe(op, rank)
+                found.append(Span(rank, "compute", action.kind.name, name, title, begin + waited, end))
+    return found
+
+
+def picture(trace: Trace, number: int) -> str:
+    """The plan as simulated from the measured computations, and below it the step as it ran: SVG."""
+    plan = trace.plan
+    ranks = list(range(0, plan.world, plan.world // plan.pp))
+    length = max(rank.end for rank in trace.steps[number].values())
+    above = svg(plan, costs_of(trace), title="planned, with the measured computations")
+    figures = f"{length:.4g} s; hatched: waits, issues, and what Python takes"
+    below = draw_spans(plan, ranks, measured_spans(trace, number, ranks), length, "measured", figures)
+    heights = [float(_height(text)) for text in (above, below)]
+    width = re.search(r'viewBox="0 0 (\S+) ', above)[1]  # type: ignore[index]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {sum(heights):g}">\n'
+        + above.replace("<svg ", f'<svg x="0" y="0" width="{width}" height="{heights[0]:g}" ', 1)
+        + below.replace("<svg ", f'<svg x="0" y="{heights[0]:g}" width="{width}" height="{heights[1]:g}" ', 1)
+        + "</svg>\n"
+    )
+
+
+def _height(text: str) -> str:
+    return re.search(r'viewBox="0 0 \S+ ([\d.]+)"', text)[1]  # type: ignore[index]
+
+
+def chrome(trace: Trace) -> str:
+    """All steps for chrome://tracing and Perfetto: a process per rank."""
+    events = []
+    zero = 0.0
+    for number, step in trace.steps.items():
+        for span in measured_spans(trace, number, list(step)):
+            start, length = (zero + span.start) * 1e6, (span.end - span.start) * 1e6
+            events.append(
+                {"ph": "X", "name": span.label, "pid": span.rank, "tid": 0, "ts": start, "dur": length}
+                | {"args": {"operation": span.title, "step": number}}
+            )
+        zero += max(rank.end for rank in step.values())
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def add_to(commands: Any) -> None:
+    """Adds ``trace`` to the subparsers of hpcomm's command line."""
+    trace = commands.add_parser("trace", help="what steps took, beside what was planned")
+    verbs = trace.add_subparsers(title="what to do", required=True, metavar="VERB")
+    verb = verbs.add_parser("report", help="where the time of a step went, from what HPCOMM_TRACE=FOLDER has left")
+    verb.add_argument("folder", metavar="FOLDER")
+    verb.add_argument("--step", type=int, help="its number; the last one by default")
+    verb.add_argument("--svg", metavar="FILE", help="draw the step below its plan")
+    verb.add_argument("--chrome", metavar="FILE", help="write all steps for chrome://tracing and Perfetto")
+    verb.set_defaults(run=_report)
+
+
+def _report(options: Any) -> int:
+    trace = read(Path(options.folder))
+    number = max(trace.steps) if options.step is None else options.step
+    if number not in trace.steps:
+        raise InvalidArgument(f"no step {number}; recorded by all ranks: {', '.join(map(str, trace.steps))}")
+    print(table(trace, number))
+    if options.svg:
+        Path(options.svg).write_text(picture(trace, number), encoding="utf-8")
+    if options.chrome:
+        Path(options.chrome).write_text(chrome(trace), encoding="utf-8")
+    return 0
