@@ -8,9 +8,8 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcomm._native import load
 from hpcomm.errors import InvalidArgument
-from hpcomm.pipeline.recorder import PLAN_FILE
+from hpcomm.pipeline.recorder import COMPUTE, PLAN_FILE, cost_model
 from hpcomm.plan.render import draw_spans, svg
 from hpcomm.plan.serialize import from_json
 from hpcomm.plan.timeline import Span, label
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpcomm._C import CostModel, StepPlan
-
-_COMPUTE = ("FORWARD", "BACKWARD", "INPUT_GRAD", "WEIGHT_GRAD")
 
 
 class Timed(NamedTuple):
@@ -88,27 +85,15 @@ def read(folder: Path) -> Trace:
 
 def costs_of(trace: Trace) -> CostModel:
     """A cost model with the computations as they were measured: medians per stage over the steps but the first."""
-    native = load()
     numbers = sorted(trace.steps)[1:] or sorted(trace.steps)
     found: dict[tuple[int, str], list[float]] = {}
     for number in numbers:
         for rank in trace.steps[number].values():
             for op, begin, waited, end in rank.actions:
                 operation = trace.plan.operations[op]
-                if operation.kind.name in _COMPUTE:
+                if operation.kind.name in COMPUTE:
                     found.setdefault((operation.stage, operation.kind.name), []).append(end - begin - waited)
-    model: CostModel = native.CostModel()
-    stages = []
-    for stage in range(trace.plan.num_stages):
-        forward, backward, first, second = (
-            statistics.median(found[stage, kind]) if (stage, kind) in found else None for kind in _COMPUTE
-        )
-        if backward is None:
-            backward = (first or 0.0) + (second or 0.0)
-        stages.append(native.StageCost(forward or 0.0, backward, first, second))
-    model.stages = stages
-    model.host_waits = False
-    return model
+    return cost_model(trace.plan.num_stages, {key: statistics.median(times) for key, times in found.items()})
 
 
 def table(trace: Trace, number: int) -> str:
@@ -128,7 +113,7 @@ def table(trace: Trace, number: int) -> str:
         for op, begin, waited, end in rank.actions:
             operation = plan.operations[op]
             wait += waited
-            if operation.kind.name in _COMPUTE:
+            if operation.kind.name in COMPUTE:
                 compute += end - begin - waited
             else:
                 issue += end - begin - waited
@@ -157,7 +142,7 @@ def measured_spans(trace: Trace, number: int, ranks: Sequence[int]) -> list[Span
         actions = {action.op: action for action in plan.actions(rank)}
         for op, begin, waited, end in trace.steps[number][rank].actions:
             action = actions[op]
-            if action.kind.name in _COMPUTE:
+            if action.kind.name in COMPUTE:
                 name, title = label(action, several), plan.describe(op, rank)
                 found.append(Span(rank, "compute", action.kind.name, name, title, begin + waited, end))
     return found

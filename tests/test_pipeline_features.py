@@ -504,3 +504,25 @@ def test_a_trace_is_reported_beside_its_plan(tmp_path: Path, capsys: pytest.Capt
     assert len(events) == 3 * 2 * computations  # steps, replicas
     assert cli(["trace", "report", str(tmp_path), "--step", "7"]) == 2
     assert cli(["trace", "report", str(tmp_path / "none")]) == 2
+
+
+def replanned() -> None:
+    with hpcomm.init(dp=2, pp=2) as mesh:
+        pipe = make(mesh, "rich", 4, schedule="zbv", reduce="end", bucket_cap_mb=0.0002)
+        x, y, keywords = models.shard("rich", mesh.dp.rank, 8)
+        first = pipe.plan
+        costs = pipe.measure(x, target=y, **keywords)
+        assert all(p.grad is None for p in pipe.parameters())
+        assert len(costs.stages) == 4
+        for stage in costs.stages:
+            assert min(stage.forward_seconds, stage.input_grad_seconds, stage.weight_grad_seconds) > 0
+        assert pipe.replan(costs=costs, reduce="eager") is pipe.plan
+        assert pipe.plan.hash != first.hash
+        models.require_equal(pipe, "rich", 4)
+        with pytest.raises(hpcomm.InvalidArgument, match="use one of eager, slack, end"):
+            pipe.replan(reduce="never")
+        models.require_equal(pipe, "rich", 4)
+
+
+def test_a_plan_is_made_anew_from_what_was_measured() -> None:
+    ranks.run(4, replanned)

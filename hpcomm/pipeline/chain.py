@@ -114,6 +114,16 @@ def calls_of(stage: torch.nn.Module, first: int, skips: Mapping[str, Sequence[st
     return calls
 
 
+def calls_by_stage(modules: Sequence[torch.nn.Module], skips: Mapping[str, Sequence[str]]) -> list[list[Call]]:
+    """The layers of every stage, in order."""
+    calls: list[list[Call]] = []
+    first = 0
+    for stage in modules:
+        calls.append(calls_of(stage, first, skips))
+        first += len(calls[-1])
+    return calls
+
+
 def run(
     calls: Sequence[Call],
     value: Any,

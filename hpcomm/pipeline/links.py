@@ -86,6 +86,15 @@ def links_of(stages: Sequence[Sequence[Call]], loaders: Sequence[int] = ()) -> l
     ]
 
 
+def loaders_of(calls: Sequence[Sequence[Call]], keywords: Sequence[str]) -> list[int]:
+    """Stages that take something of what the first stage's rank loads: the target, or a keyword argument."""
+    found = {len(calls) - 1}
+    for stage, layers in enumerate(calls):
+        if any(c.keywords is None or name in c.keywords for c in layers for name in keywords):
+            found.add(stage)
+    return sorted(found)
+
+
 def handed_over(tree: Any) -> Any:
     """A message to a stage of the same rank: its tensors as leaves of the next stage's graph, without a copy."""
     if isinstance(tree, torch.Tensor):

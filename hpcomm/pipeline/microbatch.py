@@ -84,3 +84,12 @@ def samples(batch: Any) -> int:
     if isinstance(batch, (tuple, list)):
         return next((count for count in map(samples, batch) if count > 0), 0)
     return 0
+
+
+def join(outputs: list[Any]) -> Any:
+    """Microbatch outputs as one batch; a list of microbatches where they are not plain tensors."""
+    if not outputs:
+        return None
+    if all(isinstance(output, torch.Tensor) and output.dim() > 0 for output in outputs):
+        return torch.cat(outputs)
+    return outputs

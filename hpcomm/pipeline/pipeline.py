@@ -17,12 +17,13 @@ from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline import chain, sharing
 from hpcomm.pipeline.checks import describe, require_arguments
 from hpcomm.pipeline.failure import TellPeers
-from hpcomm.pipeline.links import links_of
-from hpcomm.pipeline.microbatch import samples, split, split_keywords
+from hpcomm.pipeline.links import links_of, loaders_of
+from hpcomm.pipeline.microbatch import join, samples, split, split_keywords
 from hpcomm.pipeline.parameters import FreshGradients, container, identity, start_equal
 from hpcomm.pipeline.partition import cut
-from hpcomm.pipeline.planning import Schedule, ScheduleLike, Wishes, plan_together, schedule_of
+from hpcomm.pipeline.planning import Schedule, ScheduleLike, Wishes, plan_together, scalar_lane, schedule_of
 from hpcomm.pipeline.randomness import Draws, generator_of, kept
+from hpcomm.pipeline.recorder import Times, gathered_costs
 from hpcomm.pipeline.reductions import Reductions
 from hpcomm.pipeline.runner import Batch, Runner
 from hpcomm.pipeline.stage import Loss, LossFn, Stage, evaluate
@@ -30,10 +31,9 @@ from hpcomm.pipeline.stage import Loss, LossFn, Stage, evaluate
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from hpcomm._C import BucketPlan, Communicator, CostModel, StepPlan
+    from hpcomm._C import BucketPlan, CostModel, StepPlan
     from hpcomm.amp import GradScaler
     from hpcomm.mesh import Mesh
-    from hpcomm.pipeline.chain import Call
     from hpcomm.pipeline.runner import StepResult
 
 __all__: list[str] = []
@@ -127,9 +127,9 @@ class Pipeline:
         self._seed = seed
         self._whole = frozenset(whole)
         self._promised = frozenset(keywords) if inputs == "first" else None
-        calls = _calls(modules, chain.skips_of(model))
+        calls = chain.calls_by_stage(modules, chain.skips_of(model))
         self._accepted = [call.keywords for stage in calls for call in stage]
-        self._links = links_of(calls, _loaders(calls, keywords) if inputs == "first" else ())
+        self._links = links_of(calls, loaders_of(calls, keywords) if inputs == "first" else ())
         self._shapes = [{k: (v.shape, v.dtype) for k, v in stage.state_dict().items()} for stage in modules]
         owned = sharing.owners_of(modules)
         self._names = [entry.name for entry in owned]
@@ -165,11 +165,10 @@ class Pipeline:
             for stage in here
         }
         self._local_stages = stages
-        reductions = None
-        if plain.trains:
-            reductions = Reductions(self.plan, mesh, {s: alone[s] for s in here}, self.bucket_plans, ties)
-        self._loss = _C.StepLoss(_scalar_lane(self.plan, mesh))
-        self._runner = Runner(self.plan, mesh, stages, self._links, reductions, self._loss, schema=schema)
+        # Of this rank alone: whoever keeps the others' parameters keeps the whole model.
+        self._reduced = ({s: alone[s] for s in here}, {i: t for i, t in enumerate(ties) if set(t.stages) & set(here)})
+        self._loss = _C.StepLoss(scalar_lane(self.plan, mesh))
+        self._runner = self._new_runner()
         self._evaluation: Runner | None = None if plain.trains else self._runner
         start_equal(mesh, self.module, [e for e in owned if set(e.stages) & set(here)], plain.placement)
         self._identity = identity(self.module)
@@ -261,6 +260,40 @@ class Pipeline:
     def loss_of(self, output: Any, target: Any) -> Loss:
         """The weighted loss of any output, as the last stage computes it for a microbatch."""
         return evaluate(self._loss_fn, output, target)
+
+    # --- Plans ---
+
+    def measure(self, *inputs: Any, target: Any = None, steps: int = 3, **keywords: Any) -> CostModel:
+        """What each stage's computations take, from ``steps`` steps whose gradients are dropped (collective).
+
+        Returns:
+            A cost model, the same on every rank, for :meth:`replan` and ``plan.simulate``; messages and reductions take
+            no time in it: set ``link_latency_seconds`` and its other figures where they count.
+        """
+        number, before = self.step_number, self._runner.recorder
+        for _ in range(steps):
+            self._runner.recorder = times = Times()
+            self.step(*inputs, target=target, **keywords)
+        self._runner.recorder, self.step_number = before, number
+        self.zero_grad()
+        return gathered_costs(self.mesh, self.plan, times)
+
+    def replan(self, *, costs: CostModel | None = None, reduce: str | None = None) -> StepPlan:
+        """Compiles the plan anew, between two steps (collective): the same schedule, another order of independent
+        operations and another place of reductions. Rank 0's arguments count.
+
+        Args:
+            costs: see :meth:`measure`; as before if None.
+            reduce: "slack", "eager" or "end"; as before if None.
+
+        Raises:
+            InvalidArgument: on every rank, what cannot be compiled; the old plan stays.
+        """
+        wishes = self._wishes._replace(costs=costs or self._wishes.costs, reduce=reduce or self._wishes.reduce)
+        self.plan = plan_together(self.mesh, self._schedule, wishes)
+        self._wishes = wishes
+        self._runner = self._new_runner()
+        return self.plan
 
     # --- Parameters ---
 
@@ -378,10 +411,18 @@ class Pipeline:
             self.draws(self.step_number, self.mesh.coordinate["dp"]) if self._draws() else None,
         )
 
+    def _new_runner(self) -> Runner:
+        reductions = None
+        if self._schedule.trains:
+            parameters, ties = self._reduced
+            reductions = Reductions(self.plan, self.mesh, parameters, self.bucket_plans, ties)
+        stages, links = self._local_stages, self._links
+        return Runner(self.plan, self.mesh, stages, links, reductions, self._loss, schema=self._schema)
+
     def _evaluator(self) -> Runner:
         plan = plan_together(self.mesh, self._schedule.forwards(), self._wishes)
         # A loss of its own: the training steps' one remembers the weights of accumulated gradients.
-        loss = _C.StepLoss(_scalar_lane(plan, self.mesh))
+        loss = _C.StepLoss(scalar_lane(plan, self.mesh))
         return Runner(plan, self.mesh, self._local_stages, self._links, None, loss, schema=self._schema)
 
     def _draws(self) -> bool:
@@ -411,46 +452,8 @@ class Pipeline:
 
     @staticmethod
     def _answer(result: StepResult, return_outputs: bool) -> Any:
-        return (result.loss, _join(result.outputs)) if return_outputs else result.loss
+        return (result.loss, join(result.outputs)) if return_outputs else result.loss
 
     def _drop_accumulated(self) -> None:
         self._accumulating = False
         self._loss.forget()
-
-
-def _calls(modules: Sequence[torch.nn.Module], skips: Mapping[str, Sequence[str]]) -> list[list[Call]]:
-    calls: list[list[Call]] = []
-    first = 0
-    for stage in modules:
-        calls.append(chain.calls_of(stage, first, skips))
-        first += len(calls[-1])
-    return calls
-
-
-def _loaders(calls: Sequence[Sequence[Call]], keywords: Sequence[str]) -> list[int]:
-    """Stages that take something of what the first stage's rank loads: the target, or a keyword argument."""
-    found = {len(calls) - 1}
-    for stage, layers in enumerate(calls):
-        if any(c.keywords is None or name in c.keywords for c in layers for name in keywords):
-            found.add(stage)
-    return sorted(found)
-
-
-def _scalar_lane(plan: StepPlan, mesh: Mesh) -> Communicator:
-    """That of the plan's loss, or one of this rank alone where the mesh has one rank."""
-    places = [op.communicator for op in plan.operations if op.kind == _C.OpKind.LOSS]
-    spec = plan.communicators[places[0]] if places[0] >= 0 else None
-    # All lanes in the plan's order: no two ranks may make those that they share in different orders.
-    for each in plan.communicators:
-        if mesh.rank in each.ranks:
-            mesh.lane(each.ranks, each.lane.name.lower())
-    return mesh.lane([mesh.rank], "alone") if spec is None else mesh.lane(spec.ranks, spec.lane.name.lower())
-
-
-def _join(outputs: list[Any]) -> Any:
-    """Microbatch outputs as one batch; a list of microbatches where they are not plain tensors."""
-    if not outputs:
-        return None
-    if all(isinstance(output, torch.Tensor) and output.dim() > 0 for output in outputs):
-        return torch.cat(outputs)
-    return outputs

@@ -7,6 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpcomm import _C
 from hpcomm.communicator import agree
 from hpcomm.errors import DeadlockError, InvalidArgument, SchemaMismatch
 from hpcomm.plan.compile import compile as compile_plan
@@ -16,7 +17,7 @@ from hpcomm.plan.table import ComputeAction, Table, num_microbatches_of, placeme
 from hpcomm.plan.torch_csv import table_from_csv
 
 if TYPE_CHECKING:
-    from hpcomm._C import CostModel, StepPlan
+    from hpcomm._C import Communicator, CostModel, StepPlan
     from hpcomm.mesh import Mesh
     from hpcomm.pipeline.links import Link
 
@@ -138,3 +139,14 @@ def _compile(mesh: Mesh, schedule: Schedule, wishes: Wishes) -> StepPlan:
         device=mesh.device.type,
         loss_stages=[schedule.stages - 1],
     )
+
+
+def scalar_lane(plan: StepPlan, mesh: Mesh) -> Communicator:
+    """That of the plan's loss, or one of this rank alone where the mesh has one rank."""
+    places = [op.communicator for op in plan.operations if op.kind == _C.OpKind.LOSS]
+    spec = plan.communicators[places[0]] if places[0] >= 0 else None
+    # All lanes in the plan's order: no two ranks may make those that they share in different orders.
+    for each in plan.communicators:
+        if mesh.rank in each.ranks:
+            mesh.lane(each.ranks, each.lane.name.lower())
+    return mesh.lane([mesh.rank], "alone") if spec is None else mesh.lane(spec.ranks, spec.lane.name.lower())

@@ -1,21 +1,29 @@
-"""Recorder: the times of a rank's actions, a line of JSON per step, for ``hpcomm trace report``."""
+"""Times of a rank's actions: kept for a cost model, or written for ``hpcomm trace report``, a line of JSON per step."""
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from hpcomm import _C
 from hpcomm.plan.serialize import to_json
 
 if TYPE_CHECKING:
-    from hpcomm._C import StepPlan
+    from collections.abc import Mapping
+
+    from hpcomm._C import CostModel, StepPlan
+    from hpcomm.mesh import Mesh
 
 __all__: list[str] = []
 
 PLAN_FILE = "plan.json"
+COMPUTE = ("FORWARD", "BACKWARD", "INPUT_GRAD", "WEIGHT_GRAD")
 
 
 def recorder_for(plan: StepPlan, rank: int) -> Recorder | None:
@@ -24,19 +32,14 @@ def recorder_for(plan: StepPlan, rank: int) -> Recorder | None:
     return Recorder(Path(folder), plan, rank) if folder else None
 
 
-class Recorder:
+class Times:
     """Times are those of the host, in nanoseconds of the monotonic clock, which the ranks of a host share. An action's
     time includes its wait for messages, which is noted beside it. On a GPU they say when work was issued.
     """
 
-    def __init__(self, folder: Path, plan: StepPlan, rank: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        if rank == 0:
-            (folder / PLAN_FILE).write_text(to_json(plan))
-        self._file = (folder / f"rank-{rank}.jsonl").open("w")
-        self._actions: list[tuple[int, int, int, int]] = []  # operation, begin, waited, end
+    def __init__(self) -> None:
+        self.actions: list[tuple[int, int, int, int]] = []  # operation, begin, waited, end
         self._waited = 0
-        self._step = 0
 
     @staticmethod
     def now() -> int:
@@ -49,13 +52,60 @@ class Recorder:
 
     def action(self, op: int, begin: int, end: int) -> None:
         """An action is over."""
-        self._actions.append((op, begin, self._waited, end))
+        self.actions.append((op, begin, self._waited, end))
         self._waited = 0
 
     def step(self, begin: int, issued: int, end: int) -> None:
         """A step is over: its actions had been issued at ``issued``, and were done at ``end``."""
-        row = {"step": self._step, "begin": begin, "issued": issued, "end": end, "actions": self._actions}
+
+
+class Recorder(Times):
+    """Writes each step to ``folder``."""
+
+    def __init__(self, folder: Path, plan: StepPlan, rank: int) -> None:
+        super().__init__()
+        folder.mkdir(parents=True, exist_ok=True)
+        if rank == 0:
+            (folder / PLAN_FILE).write_text(to_json(plan))
+        self._file = (folder / f"rank-{rank}.jsonl").open("w")
+        self._step = 0
+
+    def step(self, begin: int, issued: int, end: int) -> None:
+        """Writes it."""
+        row = {"step": self._step, "begin": begin, "issued": issued, "end": end, "actions": self.actions}
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
-        self._actions = []
+        self.actions = []
         self._step += 1
+
+
+def cost_model(num_stages: int, seconds: Mapping[tuple[int, str], float]) -> CostModel:
+    """Costs of stages whose computations take ``seconds``, by stage and kind of action; messages take no time."""
+    model: CostModel = _C.CostModel()
+    stages = []
+    for stage in range(num_stages):
+        forward, backward, first, second = (seconds.get((stage, kind)) for kind in COMPUTE)
+        if backward is None:
+            backward = (first or 0.0) + (second or 0.0)
+        stages.append(_C.StageCost(forward or 0.0, backward, first, second))
+    model.stages = stages
+    model.host_waits = False
+    return model
+
+
+def gathered_costs(mesh: Mesh, plan: StepPlan, times: Times) -> CostModel:
+    """The cost model of what all ranks measured: medians over microbatches, means over replicas (collective)."""
+    found: dict[tuple[int, str], list[float]] = {}
+    for op, begin, waited, end in times.actions:
+        operation = plan.operations[op]
+        if operation.kind.name in COMPUTE:
+            found.setdefault((operation.stage, operation.kind.name), []).append((end - begin - waited) / 1e9)
+    table = torch.zeros(plan.num_stages, len(COMPUTE), dtype=torch.float64, device=mesh.device)
+    for (stage, kind), samples in found.items():
+        table[stage, COMPUTE.index(kind)] = statistics.median(samples)
+    mesh.world.all_reduce(table)
+    means = (table / mesh.dp.size).tolist()
+    return cost_model(
+        plan.num_stages,
+        {(stage, COMPUTE[i]): value for stage, row in enumerate(means) for i, value in enumerate(row) if value > 0},
+    )

@@ -34,7 +34,7 @@ class Reductions:
         plan: whose list names this rank's reductions.
         parameters: by stage of this rank, those that no other stage owns.
         buckets: of those, by stage of this rank.
-        ties: of the whole model, in the plan's order.
+        ties: those that a stage of this rank owns, by their place in the plan.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Reductions:
         mesh: Mesh,
         parameters: Mapping[int, Sequence[torch.nn.Parameter]],
         buckets: Mapping[int, BucketPlan],
-        ties: Sequence[Tie],
+        ties: Mapping[int, Tie],
     ) -> None:
         lanes: dict[int, Communicator] = {}  # by place in plan.communicators
         for place, spec in enumerate(plan.communicators):

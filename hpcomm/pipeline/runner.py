@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hpcomm.mesh import Mesh
     from hpcomm.pipeline.links import Link
     from hpcomm.pipeline.randomness import Draws
+    from hpcomm.pipeline.recorder import Times
     from hpcomm.pipeline.reductions import Reductions
     from hpcomm.pipeline.stage import Loss, LossFn, Stage
 
@@ -97,7 +98,7 @@ class Runner:
         self.plan = plan
         self.board = Board(mesh)
         # Of training steps; what evaluation takes is another plan's.
-        self._recorder = None if reductions is None else recorder_for(plan, mesh.rank)
+        self.recorder: Times | None = None if reductions is None else recorder_for(plan, mesh.rank)
         self._stages = stages
         self._last_stage = plan.num_stages - 1
         self._loads_from_first = any(link.loads for link in links)
@@ -117,7 +118,7 @@ class Runner:
         action that raised it.
         """
         walk = self._walk = _Walk(batch, torch.is_autocast_enabled(self._device.type))
-        place, recorder = self.board.write, self._recorder
+        place, recorder = self.board.write, self.recorder
         begin = 0 if recorder is None else recorder.now()
         for position, (function, arguments, action) in enumerate(self._program):
             self.position = position
@@ -194,11 +195,11 @@ class Runner:
         pair = (source, target) if is_activation else (target, source)
         if pair in self._local:
             return mail
-        if self._recorder is None:
+        if self.recorder is None:
             return mail.wait()
-        start = self._recorder.now()
+        start = self.recorder.now()
         message = mail.wait()
-        self._recorder.waited(self._recorder.now() - start)
+        self.recorder.waited(self.recorder.now() - start)
         return message
 
     def _forward(self, stage: Stage, microbatch: int) -> None:
