@@ -20,6 +20,7 @@ from torch import nn
 import hpcomm
 from hpcomm.cli import main as cli
 from hpcomm.pipeline.board import report
+from hpcomm.pipeline.partition import cut
 from hpcomm.plan import parse, to_csv, zbv
 from hpcomm.report import read as report_of
 
@@ -526,3 +527,23 @@ def replanned() -> None:
 
 def test_a_plan_is_made_anew_from_what_was_measured() -> None:
     ranks.run(4, replanned)
+
+
+def wrong_stage() -> str:
+    with hpcomm.init(dp=2, pp=2) as mesh:
+        pipe = make(mesh, "rich", 3, schedule="zbv")
+        x, y, keywords = models.shard("rich", mesh.dp.rank, 6)
+        good = hpcomm.verify(pipe, models.rich(), x, target=y, tolerance=1e-10, **keywords)
+        assert good.compared == len(pipe.parameter_names)
+        if 2 in pipe.stages:  # the third of four stages is wrong on purpose
+            next(iter(pipe.stages[2].children())).inner.weight.register_hook(lambda gradient: gradient * 1.01)
+        with pytest.raises(hpcomm.NumericsMismatch) as caught:
+            hpcomm.verify(pipe, models.rich(), x, target=y, **keywords)
+        return str(caught.value)
+
+
+def test_verify_names_the_first_parameter_of_a_wrong_stage() -> None:
+    stages = cut(models.rich(), 4)
+    wrong = f"{next(name for name, _ in stages[2].named_children())}.inner.weight"
+    for message in ranks.run(4, wrong_stage):
+        assert f"gradient of {wrong} differs from one process by 0.01" in message

@@ -224,8 +224,6 @@ class Pipeline:
                     "the stage's parameters changed since the Pipeline was made (replaced, frozen, unfrozen or "
                     "converted); make a new Pipeline of the changed model"
                 )
-            for stage in self._local_stages.values():
-                stage.refresh()
             batch = self._batch(inputs, target, keywords, self._loss_fn)
             batch.reduce, batch.keep_outputs = reduce, return_outputs
             if scaler is not None:
@@ -387,6 +385,8 @@ class Pipeline:
 
     def _batch(self, inputs: tuple[Any, ...], target: Any, keywords: dict[str, Any], loss_fn: LossFn | None) -> Batch:
         """The arguments' part for this rank, cut into microbatches."""
+        for stage in self._local_stages.values():
+            stage.refresh()
         parts, first, last = self._parts, 0 in self.stages, self._schedule.stages - 1 in self.stages
         if first and (not inputs or all(value is None for value in inputs)):
             raise InvalidArgument("step(): the first stage needs an input, got None")
