@@ -1,73 +1,153 @@
-"""How long is a data-parallel step: hpcomm.DistributedDataParallel against stock DDP on the same gloo?
+"""How long is a data-parallel step: hpcomm.DistributedDataParallel against every stock variant, in turn, in one run?
 
-    torchrun --standalone --nproc-per-node 2 -m benchmarks.ddp
+    python -m benchmarks.ddp [--ranks 2] [--rounds 30] [--json ddp.json]
+    python -m benchmarks.ddp --memory            peak memory of each variant, in processes of its own
+    python -m benchmarks.ddp --parameters        what a wrapper costs by number of parameters
+    python -m benchmarks.ddp --plot ddp.svg --from ddp.json
 
-Stock DDP runs with its options that matter on a CPU. Gradients are compared before timing. "compute only" is the same
-module without any wrapper.
+A step is zero_grad, forward, loss, backward. "compute only" is the same module without any wrapper. The floor is the
+traffic that no reduction avoids: each gradient packed once, the whole averaged once. Communication that a step does not
+hide is its time minus that of compute only, round by round. Gradients are compared before timing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import hpcomm
+from benchmarks.ddp_memory import peak_memory
+from benchmarks.ddp_plot import draw
+from benchmarks.ddp_timeline import timelines
+from benchmarks.ddp_variants import COMPUTE, MODELS, STOCK_ON_GLOO, Model, Vector, floor_of, step_of, variants
 from benchmarks.harness import environment, measure, save, table
+from benchmarks.launch import adopt_mpi_environment, run_ranks
 
-MODELS = {
-    "8 x Linear(1024), batch 32": (8, 1024, 32),
-    "4 x Linear(2048), batch 8": (4, 2048, 8),
-    "200 x Linear(64), batch 16": (200, 64, 16),
-}
-
-
-def build(layers: int, width: int) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+COUNTS = (10, 100, 1000, 10000)
+FLOOR = "floor: pack and reduce"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ddp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--models", help="only models whose name contains this")
+    parser.add_argument("--memory", action="store_true", help="peak memory instead of times")
+    parser.add_argument("--parameters", action="store_true", help="overhead by number of parameters instead")
+    parser.add_argument("--minutes", type=float, default=15, help="all ranks end then")
     parser.add_argument("--json", help="write the samples here")
+    parser.add_argument("--plot", help="write an SVG here")
+    parser.add_argument("--from", dest="source", help="draw what --json wrote, without running anything")
+    parser.add_argument("--variant", help=argparse.SUPPRESS)  # a child of --memory
     arguments = parser.parse_args()
+    if arguments.source:
+        Path(arguments.plot or "ddp.svg").write_text(draw(json.loads(Path(arguments.source).read_text())))
+    elif arguments.memory and not arguments.variant:
+        peak_memory(arguments.ranks, chosen(arguments.models), sys.argv[1:], deadline(arguments))
+    elif "RANK" not in os.environ:
+        run_ranks(arguments.ranks, ["-m", "benchmarks.ddp", *sys.argv[1:]], mpiexec=None, deadline=deadline(arguments))
+    else:
+        rank(arguments)
+
+
+def deadline(arguments: argparse.Namespace) -> float:
+    return time.time() + 60 * arguments.minutes
+
+
+def chosen(part: str | None) -> dict[str, Model]:
+    return {name: model for name, model in MODELS.items() if part is None or part in name}
+
+
+def rank(arguments: argparse.Namespace) -> None:
+    """One rank's part, also under torchrun."""
+    if "HPCOMM_BENCH_DEADLINE" in os.environ:
+        adopt_mpi_environment()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     mesh = hpcomm.init()
+    if arguments.variant:
+        from benchmarks.ddp_memory import measure_here
+
+        measure_here(mesh, chosen(arguments.models), arguments.variant)
+        mesh.close()
+        return
     if mesh.rank == 0:
         for key, value in environment(mesh).items():
             print(f"{key:<18} {value}")
-    results = {}
-    for name, (layers, width, batch) in MODELS.items():
-        wrapped = {
-            "stock DDP": DistributedDataParallel(build(layers, width)),
-            "stock DDP, bucket views": DistributedDataParallel(build(layers, width), gradient_as_bucket_view=True),
-            "hpcomm": hpcomm.DistributedDataParallel(build(layers, width), mesh=mesh),
-            "hpcomm, bucket views": hpcomm.DistributedDataParallel(
-                build(layers, width), mesh=mesh, gradient_as_bucket_view=True
-            ),
-            "compute only": build(layers, width),
+    content: dict[str, Any] = {"arguments": vars(arguments)}
+    if arguments.parameters:
+        content["parameters"] = by_parameters(mesh, arguments.rounds)
+    else:
+        content["seconds"] = {
+            name: steps(mesh, name, model, arguments.rounds) for name, model in chosen(arguments.models).items()
         }
-        torch.manual_seed(1 + mesh.rank)
-        x = torch.randn(batch, width)
-
-        def step(module: nn.Module, x: torch.Tensor = x) -> None:
-            module.zero_grad()
-            module(x).square().mean().backward()
-
-        for module in wrapped.values():
-            step(module)
-        for ours, theirs in zip(wrapped["hpcomm"].parameters(), wrapped["stock DDP"].parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad)
-        variants = {key: (lambda module=module: step(module)) for key, module in wrapped.items()}
-        results[name] = measure(mesh, variants, rounds=arguments.rounds, warmup=5)
-        if mesh.rank == 0:
-            print(f"\n{name}\n{table(results[name], 'stock DDP, bucket views')}", flush=True)
-    save(arguments.json, "ddp", mesh, {"arguments": vars(arguments), "seconds": results})
+        name, model = next(iter(chosen(arguments.models).items()))
+        content["timelines"] = {name: timelines(mesh, model)}
+    save(arguments.json, "ddp", mesh, content)
+    if arguments.plot and mesh.rank == 0:
+        Path(arguments.plot).write_text(draw({"environment": environment(mesh), **content}))
     mesh.close()
+
+
+def steps(mesh: hpcomm.Mesh, name: str, model: Model, rounds: int) -> dict[str, list[float]]:
+    """Samples of every variant and of the floor (collective)."""
+    torch.manual_seed(1 + mesh.rank)
+    x = model.batch()
+    wrapped = {}
+    for variant, wrap in variants(mesh).items():
+        torch.manual_seed(0)
+        wrapped[variant] = wrap(model.build())
+    all_steps = {variant: step_of(module, x) for variant, module in wrapped.items()}
+    for step in all_steps.values():
+        step()
+    for ours, theirs in zip(wrapped["hpcomm"].parameters(), wrapped["stock"].parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    all_steps[FLOOR] = floor_of(mesh, wrapped[COMPUTE])
+    samples = measure(mesh, all_steps, rounds=rounds, warmup=5)
+    if mesh.rank == 0:
+        best = min((v for v in STOCK_ON_GLOO if v in samples), key=lambda v: statistics.median(samples[v]))
+        print(f"\n{name}\n{table(samples, best)}\n{verdict(samples, best)}", flush=True)
+    return samples
+
+
+def verdict(samples: dict[str, list[float]], best: str) -> str:
+    """What the step does not hide, beside the floor; medians of differences and ratios of the same round."""
+    floor = statistics.median(samples[FLOOR])
+    lines = []
+    for variant in ("hpcomm", best):
+        exposed = statistics.median(s - c for s, c in zip(samples[variant], samples[COMPUTE], strict=True))
+        lines.append(
+            f"{variant}: {exposed * 1e3:.2f} ms above compute only = {exposed / floor:.2f} x floor "
+            f"({'at most' if exposed <= 1.5 * floor + 1e-3 else 'MORE THAN'} 1.5 x floor + 1 ms)"
+        )
+    return "\n".join(lines)
+
+
+def by_parameters(mesh: hpcomm.Mesh, rounds: int) -> dict[str, dict[int, list[float]]]:
+    """Samples by variant and number of parameters (collective)."""
+    results: dict[str, dict[int, list[float]]] = {}
+    for count in COUNTS:
+        wrapped = {variant: wrap(Vector(count)) for variant, wrap in variants(mesh).items()}
+        all_steps = {variant: step_of(module, torch.ones(16 * count)) for variant, module in wrapped.items()}
+        samples = measure(mesh, all_steps, rounds=rounds, warmup=5)
+        for variant, times in samples.items():
+            results.setdefault(variant, {})[count] = times
+        if mesh.rank == 0:
+            print(f"\n{count} parameters of 16 numbers\n{table(samples, 'stock, bucket views')}")
+            bare = samples[COMPUTE]
+            for variant, times in samples.items():
+                each = statistics.median(t - b for t, b in zip(times, bare, strict=True)) / count
+                print(f"{variant:<34} {each * 1e6:8.2f} us a parameter above compute only", flush=True)
+    return results
 
 
 if __name__ == "__main__":

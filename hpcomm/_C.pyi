@@ -64,6 +64,9 @@ from hpcomm._C_engine import (
     BucketPlan as BucketPlan,
 )
 from hpcomm._C_engine import (
+    DdpReducer as DdpReducer,
+)
+from hpcomm._C_engine import (
     Layout as Layout,
 )
 from hpcomm._C_engine import (
@@ -88,6 +91,9 @@ from hpcomm._C_engine import (
     backend as backend,
 )
 from hpcomm._C_engine import (
+    ddp_bucket_plan as ddp_bucket_plan,
+)
+from hpcomm._C_engine import (
     flatten as flatten,
 )
 from hpcomm._C_engine import (
@@ -95,6 +101,9 @@ from hpcomm._C_engine import (
 )
 from hpcomm._C_engine import (
     register_ddp_hook as register_ddp_hook,
+)
+from hpcomm._C_engine import (
+    release_bucket_memory as release_bucket_memory,
 )
 from hpcomm._C_engine import (
     unflatten as unflatten,

@@ -123,7 +123,61 @@ class ReadyHooks:
     def mark(self, param: int) -> None: ...
     def mark_rest(self) -> None: ...
 
+# --- csrc/torch/bind_ddp.cpp ---
+
+class DdpReducer:
+    """Reduces the gradients of ``params``: packed into buckets by hooks of the backward, averaged on the lane.
+
+    Args:
+        names: of the parameters, for messages.
+        order: indices of ``params``, in which gradients become ready.
+        limits: bytes of the first, second, ... bucket; the last one for all that follow.
+        wire: dtype of the buckets, where gradients are to be cast.
+
+    Raises InvalidArgument; what went wrong on the lane comes out of the backward.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        params: Sequence[torch.Tensor],
+        names: Sequence[str],
+        order: Sequence[int],
+        limits: Sequence[int],
+        *,
+        wire: torch.dtype | None = None,
+        find_unused: bool = False,
+        bucket_views: bool = False,
+        shard: bool = False,
+        check_finite: bool = False,
+    ) -> None: ...
+    def prepare(self, outputs: Sequence[torch.Tensor]) -> None: ...
+    def reset(self) -> None: ...
+    def start(self, bucket: int) -> None: ...
+    def finish(self, bucket: int) -> None: ...
+    def ready_order(self) -> list[int]: ...
+    def memory(self, bucket: int) -> torch.Tensor | None: ...
+    def used_by(self) -> torch.Tensor: ...
+    @property
+    def stats(self) -> tuple[int, float, float, float, float, float]:
+        """Backwards that reduced; of the last one: prepared, first ready, first issued, computed, finished."""
+
+    def trace(self) -> None: ...
+    def times(self) -> list[list[float]]:
+        """Of the last backward, by bucket: complete, begun on the lane, packed, reduced (time.monotonic())."""
+    def replan(self, plan: BucketPlan) -> None: ...
+    @property
+    def plan(self) -> BucketPlan: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def counts(self) -> dict[str, int]: ...
+
+def ddp_bucket_plan(
+    params: Sequence[torch.Tensor], order: Sequence[int], limits: Sequence[int], wire: torch.dtype | None = None
+) -> BucketPlan: ...
 def register_ddp_hook(reducer: c10d.Reducer, communicator: Communicator) -> None: ...
+def release_bucket_memory(reducer: c10d.Reducer) -> None: ...
 
 # --- csrc/torch/bind_backend.cpp ---
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hpcomm
-from hpcomm import ddp as ddp_module
+from hpcomm.ddp import lane, wrapper
 
 
 def model(seed: int = 0) -> nn.Sequential:
@@ -115,7 +115,7 @@ def attached() -> list[torch.Tensor]:
     stock = nn.parallel.DistributedDataParallel(model())
     hpcomm.attach(stock)
     with pytest.raises(RuntimeError, match="can only be called once"):
-        ddp_module._install(stock, ddp_module._lane_over(dist.group.WORLD, torch.device("cpu")))
+        wrapper._install(stock, lane.lane_over(dist.group.WORLD, torch.device("cpu")))
     x, y = shard(dist.get_rank())
     loss_of(stock(x), y).backward()
     return [p.grad for p in stock.parameters() if p.grad is not None]

@@ -1,6 +1,7 @@
 // Greedy bucket assignment in ready order.
 #include "plan/bucket_plan.h"
 
+#include <algorithm>
 #include <map>
 
 #include "base/error.h"
@@ -29,8 +30,15 @@ void require_permutation(const std::vector<int>& order, std::size_t size) {
 
 }  // namespace
 
+std::size_t BucketLimits::of(std::size_t bucket) const noexcept {
+  if (!each.empty()) {
+    return each[std::min(bucket, each.size() - 1)];
+  }
+  return bucket == 0 ? first_bytes : cap_bytes;
+}
+
 BucketPlan plan_buckets(const std::vector<TensorSize>& params, const std::vector<int>& ready_order,
-                        const BucketLimits& limits) {
+                        const BucketLimits& limits, std::optional<DType> wire) {
   require_permutation(ready_order, params.size());
   BucketPlan plan;
   std::map<DType, Open> open;
@@ -40,7 +48,8 @@ BucketPlan plan_buckets(const std::vector<TensorSize>& params, const std::vector
     for (int index : bucket.params) {
       sizes.push_back(params[static_cast<std::size_t>(index)]);
     }
-    plan.buckets.push_back(Bucket{std::move(bucket.params), Layout(sizes), dtype});
+    plan.buckets.push_back(
+        Bucket{std::move(bucket.params), Layout(sizes, wire), is_floating(dtype) && wire ? *wire : dtype});
     bucket = Open{};
   };
 
@@ -48,8 +57,7 @@ BucketPlan plan_buckets(const std::vector<TensorSize>& params, const std::vector
     const TensorSize& param = params[static_cast<std::size_t>(index)];
     const std::size_t bytes = param.count * size_of(param.dtype);
     Open& bucket = open[param.dtype];
-    const std::size_t limit = plan.buckets.empty() ? limits.first_bytes : limits.cap_bytes;
-    if (!bucket.params.empty() && bucket.bytes + bytes > limit) {
+    if (!bucket.params.empty() && bucket.bytes + bytes > limits.of(plan.buckets.size())) {
       close(param.dtype, bucket);
     }
     bucket.params.push_back(index);

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,6 +25,10 @@ struct BucketLimits {
   // of PyTorch's DDP (S. Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3).
   std::size_t first_bytes = std::size_t{1} << 20;
   std::size_t cap_bytes = std::size_t{25} << 20;
+  // If given: limits of the first, second, ... bucket; the last one serves all that follow.
+  std::vector<std::size_t> each = {};
+
+  [[nodiscard]] std::size_t of(std::size_t bucket) const noexcept;
 };
 
 struct BucketPlan {
@@ -36,8 +41,9 @@ struct BucketPlan {
 
 // Walks `params` in `ready_order` (indices; normally the reverse of the model's order) and closes a bucket when
 // the next gradient would take it over its limit. A gradient larger than the limit gets a bucket of its own.
-// Dtypes never share a bucket. Throws kInvalidArgument when `ready_order` is no permutation.
+// Dtypes never share a bucket. `wire` replaces the type of floating point gradients in the buffers; limits count bytes
+// before that. Throws kInvalidArgument when `ready_order` is no permutation.
 [[nodiscard]] BucketPlan plan_buckets(const std::vector<TensorSize>& params, const std::vector<int>& ready_order,
-                                      const BucketLimits& limits = {});
+                                      const BucketLimits& limits = {}, std::optional<DType> wire = std::nullopt);
 
 }  // namespace hpcomm

@@ -5,7 +5,6 @@
 #include "comm/communicator_allocator.h"
 #include "engine/reducer.h"
 #include "torch/bindings.h"
-#include "torch/ddp_hook.h"
 #include "torch/gil.h"
 #include "torch/ready_hook.h"
 #include "torch/tensor.h"
@@ -106,8 +105,6 @@ void bind_engine(py::module_& module) {
       .def(py::init<std::shared_ptr<Reducer>, const std::vector<at::Tensor>&>(), py::arg("reducer"), py::arg("params"))
       .def("mark", &ReadyHooks::mark, py::arg("param"))
       .def("mark_rest", &ReadyHooks::mark_rest);
-
-  module.def("register_ddp_hook", &register_ddp_hook, py::arg("reducer"), py::arg("communicator"));
 }
 
 }  // namespace hpcomm

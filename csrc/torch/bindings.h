@@ -27,6 +27,7 @@ void bind_control(pybind11::module_& module);
 void bind_comm(pybind11::module_& module);
 void bind_channel(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
+void bind_ddp(pybind11::module_& module);
 void bind_backend(pybind11::module_& module);
 
 // What comes next in the calling program comes after `work`: on CPU the host waits, without the GIL, and looks at

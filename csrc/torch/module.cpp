@@ -11,5 +11,6 @@ PYBIND11_MODULE(_C, module) {
   hpcomm::bind_comm(module);
   hpcomm::bind_channel(module);
   hpcomm::bind_engine(module);
+  hpcomm::bind_ddp(module);
   hpcomm::bind_backend(module);
 }

@@ -1,4 +1,4 @@
-"""Runs the suite with both backends, prints a table of what differs, and the numbers."""
+"""Runs the suite with each backend, prints a table of what differs, and the numbers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 
 Results = dict[str, dict[str, Any]]  # test -> the worker's line
 BACKENDS = ("gloo", "hpcomm")
-# What no plugin can pass, and why.
-KNOWN = {"test_ddp_logging_data_cpu": "torch logs the name of every plugin as 'custom'"}
+# What cannot pass, and why: backend -> test -> reason.
+KNOWN = {"hpcomm": {"test_ddp_logging_data_cpu": "torch logs the name of every plugin as 'custom'"}}
 
 
 def run(backend: str, world_size: int, tests: Sequence[str] = (), *, deadline: float, verbose: bool = False) -> Results:
@@ -31,7 +31,7 @@ def run(backend: str, world_size: int, tests: Sequence[str] = (), *, deadline: f
             results[line["test"]] = line
             if verbose:
                 print(
-                    f"{backend:7}{world_size:2}  {line['outcome']:8}{line['seconds']:7.2f} s  {line['test']}",
+                    f"{backend:10}{world_size:2}  {line['outcome']:8}{line['seconds']:7.2f} s  {line['test']}",
                     flush=True,
                 )
     if worker.returncode != 0:
@@ -41,9 +41,14 @@ def run(backend: str, world_size: int, tests: Sequence[str] = (), *, deadline: f
 
 def existing(tests: Sequence[str], world_size: int) -> list[str]:
     """Those of ``tests`` that this version of torch has."""
-    command = [sys.executable, "-m", "peer.worker", "--list", str(world_size), "0"]
+    return [test for test in tests if test in listed("--list", world_size)]
+
+
+def listed(what: str, world_size: int) -> list[str]:
+    """The names of all tests (``--list``), or of those that make a DistributedDataParallel (``--list-ddp``)."""
+    command = [sys.executable, "-m", "peer.worker", what, str(world_size), "0"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=True)
-    return [test for test in tests if test in done.stdout.split()]
+    return done.stdout.split()
 
 
 def environment() -> dict[str, str]:
@@ -66,15 +71,15 @@ def table(all_results: dict[int, dict[str, Results]]) -> str:
             numbers = " | ".join(str(count[outcome]) for outcome in ("passed", "failed", "hung", "skipped"))
             lines.append(f"| {world_size} | {backend} | {numbers} |")
     differences = [
-        f"| {world_size} | {test} | {by_backend['gloo'][test]['outcome']} | {by_backend['hpcomm'][test]['outcome']} |"
+        f"| {world_size} | {test} | {backend} | {by_backend['gloo'][test]['outcome']} | {line['outcome']} |"
         for world_size, by_backend in all_results.items()
-        if set(by_backend) == set(BACKENDS)
-        for test in by_backend["hpcomm"]
-        if by_backend["gloo"][test]["outcome"] != by_backend["hpcomm"][test]["outcome"]
+        for backend, results in by_backend.items()
+        for test, line in results.items()
+        if "gloo" in by_backend and by_backend["gloo"][test]["outcome"] != line["outcome"]
     ]
     if differences:
-        lines += ["", "| world size | test | gloo | hpcomm |", "|---|---|---|---|", *differences]
-        lines += ["", *(f"{test}: {why}." for test, why in KNOWN.items())]
+        lines += ["", "| world size | test | backend | gloo | there |", "|---|---|---|---|---|", *differences]
+        lines += ["", *(f"{test} ({backend}): {why}." for backend, row in KNOWN.items() for test, why in row.items())]
     return "\n".join(lines)
 
 
@@ -84,16 +89,22 @@ def main() -> None:
     parser.add_argument("tests", nargs="*", help="names of tests; all without")
     parser.add_argument("--world-sizes", default="2,3,4", help="comma-separated (default: %(default)s)")
     parser.add_argument("--backends", default=",".join(BACKENDS), help="comma-separated (default: %(default)s)")
+    parser.add_argument("--only-ddp", action="store_true", help="only tests that make a DistributedDataParallel")
+    parser.add_argument("--on-cpu", action="store_true", help="tests that ask for GPUs run as well, on the CPU")
     parser.add_argument("--deadline", type=float, default=120.0, help="seconds for one test (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="where to write all results")
     parser.add_argument("--markdown", type=Path, help="where to write the table")
     arguments = parser.parse_args()
+    if arguments.on_cpu:
+        os.environ["PEER_ON_CPU"] = "1"
+    world_sizes = [int(world_size) for world_size in arguments.world_sizes.split(",")]
+    tests = listed("--list-ddp", world_sizes[0]) if arguments.only_ddp else arguments.tests
     results = {
-        int(world_size): {
-            backend: run(backend, int(world_size), arguments.tests, deadline=arguments.deadline, verbose=True)
+        world_size: {
+            backend: run(backend, world_size, tests, deadline=arguments.deadline, verbose=True)
             for backend in arguments.backends.split(",")
         }
-        for world_size in arguments.world_sizes.split(",")
+        for world_size in world_sizes
     }
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
@@ -103,10 +114,12 @@ def main() -> None:
     bad = [
         test
         for by_backend in results.values()
-        for test, line in by_backend.get("hpcomm", {}).items()
+        for backend in by_backend
+        if backend != "gloo"
+        for test, line in by_backend[backend].items()
         if line["outcome"] in ("failed", "hung")
         and by_backend.get("gloo", {}).get(test, {"outcome": "passed"})["outcome"] == "passed"
-        and test not in KNOWN
+        and test not in KNOWN.get(backend, {})
     ]
     sys.exit(1 if bad else 0)
 

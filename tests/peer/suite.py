@@ -1,4 +1,4 @@
-"""The suite as a unittest class, told what hpcomm can do.
+"""The suite as a unittest class, told what hpcomm can do, or given hpcomm's DistributedDataParallel.
 
 The suite decides with tables and ``BACKEND == "gloo"`` what a backend is asked for. It is read as gloo's, so that its
 decorators choose what they choose for gloo; then the name and the tables are hpcomm's, before a test runs.
@@ -6,10 +6,14 @@ decorators choose what they choose for gloo; then the name and the tables are hp
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import unittest
 import warnings
 from typing import Any
+
+from peer import on_cpu
 
 # As in `new_group` of the suite's own launcher: the environment comes first, the suite reads it while it is imported.
 _TABLES = (
@@ -28,8 +32,12 @@ def load(backend: str, world_size: int) -> type[unittest.TestCase]:
     from torch.testing._internal.distributed import distributed_test as suite
 
     torch.set_num_threads(1)
+    if os.environ.get("PEER_ON_CPU"):
+        on_cpu.pretend()
     if backend == "hpcomm":
         _speak_hpcomm(suite)
+    elif backend in ("ddp", "ddp-stock"):
+        _wrap_with_hpcomm(suite, native=backend == "ddp")
 
     class Suite(suite.TestDistBackend, suite.DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
         """Ranks are forked: importing torch for each of them would be most of the time."""
@@ -58,6 +66,33 @@ def _speak_hpcomm(suite: Any) -> None:
         getattr(suite, table).append("hpcomm")
     # torch up to 2.14 refuses dist.monitored_barrier() by the name of the backend. What is behind it is ours to test.
     dist.monitored_barrier = _monitored_barrier
+
+
+def _wrap_with_hpcomm(suite: Any, *, native: bool) -> None:
+    """Our class wherever the suite makes a DistributedDataParallel; the process groups stay gloo's."""
+    import torch
+
+    import hpcomm
+
+    _ = hpcomm._C  # before the forks
+    if not native:
+        os.environ["HPCOMM_DDP_REDUCER"] = "torch"
+    ours = hpcomm.DistributedDataParallel  # found while torch's class still has its name
+    torch.nn.parallel.DistributedDataParallel = suite.DistributedDataParallel = ours
+
+
+def with_ddp(cases: type[unittest.TestCase]) -> list[str]:
+    """Tests whose source, or that of a helper they call, speaks of DDP."""
+
+    def sources(name: str, seen: set[str]) -> str:
+        if name in seen or not hasattr(cases, name):
+            return ""
+        text = inspect.getsource(inspect.unwrap(getattr(cases, name)))
+        helpers = re.findall(r"self\.(_\w+)\(", text)
+        return text + "".join(sources(helper, seen | {name}) for helper in helpers if "test" in helper)
+
+    names = unittest.defaultTestLoader.getTestCaseNames(cases)
+    return [name for name in names if re.search(r"DistributedDataParallel|DDP|ddp", sources(name, set()))]
 
 
 class _Name(str):

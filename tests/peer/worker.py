@@ -1,7 +1,7 @@
 """Runs tests of the suite one after the other, each in a fork with a deadline; prints one line of JSON per test.
 
 python -m peer.worker BACKEND WORLD_SIZE SECONDS [TEST ...]
-python -m peer.worker --list WORLD_SIZE SECONDS
+python -m peer.worker --list|--list-ddp WORLD_SIZE SECONDS
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import unittest
 from contextlib import suppress
 from pathlib import Path
 
-from peer.suite import load
+from peer.suite import load, with_ddp
 
 
 def main() -> None:
@@ -25,8 +25,8 @@ def main() -> None:
     backend, world_size, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
     cases = load(backend, world_size)
     everything = unittest.defaultTestLoader.getTestCaseNames(cases)
-    if backend == "--list":
-        print("\n".join(everything))
+    if backend.startswith("--list"):
+        print("\n".join(with_ddp(cases) if backend == "--list-ddp" else everything))
         return
     names = sys.argv[4:] or everything
     for name in names:

@@ -1,0 +1,131 @@
+"""The models and the ways to reduce their gradients that benchmarks.ddp compares."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as Stock
+
+import hpcomm
+
+
+class Model(NamedTuple):
+    """A module and one batch for it; the loss is the mean of the squared output."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[], torch.Tensor]
+
+
+def _linears(layers: int, width: int, batch: int) -> Model:
+    return Model(
+        lambda: nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)]), lambda: torch.randn(batch, width)
+    )
+
+
+def _transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+
+def _convnet() -> nn.Module:
+    layers: list[nn.Module] = []
+    for inputs, outputs in ((3, 32), (32, 64), (64, 128), (128, 256), (256, 256)):
+        layers += [nn.Conv2d(inputs, outputs, 3, stride=2, padding=1), nn.GroupNorm(8, outputs), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256, 1000))
+
+
+MODELS = {
+    "8 x Linear(1024), batch 32": _linears(8, 1024, 32),
+    "4 x Linear(2048), batch 8": _linears(4, 2048, 8),
+    "200 x Linear(64), batch 16": _linears(200, 64, 16),
+    "transformer, 4 layers of 256": Model(_transformer, lambda: torch.randn(4, 32, 256)),
+    "convnet, 5 layers, 32 x 32": Model(_convnet, lambda: torch.randn(8, 3, 32, 32)),
+}
+
+
+class Vector(nn.Module):
+    """``count`` parameters of 16 numbers, and next to no computation: what a wrapper costs by parameter."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.ones(16)) for _ in range(count)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(list(self.parts)) * x
+
+
+COMPUTE = "compute only"
+
+
+def variants(mesh: hpcomm.Mesh) -> dict[str, Callable[[nn.Module], nn.Module]]:
+    """Name -> what wraps a module. The stock ones reduce over gloo unless they say otherwise."""
+    backend = dist.new_group(backend="hpcomm")
+    wrappers: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "stock": Stock,
+        "stock, bucket views": lambda m: Stock(m, gradient_as_bucket_view=True),
+    }
+    if "batched_grad_copy" in inspect.signature(Stock.__init__).parameters:
+        wrappers["stock, batched copies"] = lambda m: Stock(m, batched_grad_copy=True)
+    return wrappers | {
+        "stock, fp16 hook": _with_fp16_hook,
+        "stock, hpcomm backend": lambda m: Stock(m, process_group=backend),
+        "hpcomm": lambda m: hpcomm.DistributedDataParallel(m, mesh=mesh),
+        "hpcomm, torch's reducer": lambda m: _HookedOnly(m, mesh=mesh),
+        "hpcomm, auto buckets": lambda m: hpcomm.DistributedDataParallel(m, mesh=mesh, bucket_cap_mb="auto"),
+        "hpcomm, bfloat16": lambda m: hpcomm.DistributedDataParallel(m, mesh=mesh, grad_dtype=torch.bfloat16),
+        COMPUTE: lambda m: m,
+    }
+
+
+STOCK_ON_GLOO = ("stock", "stock, bucket views", "stock, batched copies", "stock, fp16 hook")
+
+
+def _with_fp16_hook(module: nn.Module) -> nn.Module:
+    wrapped = Stock(module)
+    wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return wrapped
+
+
+class _HookedOnly(hpcomm.DistributedDataParallel):
+    def _choose(self) -> None:
+        before = os.environ.get("HPCOMM_DDP_REDUCER")
+        os.environ["HPCOMM_DDP_REDUCER"] = "torch"
+        try:
+            super()._choose()
+        finally:
+            if before is None:
+                del os.environ["HPCOMM_DDP_REDUCER"]
+            else:
+                os.environ["HPCOMM_DDP_REDUCER"] = before
+
+
+def step_of(module: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    """A forward and a backward, as between two steps of an optimizer."""
+
+    def step() -> None:
+        module.zero_grad()
+        module(x).square().mean().backward()
+
+    return step
+
+
+def floor_of(mesh: hpcomm.Mesh, module: nn.Module) -> Callable[[], None]:
+    """The traffic that no reduction avoids: every gradient is packed once and the whole is averaged once."""
+    lane = mesh.lane(mesh.ranks("dp"), "gradient")
+    gradients = [torch.ones_like(p) for p in module.parameters()]
+    layout = hpcomm._C.Layout(gradients)
+    flat = lane.allocate([layout.bytes // 4], torch.float32)
+    memory = flat.view(torch.uint8)
+
+    def step() -> None:
+        hpcomm._C.pack(layout, gradients, memory)
+        lane.all_reduce(flat, "avg")
+
+    return step

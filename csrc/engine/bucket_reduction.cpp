@@ -1,0 +1,219 @@
+// Runs of neighbouring entries are packed together; a bucket that lies in place is only summed.
+#include "engine/bucket_reduction.h"
+
+#include <cstring>
+#include <optional>
+#include <utility>
+
+#include "base/error.h"
+#include "pack/reduce.h"
+
+namespace hpcomm {
+
+namespace {
+
+struct Run {
+  std::size_t begin = 0;
+  std::size_t end = 0;
+};
+
+// The entries for which `in_place` is as asked, neighbours together.
+std::vector<Run> runs(const std::vector<Contribution>& entries, bool in_place) {
+  std::vector<Run> found;
+  for (std::size_t e = 0; e < entries.size(); ++e) {
+    if (entries[e].in_place != in_place) {
+      continue;
+    }
+    if (found.empty() || found.back().end != e) {
+      found.push_back({e, e});
+    }
+    found.back().end = e + 1;
+  }
+  return found;
+}
+
+std::size_t run_bytes(const Layout& layout, const Run& run) {
+  const std::size_t end = run.end < layout.entries().size() ? layout.entries()[run.end].offset : layout.bytes();
+  return end - layout.entries()[run.begin].offset;
+}
+
+// The layout of a run by itself: entries start on cache lines, so they keep their distances.
+Layout part(const Layout& layout, const Run& run) {
+  std::vector<TensorSize> sizes;
+  std::optional<DType> wire;
+  for (std::size_t e = run.begin; e < run.end; ++e) {
+    const Layout::Entry& entry = layout.entries()[e];
+    sizes.push_back({entry.count, entry.dtype});
+    if (entry.wire != entry.dtype) {
+      wire = entry.wire;
+    }
+  }
+  return Layout(sizes, wire);
+}
+
+class Issue {
+ public:
+  Issue(Communicator& communicator, const BucketReduction& reduction, std::vector<RunCheck>* checks)
+      : communicator_(communicator),
+        reduction_(reduction),
+        layout_(reduction.bucket->layout),
+        checks_(checks),
+        casts_(!layout_.entries().empty() && layout_.entries().front().wire != layout_.entries().front().dtype) {
+    // A cast loses range, so what is cast is scaled before. Otherwise the average costs nothing where the transport
+    // forms it, and as little in the pack kernel.
+    if (communicator.size() > 1 && (casts_ || !communicator.averages_well())) {
+      scale_.factor = std::make_shared<const double>(1.0 / communicator.size());
+    }
+  }
+
+  void gather() {
+    for (const Run& run : runs(reduction_.entries, false)) {
+      std::vector<const void*> sources;
+      for (std::size_t e = run.begin; e < run.end; ++e) {
+        sources.push_back(reduction_.entries[e].source);
+      }
+      pack(stream(), part(layout_, run), sources, memory_of(run), scale_, reduction_.held, check_of(run));
+    }
+    for (const Run& run : runs(reduction_.entries, true)) {
+      if (scale_.factor == nullptr && !reduction_.make_check) {
+        continue;
+      }
+      std::vector<BufferView> views;
+      for (std::size_t e = run.begin; e < run.end; ++e) {
+        const Layout::Entry& entry = layout_.entries()[e];
+        views.push_back({static_cast<char*>(reduction_.memory.data) + entry.offset, entry.wire_bytes(), entry.count,
+                         entry.wire, reduction_.memory.device});
+      }
+      scale(stream(), views, scale_, reduction_.held, check_of(run));
+    }
+  }
+
+  [[nodiscard]] WorkPtr reduce() {
+    if (communicator_.size() == 1) {
+      return nullptr;
+    }
+    if (casts_ && !communicator_.averages_well() && communicator_.device().type == DeviceType::kCpu) {
+      return reduce_in_float32();
+    }
+    OpOptions options;
+    options.keepalive = reduction_.held;
+    const DType dtype = reduction_.bucket->dtype;
+    BufferView view = reduction_.memory;
+    view.dtype = dtype;
+    view.bytes = layout_.bytes();
+    view.count = reduction_.bucket->count();
+    if (reduction_.scatter) {
+      HPCOMM_REQUIRE(!casts_, "gradients that are cast cannot be scattered");
+      view.bytes = reduction_.memory.bytes;
+      view.count = view.bytes / size_of(dtype);
+      const auto ranks = static_cast<std::size_t>(communicator_.size());
+      BufferView own = view;
+      own.bytes /= ranks;
+      own.count /= ranks;
+      own.data = static_cast<char*>(view.data) + static_cast<std::size_t>(communicator_.rank()) * own.bytes;
+      return communicator_.reduce_scatter(own, view, op(), options);
+    }
+    return communicator_.all_reduce(view, op(), options);
+  }
+
+  // Transports that round at each hop get slices to carry instead: every rank sums one, in rank order and in float32,
+  // and all gather them. As many bytes travel as in an all-reduce.
+  [[nodiscard]] WorkPtr reduce_in_float32() {
+    const auto ranks = static_cast<std::size_t>(communicator_.size());
+    const DType dtype = reduction_.bucket->dtype;
+    const std::size_t element = size_of(dtype);
+    const std::size_t each = (layout_.bytes() / element + ranks - 1) / ranks;
+    const Buffer memory = communicator_.allocate(2 * ranks * each * element);
+    char* const slices = static_cast<char*>(memory.view.data);
+    char* const received = slices + ranks * each * element;
+    const auto view = [&](char* data, std::size_t count) {
+      return BufferView{data, count * element, count, dtype, memory.view.device};
+    };
+    const auto held = std::make_shared<const std::pair<Keepalive, Keepalive>>(reduction_.held, memory.owner);
+    OpOptions options;
+    options.keepalive = held;
+    char* const bucket = static_cast<char*>(reduction_.memory.data);
+    const std::size_t bytes = layout_.bytes();
+    stream().enqueue([=] {
+      std::memcpy(slices, bucket, bytes);
+      std::memset(slices + bytes, 0, ranks * each * element - bytes);
+      (void)held;
+    });
+    (void)communicator_.all_to_all(view(received, ranks * each), view(slices, ranks * each), options);
+    char* const own = slices + static_cast<std::size_t>(communicator_.rank()) * each * element;
+    stream().enqueue([=] {
+      std::vector<const void*> parts;
+      for (std::size_t r = 0; r < ranks; ++r) {
+        parts.push_back(received + r * each * element);
+      }
+      reduce_cpu(own, parts, each, dtype, ReduceOp::kSum);
+      (void)held;
+    });
+    const WorkPtr gathered = communicator_.all_gather(view(slices, ranks * each), view(own, each), options);
+    stream().enqueue([=] {
+      std::memcpy(bucket, slices, bytes);
+      (void)held;
+    });
+    return gathered;
+  }
+
+  void scatter() {
+    std::vector<void*> targets;
+    bool any = false;
+    for (const Contribution& entry : reduction_.entries) {
+      targets.push_back(entry.target);
+      any = any || entry.target != nullptr;
+    }
+    if (any) {
+      unpack(stream(), layout_, reduction_.memory, targets, {}, reduction_.held);
+    }
+  }
+
+ private:
+  [[nodiscard]] ReduceOp op() const { return scale_.factor == nullptr ? ReduceOp::kAverage : ReduceOp::kSum; }
+  [[nodiscard]] Stream& stream() const { return communicator_.stream(); }
+
+  [[nodiscard]] BufferView memory_of(const Run& run) const {
+    const std::size_t bytes = run_bytes(layout_, run);
+    return {static_cast<char*>(reduction_.memory.data) + layout_.entries()[run.begin].offset, bytes, bytes,
+            DType::kUInt8, reduction_.memory.device};
+  }
+
+  [[nodiscard]] FiniteCheck check_of(const Run& run) {
+    if (!reduction_.make_check) {
+      return {};
+    }
+    checks_->push_back({run.begin, reduction_.make_check()});
+    return {checks_->back().first_bad};
+  }
+
+  Communicator& communicator_;
+  const BucketReduction& reduction_;
+  const Layout& layout_;
+  std::vector<RunCheck>* checks_;
+  bool casts_;
+  Scale scale_;
+};
+
+}  // namespace
+
+WorkPtr issue(Communicator& communicator, const BucketReduction& reduction, std::uint64_t number,
+              std::vector<RunCheck>* checks) {
+  HPCOMM_ASSERT(reduction.entries.size() == reduction.bucket->layout.entries().size(), "one contribution per entry");
+  HPCOMM_ASSERT(!reduction.make_check || checks != nullptr, "checks need a place");
+  // The gradients are the backward's, which may still run.
+  communicator.stream().wait(communicator.compute()->record());
+  Issue steps(communicator, reduction, checks);
+  if (reduction.begun) {
+    communicator.stream().enqueue(reduction.begun);
+  }
+  steps.gather();
+  if (reduction.packed) {
+    communicator.stream().enqueue(reduction.packed);
+  }
+  const WorkPtr reduced = steps.reduce();
+  steps.scatter();
+  return communicator.follow(reduced, communicator.context("reduce", -1, number), reduction.held);
+}
+
+}  // namespace hpcomm

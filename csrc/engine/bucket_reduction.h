@@ -1,0 +1,59 @@
+// One bucket on its lane: what is packed, how it is summed, and where the results go.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "pack/pack.h"
+#include "plan/bucket_plan.h"
+
+namespace hpcomm {
+
+// Where one gradient is when its bucket is complete, and where its average shall be.
+struct Contribution {
+  const void* source = nullptr;  // to be packed; null and not in place: zeros
+  void* target = nullptr;        // gets a copy of the result; null: the result stays in the bucket
+  bool in_place = false;         // lies at its place in the bucket already
+};
+
+// Where the kernels of one bucket report infinities and NaNs: one number for each run of neighbours that is read
+// together. See FiniteCheck.
+struct RunCheck {
+  std::size_t first_entry = 0;
+  std::shared_ptr<std::int32_t> first_bad;  // counts from first_entry; INT32_MAX when all are finite
+};
+
+struct BucketReduction {
+  const Bucket* bucket = nullptr;
+  BufferView memory;                  // as long as the bucket's layout, or longer, to a multiple of the ranks
+  std::vector<Contribution> entries;  // one for each of the layout's
+  Keepalive held;                     // memory and gradients
+  // Makes numbers for the checks, on the communicator's device, set to INT32_MAX; null: no checks.
+  std::function<std::shared_ptr<std::int32_t>()> make_check;
+  // Rank r gets part r of the memory, and nothing is copied back; not with casts.
+  bool scatter = false;
+  // If set: told on the lane when it begins with this bucket, and when all is packed.
+  std::function<void()> begun = {};
+  std::function<void()> packed = {};
+};
+
+// Averages a bucket over the communicator. It starts when what was computed so far has run, and runs on the lane; what
+// is packed, reduced and copied back are three steps of it at most:
+//
+//   gradient is          | pack               | result
+//   ---------------------+--------------------+--------------------------------
+//   new (.grad was None) | copy, scale, cast  | in the bucket
+//   in place             | none               | in the bucket
+//   somebody else's      | copy, scale, cast  | copied back to where it came from
+//
+// Gradients that are cast are summed in float32, in rank order, and rounded once, unless the transport is NCCL's, which
+// rounds at each hop: shared memory does so by itself, on other host transports slices are exchanged and summed here.
+// `checks` is filled before this returns. Throws what issuing throws.
+[[nodiscard]] WorkPtr issue(Communicator& communicator, const BucketReduction& reduction, std::uint64_t number,
+                            std::vector<RunCheck>* checks);
+
+}  // namespace hpcomm

@@ -1,0 +1,227 @@
+// The memory of buckets: which gradients lie in it, which are packed into it, and who gets the results.
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "base/error.h"
+#include "torch/ddp_reducer.h"
+#include "torch/device.h"
+#include "torch/tensor.h"
+
+namespace hpcomm {
+
+namespace {
+
+// The strides that AccumulateGrad gives a gradient (torch's "Gradient Layout Contract"): those of its parameter, or of
+// a contiguous tensor where the parameter has holes.
+std::vector<std::int64_t> strides_of(const at::Tensor& param) {
+  if (param.is_non_overlapping_and_dense()) {
+    return param.strides().vec();
+  }
+  std::vector<std::int64_t> strides(static_cast<std::size_t>(param.dim()));
+  std::int64_t step = 1;
+  for (std::size_t d = strides.size(); d-- > 0;) {
+    strides[d] = step;
+    step *= std::max<std::int64_t>(1, param.sizes()[d]);
+  }
+  return strides;
+}
+
+bool is_laid_out_as(const at::Tensor& gradient, const at::Tensor& param) {
+  if (gradient.sizes() != param.sizes()) {
+    return false;
+  }
+  return gradient.strides() == at::IntArrayRef(strides_of(param)) ||
+         (gradient.is_contiguous() && param.is_contiguous());  // strides of axes of length one do not matter
+}
+
+}  // namespace
+
+void DdpReducer::lay_out(BucketPlan plan) {
+  plan_ = std::move(plan);
+  places_.assign(params_.size(), {});
+  std::vector<bool> placed(params_.size(), false);
+  for (std::size_t b = 0; b < plan_.buckets.size(); ++b) {
+    const Bucket& bucket = plan_.buckets[b];
+    for (std::size_t e = 0; e < bucket.params.size(); ++e) {
+      const auto param = static_cast<std::size_t>(bucket.params[e]);
+      HPCOMM_REQUIRE(param < params_.size() && !placed[param], "the bucket plan places parameter ", param,
+                     " twice, or the model has no such parameter");
+      placed[param] = true;
+      places_[param] = {b, e};
+    }
+  }
+  HPCOMM_REQUIRE(std::find(placed.begin(), placed.end(), false) == placed.end(),
+                 "the bucket plan leaves out a parameter");
+  slots_.clear();
+  slots_.resize(plan_.buckets.size());
+}
+
+// Shards are equal parts on cache lines.
+std::size_t DdpReducer::memory_bytes(std::size_t index) const {
+  const std::size_t bytes = plan_.buckets[index].layout.bytes();
+  const std::size_t grain = options_.shard ? Layout::kAlignment * static_cast<std::size_t>(communicator_->size()) : 1;
+  return (bytes + grain - 1) / grain * grain;
+}
+
+at::Tensor DdpReducer::memory(std::size_t bucket) const {
+  std::lock_guard lock(mutex_);
+  HPCOMM_REQUIRE(bucket < slots_.size(), "there is no bucket ", bucket, "; the model has ", slots_.size());
+  const at::Tensor& flat = slots_[bucket].flat;
+  return flat.defined() ? flat.view(scalar_type(plan_.buckets[bucket].dtype)) : flat;
+}
+
+void DdpReducer::allocate(std::size_t index) {
+  Buffer buffer = communicator_->allocate(memory_bytes(index));
+  slots_[index].owner = buffer.owner;
+  slots_[index].flat = as_tensor(buffer.view, std::move(buffer.owner));
+  slots_[index].flat.zero_();  // padding is summed too; zero once is zero for ever
+  ++counts_.allocated;
+}
+
+bool DdpReducer::lies_in_place(std::size_t index, std::size_t entry) const {
+  const Slot& slot = slots_[index];
+  const Bucket& bucket = plan_.buckets[index];
+  const at::Tensor& gradient = params_[static_cast<std::size_t>(bucket.params[entry])].grad();
+  const Layout::Entry& place = bucket.layout.entries()[entry];
+  return gradient.defined() && slot.flat.defined() && place.wire == place.dtype && gradient.has_storage() &&
+         gradient.storage().unsafeGetStorageImpl() == slot.flat.storage().unsafeGetStorageImpl() &&
+         static_cast<const char*>(gradient.data_ptr()) == static_cast<const char*>(slot.flat.data_ptr()) + place.offset;
+}
+
+// Nobody but .grad of its own parameters looks at the memory. What somebody has kept of an earlier step stays as it is,
+// and the bucket gets other memory. Gradients that are all in place are meant to change where they are.
+bool DdpReducer::is_free(std::size_t index) const {
+  const Slot& slot = slots_[index];
+  if (!slot.flat.defined()) {
+    return false;
+  }
+  const std::size_t entries = plan_.buckets[index].params.size();
+  std::size_t in_place = 0;
+  for (std::size_t e = 0; e < entries; ++e) {
+    in_place += lies_in_place(index, e) ? 1 : 0;
+  }
+  return in_place == entries || slot.flat.storage().use_count() <= 1 + in_place;
+}
+
+at::Tensor DdpReducer::make_view(std::size_t index, std::size_t entry) const {
+  const at::Tensor& param = params_[static_cast<std::size_t>(plan_.buckets[index].params[entry])];
+  const Layout::Entry& place = plan_.buckets[index].layout.entries()[entry];
+  auto view = at::detail::make_tensor<at::TensorImpl>(c10::Storage(slots_[index].flat.storage()),
+                                                      slots_[index].flat.key_set(), param.dtype());
+  view.unsafeGetTensorImpl()->set_storage_offset(
+      static_cast<std::int64_t>(place.offset / static_cast<std::size_t>(param.element_size())));
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(param.sizes(), strides_of(param));
+  return view;
+}
+
+Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const at::Tensor& incoming,
+                                    std::vector<c10::Storage>& held) {
+  Slot& slot = slots_[index];
+  const Bucket& bucket = plan_.buckets[index];
+  const auto number = static_cast<std::size_t>(bucket.params[entry]);
+  const at::Tensor& param = params_[number];
+  const Layout::Entry& place = bucket.layout.entries()[entry];
+  const bool casts = place.wire != place.dtype;
+  at::Tensor& gradient = param.mutable_grad();
+  const auto staged = [&] {
+    slot.staged[entry] = at::empty_strided(param.sizes(), strides_of(param), param.options().requires_grad(false));
+    held.push_back(slot.staged[entry].storage());
+    return slot.staged[entry].data_ptr();
+  };
+  if (!gradient.defined()) {
+    slot.fates[entry] = Fate::kMissing;
+    return {nullptr, casts ? staged() : nullptr, false};
+  }
+  HPCOMM_REQUIRE(gradient.device() == param.device() && gradient.layout() == at::kStrided &&
+                     gradient.scalar_type() == param.scalar_type() && gradient.numel() == param.numel(),
+                 "the gradient of parameter ", names_[number], " (", c10::toString(gradient.scalar_type()), " on ",
+                 gradient.device().str(), ", ", gradient.numel(), " elements) is not what its parameter was when it ",
+                 "was wrapped; convert the model before");
+  if (lies_in_place(index, entry) && is_laid_out_as(gradient, param)) {
+    slot.fates[entry] = Fate::kInBucket;
+    ++counts_.in_place;
+    return {nullptr, nullptr, true};
+  }
+  ++counts_.packed;
+  if (!is_laid_out_as(gradient, param)) {
+    const at::NoGradGuard guard;
+    slot.fates[entry] = Fate::kStaged;
+    void* const copy = staged();
+    slot.staged[entry].copy_(gradient);
+    ++counts_.copied_back;
+    return {copy, copy, false};
+  }
+  held.push_back(gradient.storage());
+  void* const data = gradient.data_ptr();
+  // Made by this backward, and nobody has seen it: whose memory it is makes no difference. What came into this hook and
+  // is the gradient now was taken over by autograd, which does so only with what nobody else refers to.
+  const bool is_new = gradient.use_count() == 1 && ((incoming.defined() && incoming.is_alias_of(gradient)) ||
+                                                    gradient.storage().use_count() == 2);  // its own, and `held`
+  if ((is_new || options_.bucket_views || options_.shard) && !casts && !gradient.requires_grad()) {
+    slot.fates[entry] = Fate::kInBucket;
+    gradient = make_view(index, entry);
+    return {data, nullptr, false};
+  }
+  slot.fates[entry] = Fate::kCopiedBack;
+  ++counts_.copied_back;
+  return {data, data, false};
+}
+
+void DdpReducer::hand_out(std::size_t index) {
+  const Bucket& bucket = plan_.buckets[index];
+  Slot& slot = slots_[index];
+  const at::NoGradGuard guard;
+  for (std::size_t e = 0; e < bucket.params.size(); ++e) {
+    const auto number = static_cast<std::size_t>(bucket.params[e]);
+    at::Tensor& gradient = params_[number].mutable_grad();
+    switch (slot.fates[e]) {
+      case Fate::kMissing:
+        if (options_.shard) {
+          break;
+        }
+        if (!options_.find_unused || used_by_any_.data_ptr<std::int32_t>()[number] != 0) {
+          gradient = slot.staged[e].defined() ? std::move(slot.staged[e]) : make_view(index, e);
+        }
+        break;
+      case Fate::kInBucket:
+        if (options_.shard) {
+          gradient.reset();  // whole gradients are nowhere
+        }
+        break;
+      case Fate::kCopiedBack:
+        gradient.unsafeGetTensorImpl()->bump_version();
+        break;
+      case Fate::kStaged:
+        gradient.copy_(slot.staged[e]);
+        break;
+    }
+  }
+  slot.staged.clear();
+}
+
+// A gradient that lies in an old bucket keeps its tensor, which callers may know, and gets memory in a new one.
+void DdpReducer::move_kept_gradients(const std::vector<Slot>& old) {
+  const at::NoGradGuard guard;
+  for (std::size_t b = 0; b < slots_.size(); ++b) {
+    for (std::size_t e = 0; e < plan_.buckets[b].params.size(); ++e) {
+      at::Tensor& gradient = params_[static_cast<std::size_t>(plan_.buckets[b].params[e])].mutable_grad();
+      const bool is_ours = gradient.defined() && gradient.has_storage() &&
+                           std::any_of(old.begin(), old.end(), [&gradient](const Slot& slot) {
+                             return slot.flat.defined() && slot.flat.is_alias_of(gradient);
+                           });
+      if (!is_ours || gradient.requires_grad()) {
+        continue;
+      }
+      if (!slots_[b].flat.defined()) {
+        allocate(b);
+      }
+      const at::Tensor view = make_view(b, e);
+      view.copy_(gradient);
+      gradient.set_(view.storage(), view.storage_offset(), view.sizes(), view.strides());
+    }
+  }
+}
+
+}  // namespace hpcomm

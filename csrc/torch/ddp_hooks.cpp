@@ -1,0 +1,150 @@
+// Where a DdpReducer meets autograd: hooks behind accumulators, the search for unused parameters, what ranks agree on.
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <limits>
+#include <unordered_set>
+#include <utility>
+
+#include "base/error.h"
+#include "torch/ddp_reducer.h"
+#include "torch/device.h"
+#include "torch/tensor.h"
+#include "torch/torch_error.h"
+
+namespace hpcomm {
+
+class DdpReducer::Hook final : public torch::autograd::FunctionPostHook {
+ public:
+  Hook(std::weak_ptr<DdpReducer> reducer, int param) : reducer_(std::move(reducer)), param_(param) {}
+
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
+                                            const torch::autograd::variable_list& inputs) override {
+    if (const auto reducer = reducer_.lock()) {
+      try {
+        reducer->mark(param_, inputs.empty() ? at::Tensor() : inputs.front());
+      } catch (...) {
+        std::rethrow_exception(visible_to_torch(std::current_exception()));
+      }
+    }
+    return outputs;
+  }
+
+ private:
+  std::weak_ptr<DdpReducer> reducer_;  // the accumulators are held by the reducer, and hold the hook
+  int param_;
+};
+
+struct DdpReducer::Accumulator {
+  // auto-typed: a shared_ptr up to torch 2.12, an intrusive_ptr from 2.13.
+  decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>())) node;
+  std::uintptr_t hook = 0;
+};
+
+DdpReducer::DdpReducer(std::shared_ptr<Communicator> communicator, std::vector<at::Tensor> params,
+                       std::vector<std::string> names, BucketPlan plan, DdpOptions options)
+    : communicator_(std::move(communicator)),
+      params_(std::move(params)),
+      names_(std::move(names)),
+      options_(options),
+      alone_(communicator_->size() == 1 && !options.check_finite),
+      used_(at::zeros({static_cast<std::int64_t>(params_.size())}, at::kInt)) {
+  HPCOMM_REQUIRE(!params_.empty() && names_.size() == params_.size(), "a DdpReducer of ", params_.size(),
+                 " parameters with ", names_.size(), " names");
+  lay_out(std::move(plan));
+  expect_none();
+}
+
+void DdpReducer::attach() {
+  HPCOMM_REQUIRE(accumulators_.empty(), "attached already");
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    auto accumulator = std::make_unique<Accumulator>();
+    accumulator->node = torch::autograd::impl::grad_accumulator(params_[i]);
+    HPCOMM_REQUIRE(accumulator->node != nullptr, "parameter ", names_[i], " requires no gradient or is no leaf");
+    accumulator->hook = accumulator->node->add_post_hook(std::make_unique<Hook>(weak_from_this(), static_cast<int>(i)));
+    accumulators_.push_back(std::move(accumulator));
+  }
+}
+
+DdpReducer::~DdpReducer() {
+  for (const auto& accumulator : accumulators_) {
+    accumulator->node->del_post_hook(accumulator->hook);
+  }
+}
+
+// All nodes from which the outputs come, by one walk over the graph.
+void DdpReducer::search_unused(const std::vector<at::Tensor>& outputs) {
+  std::unordered_set<const torch::autograd::Node*> seen;
+  std::vector<const torch::autograd::Node*> open;
+  const auto visit = [&](const torch::autograd::Node* node) {
+    if (node != nullptr && seen.insert(node).second) {
+      open.push_back(node);
+    }
+  };
+  for (const at::Tensor& output : outputs) {
+    if (output.defined() && output.requires_grad()) {
+      visit(torch::autograd::impl::gradient_edge(output).function.get());
+    }
+  }
+  while (!open.empty()) {
+    const torch::autograd::Node* node = open.back();
+    open.pop_back();
+    for (const auto& edge : node->next_edges()) {
+      visit(edge.function.get());
+    }
+  }
+  for (std::size_t i = 0; i < accumulators_.size(); ++i) {
+    if (seen.count(&*accumulators_[i]->node) == 0) {
+      unused_.push_back(static_cast<int>(i));
+    }
+  }
+}
+
+// A gradient that no rank has stays None. The numbers are read on the host, as torch reads its own.
+void DdpReducer::agree_on_used() {
+  used_by_any_ = communicator_->device().type == DeviceType::kCpu ? used_.clone() : used_.to(params_.front().device());
+  OpOptions options;
+  options.keepalive = keep(used_by_any_);
+  options.ready = communicator_->compute()->record();
+  used_work_ = communicator_->all_reduce(view_of(used_by_any_, "used parameters", communicator_->device()),
+                                         ReduceOp::kSum, options);
+}
+
+// Every rank learns which gradient was the first that is not finite, in order of parameters and then of ranks, and on
+// which rank.
+void DdpReducer::report_not_finite() {
+  constexpr auto kNone = std::numeric_limits<std::int64_t>::max();
+  std::int64_t first = kNone;
+  const auto options = used_.options().device(params_.front().device());
+  for (std::size_t b = 0; b < slots_.size(); ++b) {
+    for (const RunCheck& check : slots_[b].checks) {
+      const auto bad = at::from_blob(check.first_bad.get(), {1}, options).item<std::int32_t>();
+      if (bad != INT32_MAX) {
+        const auto entry = check.first_entry + static_cast<std::size_t>(bad);
+        first = std::min<std::int64_t>(
+            first, std::int64_t{plan_.buckets[b].params[entry]} * communicator_->size() + communicator_->rank());
+      }
+    }
+    slots_[b].checks.clear();
+  }
+  if (communicator_->size() > 1) {
+    const at::Tensor number = at::full({1}, first, options.dtype(at::kLong));
+    OpOptions operation;
+    operation.keepalive = keep(number);
+    operation.ready = communicator_->compute()->record();
+    wait(*communicator_->all_reduce(view_of(number, "check", communicator_->device()), ReduceOp::kMin, operation));
+    first = number.item<std::int64_t>();
+  }
+  if (first == kNone) {
+    return;
+  }
+  const auto rank = static_cast<std::size_t>(first % communicator_->size());
+  const auto param = static_cast<std::size_t>(first / communicator_->size());
+  throw Error(
+      ErrorKind::kInvalidArgument,
+      str("the gradient of parameter ", names_[param], " on rank ", communicator_->ranks()[rank],
+          " has an infinity or a NaN before it is reduced"),
+      communicator_->context("reduce", static_cast<int>(rank), static_cast<std::uint64_t>(places_[param].bucket)));
+}
+
+}  // namespace hpcomm

@@ -1,0 +1,331 @@
+// The state machine: marks, buckets in order, and the end of a backward.
+#include "torch/ddp_reducer.h"
+
+#include <torch/csrc/autograd/engine.h>
+
+#include <exception>
+#include <utility>
+
+#include "base/error.h"
+#include "torch/bindings.h"
+#include "torch/device.h"
+#include "torch/tensor.h"
+#include "torch/torch_error.h"
+
+namespace hpcomm {
+
+namespace {
+
+constexpr int kMostNamed = 100;  // parameters in a message
+
+double now() { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); }
+
+}  // namespace
+
+void DdpReducer::prepare(const std::vector<at::Tensor>& outputs) {
+  std::lock_guard lock(mutex_);
+  if (state_ == State::kReducing || state_ == State::kDraining) {
+    // A RuntimeError in torch's words: callers look for them. hpcomm/ddp adds what to do.
+    TORCH_CHECK(false, "Expected to have finished reduction in the prior iteration before starting a new one.",
+                unready());
+  }
+  unused_.clear();
+  if (options_.find_unused) {
+    search_unused(outputs);
+  }
+  expect_none();
+  if (!alone_) {
+    state_ = State::kExpecting;
+    stats_.prepared = now();
+  }
+}
+
+// As before the first mark of a step.
+void DdpReducer::expect_none() {
+  next_ = 0;
+  order_.clear();
+  marked_.assign(params_.size(), 0);
+  for (std::size_t b = 0; b < slots_.size(); ++b) {
+    slots_[b].missing = plan_.buckets[b].params.size();
+    slots_[b].work = nullptr;
+    slots_[b].checks.clear();
+  }
+}
+
+void DdpReducer::reset() {
+  std::lock_guard lock(mutex_);
+  for (Slot& slot : slots_) {
+    if (slot.work != nullptr) {
+      try {
+        wait(*slot.work);
+      } catch (const Error&) {  // whoever resets knows
+      }
+    }
+  }
+  expect_none();
+  state_ = State::kIdle;
+}
+
+void DdpReducer::mark(int param, const at::Tensor& incoming) {
+  std::lock_guard lock(mutex_);
+  if (options_.find_unused && params_[static_cast<std::size_t>(param)].grad().defined()) {
+    used_.data_ptr<std::int32_t>()[param] = 1;  // also while it only accumulates
+  }
+  switch (state_) {
+    case State::kIdle:
+      return;
+    case State::kExpecting:
+      state_ = State::kReducing;
+      stats_.first_ready = now();
+      counts_.issued = 0;
+      for (const int unused : std::exchange(unused_, {})) {
+        mark_locked(unused, {});
+      }
+      break;
+    case State::kReducing:
+    case State::kDraining:
+      break;
+  }
+  mark_locked(param, incoming);
+}
+
+void DdpReducer::mark_locked(int param, const at::Tensor& incoming) {
+  const auto index = static_cast<std::size_t>(param);
+  TORCH_CHECK(
+      marked_[index] == 0,
+      "Expected to mark a variable ready only once. This error is caused by one of the following reasons: 1) Use "
+      "of a module parameter outside the `forward` function. Please make sure model parameters are not shared "
+      "across multiple concurrent forward-backward passes, or try to use _set_static_graph() as a workaround if "
+      "this module graph does not change during training loop. 2) Reused parameters in multiple reentrant "
+      "backward passes, for example, if you use multiple `checkpoint` functions to wrap the same part of your "
+      "model, it would result in the same set of parameters been used by different reentrant backward passes "
+      "multiple times, and hence marking a variable ready multiple times. 3) Incorrect unused parameter "
+      "detection. Parameter at index ",
+      param, " with name ", names_[index], " has been marked as ready twice.");
+  marked_[index] = 1;
+  order_.push_back(param);
+  --slots_[places_[index].bucket].missing;
+  issue_complete(incoming);
+}
+
+void DdpReducer::issue_complete(const at::Tensor& incoming) {
+  while (next_ < slots_.size() && slots_[next_].missing == 0) {
+    issue_bucket(next_, incoming);
+    ++next_;
+  }
+  if (next_ == slots_.size() && state_ == State::kReducing) {
+    state_ = State::kDraining;
+    if (first_order_.empty()) {
+      first_order_ = order_;
+    }
+    if (options_.find_unused) {
+      agree_on_used();
+    }
+    torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] {
+      try {
+        self->at_end_of_backward();
+      } catch (...) {
+        std::rethrow_exception(visible_to_torch(std::current_exception()));
+      }
+    });
+  }
+}
+
+void DdpReducer::issue_bucket(std::size_t index, const at::Tensor& incoming) {
+  const Bucket& bucket = plan_.buckets[index];
+  Slot& slot = slots_[index];
+  if (!is_free(index)) {
+    allocate(index);
+  }
+  // The bucket by its memory: its storage is counted to see who else looks at it, and the lane may be late to let go.
+  auto held = std::make_shared<std::pair<std::vector<c10::Storage>, Keepalive>>();
+  held->second = slot.owner;
+  BucketReduction reduction;
+  reduction.bucket = &bucket;
+  const std::size_t bytes = memory_bytes(index);
+  reduction.memory = {slot.flat.data_ptr(), bytes, bytes, DType::kUInt8, communicator_->device()};
+  reduction.scatter = options_.shard;
+  slot.fates.assign(bucket.params.size(), Fate::kMissing);
+  slot.staged.assign(bucket.params.size(), {});
+  for (std::size_t e = 0; e < bucket.params.size(); ++e) {
+    reduction.entries.push_back(contribute(index, e, incoming, held->first));
+  }
+  reduction.held = std::move(held);
+  if (options_.check_finite) {
+    reduction.make_check = [options = used_.options().device(params_.front().device())] {
+      const auto number = std::make_shared<const at::Tensor>(at::full({1}, INT32_MAX, options));
+      return std::shared_ptr<std::int32_t>(number, number->data_ptr<std::int32_t>());
+    };
+  }
+  if (times_ != nullptr) {
+    times_->at(index).complete = now();
+    reduction.begun = [times = times_, index] { times->at(index).begun = now(); };
+    reduction.packed = [times = times_, index] { times->at(index).packed = now(); };
+  }
+  if (counts_.issued++ == 0) {
+    stats_.first_issued = now();
+  }
+  slot.checks.clear();
+  slot.work = issue(*communicator_, reduction, index, &slot.checks);
+  if (times_ != nullptr) {
+    communicator_->stream().enqueue([times = times_, index] { times->at(index).reduced = now(); });
+  }
+}
+
+void DdpReducer::at_end_of_backward() {
+  std::lock_guard lock(mutex_);
+  if (state_ == State::kDraining) {  // else somebody has reset it
+    drain();
+  }
+}
+
+// Waits for all of them, also behind a failed one: nothing may still write what the caller gets back.
+void DdpReducer::drain() {
+  state_ = State::kIdle;
+  stats_.computed = now();
+  std::exception_ptr first;
+  const auto attempt = [&first](const auto& body) {
+    try {
+      body();
+    } catch (...) {
+      first = first ? first : std::current_exception();
+    }
+  };
+  for (Slot& slot : slots_) {
+    attempt([&] { wait(*slot.work); });
+  }
+  if (used_work_ != nullptr) {
+    attempt([&] { wait(*std::exchange(used_work_, nullptr)); });
+  }
+  if (first) {
+    std::rethrow_exception(first);
+  }
+  if (options_.find_unused) {
+    used_by_any_ = used_by_any_.cpu();
+  }
+  for (std::size_t b = 0; b < slots_.size(); ++b) {
+    hand_out(b);
+    slots_[b].work = nullptr;
+  }
+  if (options_.find_unused) {
+    used_.zero_();
+  }
+  ++stats_.backwards;
+  stats_.finished = now();
+  if (options_.check_finite) {
+    report_not_finite();
+  }
+}
+
+void DdpReducer::start(std::size_t bucket) {
+  std::lock_guard lock(mutex_);
+  HPCOMM_REQUIRE(bucket < slots_.size(), "there is no bucket ", bucket, "; the model has ", slots_.size());
+  HPCOMM_REQUIRE(state_ == State::kIdle || state_ == State::kExpecting,
+                 "start(): a backward is reducing these gradients; run it in no_sync() first");
+  HPCOMM_REQUIRE(slots_[bucket].work == nullptr, "bucket ", bucket, " was started and not finished");
+  state_ = State::kIdle;
+  issue_bucket(bucket, {});
+}
+
+void DdpReducer::finish(std::size_t bucket) {
+  std::lock_guard lock(mutex_);
+  HPCOMM_REQUIRE(bucket < slots_.size() && slots_[bucket].work != nullptr, "bucket ", bucket, " was not started");
+  const WorkPtr work = std::exchange(slots_[bucket].work, nullptr);
+  wait(*work);
+  hand_out(bucket);
+}
+
+void DdpReducer::wait(const Work& work) const {
+  if (work.device().type == DeviceType::kCuda) {
+    work.check();
+    compute_stream(work.device())->wait(work.event());
+    return;
+  }
+  // Without the GIL, but for a look at signals (Ctrl-C) twenty times a second.
+  constexpr auto kSignalPoll = std::chrono::milliseconds(50);
+  while (!work.wait_until(Clock::now() + kSignalPoll)) {
+    check_signals();
+  }
+}
+
+std::vector<int> DdpReducer::ready_order() const {
+  std::lock_guard lock(mutex_);
+  return first_order_;
+}
+
+void DdpReducer::replan(BucketPlan plan) {
+  std::lock_guard lock(mutex_);
+  HPCOMM_REQUIRE(state_ == State::kIdle || state_ == State::kExpecting, "replan() while a backward reduces");
+  const std::vector<Slot> old = std::exchange(slots_, {});
+  lay_out(std::move(plan));
+  times_.reset();
+  expect_none();
+  move_kept_gradients(old);
+}
+
+BucketPlan DdpReducer::plan() const {
+  std::lock_guard lock(mutex_);
+  return plan_;
+}
+
+const char* DdpReducer::state() const {
+  std::lock_guard lock(mutex_);
+  switch (state_) {
+    case State::kIdle:
+      return "idle";
+    case State::kExpecting:
+      return "expecting";
+    case State::kReducing:
+      return "reducing";
+    case State::kDraining:
+      return "draining";
+  }
+  return "unknown";
+}
+
+DdpReducer::Stats DdpReducer::stats() const {
+  std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+at::Tensor DdpReducer::used_by() const {
+  std::lock_guard lock(mutex_);
+  return used_by_any_.defined() ? used_by_any_ : at::zeros_like(used_);
+}
+
+DdpReducer::Counts DdpReducer::counts() const {
+  std::lock_guard lock(mutex_);
+  return counts_;
+}
+
+void DdpReducer::trace() {
+  std::lock_guard lock(mutex_);
+  HPCOMM_REQUIRE(communicator_->device().type == DeviceType::kCpu, "only host lanes are traced");
+  times_ = std::make_shared<std::vector<Times>>(slots_.size());
+}
+
+std::vector<DdpReducer::Times> DdpReducer::times() const {
+  const auto times = [this] {
+    std::lock_guard lock(mutex_);
+    return times_;
+  }();
+  communicator_->stream().synchronize();
+  return times == nullptr ? std::vector<Times>{} : *times;
+}
+
+std::string DdpReducer::unready() const {
+  std::string names;
+  std::string indices;
+  int count = 0;
+  for (std::size_t i = 0; i < marked_.size(); ++i) {
+    if (marked_[i] == 0 && ++count <= kMostNamed) {
+      names += str(names.empty() ? "" : ", ", names_[i]);
+      indices += str(indices.empty() ? "" : " ", i);
+    }
+  }
+  const char* const more = count > kMostNamed ? " ..." : "";
+  return str("\nParameters which did not receive grad for rank ", communicator_->rank(), ": ", names, more,
+             "\nParameter indices which did not receive grad for rank ", communicator_->rank(), ": ", indices, more);
+}
+
+}  // namespace hpcomm

@@ -1,0 +1,174 @@
+// The gradients of a DistributedDataParallel: reduced bucket by bucket while the backward runs, handed out as views.
+//
+//   state       | prepare()      | a gradient is final              | end of the backward
+//   ------------+----------------+----------------------------------+------------------------------------
+//   kIdle       | -> kExpecting  | ignored: it only accumulates     | -
+//   kExpecting  | kExpecting     | -> kReducing, and as there       | -
+//   kReducing   | error (2)      | counts; a full bucket is issued; | -
+//               |                | all issued: -> kDraining         |
+//   kDraining   | error (2)      | error (1)                        | waits, hands out -> kIdle
+//
+//   (1) A parameter that is ready twice. (2) The last backward did not reach all parameters. Both are torch's errors,
+//   in torch's words, where torch has them.
+//   reset() leads to kIdle from everywhere, once nothing runs on the lane any more.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "engine/bucket_reduction.h"
+#include "plan/bucket_plan.h"
+
+namespace hpcomm {
+
+struct DdpOptions {
+  bool find_unused = false;   // search the graph for parameters that the backward will not reach
+  bool bucket_views = false;  // .grad is always a view of its bucket, also one that was the user's own tensor
+  bool shard = false;         // reduce-scatter: rank r gets part r of each bucket, and .grad stays None
+  bool check_finite = false;  // an infinity or a NaN in a rank's gradient is an error on all ranks
+};
+
+class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
+ public:
+  // `names` are for messages. Takes no hooks yet: attach().
+  DdpReducer(std::shared_ptr<Communicator> communicator, std::vector<at::Tensor> params, std::vector<std::string> names,
+             BucketPlan plan, DdpOptions options);
+  DdpReducer(const DdpReducer&) = delete;
+  DdpReducer& operator=(const DdpReducer&) = delete;
+  ~DdpReducer();
+
+  // Hooks behind the gradient accumulators, which run in the thread of the backward, without the GIL.
+  void attach();
+  // The next backward reduces. `outputs` are those of the forward, for `find_unused`.
+  void prepare(const std::vector<at::Tensor>& outputs);
+  // Drops what was begun. Gradients that were on their way are undefined.
+  void reset();
+
+  // The same without a backward, bucket by bucket: reduces the gradients as they are. All ranks start them in the same
+  // order. finish() hands them out.
+  void start(std::size_t bucket);
+  void finish(std::size_t bucket);
+
+  // Parameters in the order in which the first whole backward made them ready; empty before.
+  [[nodiscard]] std::vector<int> ready_order() const;
+  // Other buckets, between steps. Gradients that were kept move along.
+  void replan(BucketPlan plan);
+  [[nodiscard]] BucketPlan plan() const;
+  [[nodiscard]] const char* state() const;
+  // Buckets issued since the backward began, and gradients that were packed, copied back and reduced in place: what
+  // tests and benchmarks look at.
+  struct Counts {
+    std::uint64_t issued = 0;
+    std::uint64_t packed = 0;
+    std::uint64_t copied_back = 0;
+    std::uint64_t in_place = 0;
+    std::uint64_t allocated = 0;  // buckets
+  };
+  [[nodiscard]] Counts counts() const;
+  // What lies in a bucket: elements of its dtype, padding included; undefined before the first step.
+  [[nodiscard]] at::Tensor memory(std::size_t bucket) const;
+  // Seconds of a steady clock, in the last backward that reduced.
+  struct Stats {
+    std::uint64_t backwards = 0;  // that reduced, up to now
+    double prepared = 0;
+    double first_ready = 0;
+    double first_issued = 0;
+    double computed = 0;
+    double finished = 0;
+  };
+  [[nodiscard]] Stats stats() const;
+  // Of the parameters, on how many ranks they received a gradient in the last backward; with `find_unused`.
+  [[nodiscard]] at::Tensor used_by() const;
+  // Seconds of a steady clock, by bucket, of the last backward: complete; begun on the lane; packed; reduced.
+  struct Times {
+    double complete = 0;
+    double begun = 0;
+    double packed = 0;
+    double reduced = 0;
+  };
+  // From now on; host lanes only, where it costs two small tasks a bucket.
+  void trace();
+  [[nodiscard]] std::vector<Times> times() const;
+
+ private:
+  enum class State { kIdle, kExpecting, kReducing, kDraining };
+  // What becomes of a gradient once its bucket is reduced.
+  enum class Fate {
+    kMissing,     // there was none: .grad becomes the view, if another rank had one
+    kInBucket,    // .grad is the view already
+    kCopiedBack,  // .grad is somebody else's memory, into which the lane copies the result
+    kStaged,      // the same through a copy that has the strides of the bucket
+  };
+  class Hook;
+  struct Accumulator;
+
+  struct Place {
+    std::size_t bucket = 0;
+    std::size_t entry = 0;
+  };
+  struct Slot {               // a bucket in this step
+    at::Tensor flat;          // its memory, as bytes; every .grad in it holds the same storage
+    Keepalive owner;          // of the same memory
+    std::size_t missing = 0;  // gradients
+    WorkPtr work;
+    std::vector<Fate> fates;
+    std::vector<at::Tensor> staged;  // by entry, where the fate is kStaged, or what a missing gradient becomes
+    std::vector<RunCheck> checks;
+  };
+
+  void mark(int param, const at::Tensor& incoming);
+  void mark_locked(int param, const at::Tensor& incoming);
+  void issue_complete(const at::Tensor& incoming);
+  void issue_bucket(std::size_t index, const at::Tensor& incoming);
+  [[nodiscard]] Contribution contribute(std::size_t index, std::size_t entry, const at::Tensor& incoming,
+                                        std::vector<c10::Storage>& held);
+  void hand_out(std::size_t index);
+  void allocate(std::size_t index);
+  [[nodiscard]] std::size_t memory_bytes(std::size_t index) const;
+  [[nodiscard]] bool is_free(std::size_t index) const;
+  [[nodiscard]] bool lies_in_place(std::size_t index, std::size_t entry) const;
+  [[nodiscard]] at::Tensor make_view(std::size_t index, std::size_t entry) const;
+  void move_kept_gradients(const std::vector<Slot>& old);
+  void at_end_of_backward();
+  void drain();
+  void wait(const Work& work) const;
+  void search_unused(const std::vector<at::Tensor>& outputs);
+  void agree_on_used();
+  void report_not_finite();
+  [[nodiscard]] std::string unready() const;
+  void lay_out(BucketPlan plan);
+  void expect_none();
+
+  const std::shared_ptr<Communicator> communicator_;
+  const std::vector<at::Tensor> params_;
+  const std::vector<std::string> names_;
+  const DdpOptions options_;
+  const bool alone_;  // one rank: gradients are averages already
+  std::vector<std::unique_ptr<Accumulator>> accumulators_;
+
+  mutable std::mutex mutex_;
+  State state_ = State::kIdle;
+  BucketPlan plan_;
+  std::vector<Place> places_;
+  std::vector<Slot> slots_;
+  std::vector<std::uint8_t> marked_;
+  std::size_t next_ = 0;
+  std::vector<int> order_;        // of the running backward
+  std::vector<int> first_order_;  // of the first whole one
+  std::vector<int> unused_;       // that prepare() found
+  at::Tensor used_;               // int32 per parameter: received a gradient since the last reduction
+  at::Tensor used_by_any_;
+  WorkPtr used_work_;
+  Counts counts_;
+  Stats stats_;
+  std::shared_ptr<std::vector<Times>> times_;  // written on the lane; null when nothing is traced
+};
+
+}  // namespace hpcomm

@@ -1,0 +1,10 @@
+"""DistributedDataParallel: torch's wrapper with hpcomm's reduction under it."""
+
+from __future__ import annotations
+
+from hpcomm.ddp.lane import describe_parameters as describe_parameters
+from hpcomm.ddp.lane import device_of as device_of
+from hpcomm.ddp.wrapper import DistributedDataParallel as DistributedDataParallel
+from hpcomm.ddp.wrapper import attach as attach
+
+__all__: list[str] = []

@@ -1,0 +1,77 @@
+"""The gradient lane of a wrapper, and what its ranks agree on before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from hpcomm.communicator import agree, default_timeout, first_communicator, start_control
+from hpcomm.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from hpcomm._C import Communicator
+
+__all__: list[str] = []
+
+
+def describe_parameters(module: torch.nn.Module, ignored: Iterable[str] = ()) -> list[str]:
+    """One line per parameter that is not ``ignored``: what all replicas must agree on."""
+    left_out = set(ignored)
+    return [
+        f"{name} {tuple(p.shape)} {p.dtype} grad={p.requires_grad}"
+        for name, p in module.named_parameters()
+        if name not in left_out
+    ]
+
+
+def device_of(module: torch.nn.Module) -> torch.device:
+    """Where all parameters of ``module`` are; the CPU for a module without any.
+
+    Raises:
+        InvalidArgument: they are on several devices, or on one that is neither a CPU nor a GPU of CUDA.
+    """
+    first: tuple[str, torch.device] | None = None
+    for name, parameter in module.named_parameters():
+        if parameter.device.type not in {"cpu", "cuda"}:
+            raise InvalidArgument(f"parameter {name} is on {parameter.device}: hpcomm reduces CPU and CUDA gradients")
+        if first is None:
+            first = (name, parameter.device)
+        elif parameter.device != first[1]:
+            raise InvalidArgument(
+                f"parameter {first[0]} is on {first[1]}, parameter {name} on {parameter.device}: "
+                "hpcomm reduces the gradients of one device; wrap the parts of the model one by one"
+            )
+    return torch.device("cpu") if first is None else first[1]
+
+
+def agree_among(lane: Communicator, topic: str, lines: Sequence[str]) -> None:
+    """:func:`hpcomm.communicator.agree` over the ranks of a communicator (collective)."""
+    agree(lane.control, topic, list(lines), ranks=lane.ranks, timeout=lane.timeout)
+
+
+def tell_all(lane: Communicator, channel: int, body: bytes) -> bytes:
+    """What rank 0 of ``lane`` says, on all of them (collective)."""
+    return lane.control.exchange(lane.ranks, channel, body if lane.rank == 0 else b"", lane.timeout)[0]
+
+
+def lane_over(group: dist.ProcessGroup, device: torch.device) -> Communicator:
+    """A gradient lane for any ProcessGroup: a Control and a communicator of its own, found through its store."""
+    rank, size = group.rank(), group.size()
+    ranks = dist.get_process_group_ranks(group)
+    generation = PrefixStore("hpcomm/ddp", group.get_group_store()).add(f"{rank}", 1)
+    store = PrefixStore(f"hpcomm/ddp/{generation}", group.get_group_store())
+    timeout = default_timeout()
+    control = start_control(store, rank, size, timeout=timeout)
+    return first_communicator(
+        store,
+        control,
+        range(size),
+        name=f"ddp{generation}:{ranks}",
+        lane="gradient",
+        timeout=timeout,
+        device=device,
+    )

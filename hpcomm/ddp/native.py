@@ -1,0 +1,176 @@
+"""NativeReducer: hpcomm's reducer in the place of torch's, under the names that torch's wrapper calls it by."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpcomm import _C
+from hpcomm.ddp.lane import agree_among, tell_all
+from hpcomm.ddp.steplog import StepLog
+
+if TYPE_CHECKING:
+    import torch
+    from torch._C import _distributed_c10d as c10d
+
+    from hpcomm._C import BucketPlan, Communicator
+    from hpcomm.ddp.sizes import BucketSizes
+
+__all__: list[str] = []
+
+# A Control channel of this layer; see communicator.AGREE_CHANNEL.
+_ORDER_CHANNEL = 2
+
+
+# In torch's words, for who searches for them; by find_unused_parameters.
+_ADVICE = {
+    False: "This error indicates that your module has parameters that were not used in producing loss. You can enable "
+    "unused parameter detection by passing the keyword argument `find_unused_parameters=True` to "
+    "`torch.nn.parallel.DistributedDataParallel`, and by making sure all `forward` function outputs participate in "
+    "calculating loss.",
+    True: "Since `find_unused_parameters=True` is enabled, this likely means that not all `forward` outputs "
+    "participate in computing loss. You can fix this by making sure all `forward` function outputs participate in "
+    "calculating loss.",
+}
+_DEBUG = (
+    "Torch's own reducer (HPCOMM_DDP_REDUCER=torch) can tell more when you set the environment variable "
+    "TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
+)
+
+
+class NativeReducer:
+    """Reduces gradients bucket by bucket; what torch's Reducer does besides is left to torch's object.
+
+    That object keeps the log and its description of the first buckets; its hooks are off and its buckets have no
+    memory. Making a NativeReducer is collective.
+
+    Args:
+        stock, logger: torch's Reducer of the wrapper, and its log.
+        lane: the gradient lane.
+        named_parameters: in the order of torch's Reducer.
+    """
+
+    def __init__(
+        self,
+        stock: c10d.Reducer,
+        logger: c10d.Logger | None,
+        lane: Communicator,
+        named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        sizes: BucketSizes,
+        *,
+        wire: torch.dtype | None,
+        find_unused: bool,
+        bucket_views: bool,
+        shard: bool,
+        check_finite: bool,
+    ) -> None:
+        self._stock = stock
+        self._logger = logger
+        self._find_unused = find_unused
+        self._lane = lane
+        self._names = [name for name, _ in named_parameters]
+        self._parameters = [parameter for _, parameter in named_parameters]
+        self._sizes = sizes
+        self._wire = wire
+        # The order in which a backward makes gradients ready, as long as nobody has seen one: the model's, reversed.
+        order = list(range(len(self._parameters)))[::-1]
+        limits = sizes.limits(lane, self._parameters)
+        stock._remove_autograd_hooks()
+        _C.release_bucket_memory(stock)
+        self._native = _C.DdpReducer(
+            lane,
+            self._parameters,
+            self._names,
+            order,
+            limits,
+            wire=wire,
+            find_unused=find_unused,
+            bucket_views=bucket_views,
+            shard=shard,
+            check_finite=check_finite,
+        )
+        # With unused parameters the order differs from step to step, and torch does not learn it either.
+        # A sharded optimizer has pieces of the buckets as they are.
+        self._learns = not find_unused and not shard and lane.size > 1
+        self._log = StepLog(self._native)
+        agree_among(lane, "gradient buckets", [str(self._native.plan.hash)])
+
+    def __getattr__(self, name: str) -> Any:
+        # Only what is not found here: torch's log, and what debuggers ask.
+        return getattr(self._stock, name)
+
+    def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
+        """The next backward reduces."""
+        try:
+            self._native.prepare(outputs)
+        except RuntimeError as error:
+            message = f"{error}\n{_ADVICE[self._find_unused]}\n{_DEBUG}"
+            if self._logger is not None:
+                self._logger.set_error_and_log(message)
+            raise RuntimeError(message) from error
+
+    def prepare_for_forward(self) -> None:
+        """A forward that will be reduced begins."""
+        self._log.begin()
+
+    def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
+        self._log.rate = rate
+
+    def logged(self) -> dict[str, int]:
+        """What torch's log has of a step, in nanoseconds."""
+        return self._log.data
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        return self._native.used_by()
+
+    def _rebuild_buckets(self) -> bool:
+        """Once, after the first whole backward: buckets in the order that rank 0 saw (collective then)."""
+        if not self._learns or not self._native.ready_order():
+            return False
+        self._learns = False
+        body = json.dumps(self._native.ready_order()).encode()
+        order = json.loads(tell_all(self._lane, _ORDER_CHANNEL, body))
+        plan = _C.ddp_bucket_plan(self._parameters, order, self._sizes.limits(self._lane, self._parameters), self._wire)
+        if plan.hash != self._native.plan.hash:  # alike on all ranks: both are functions of what rank 0 saw
+            self._native.replan(plan)
+        return True
+
+    def _check_reducer_finalized(self) -> None:
+        if self._native.state not in ("idle", "expecting"):
+            self.prepare_for_backward([])  # raises, in torch's words
+
+    def start(self, bucket: int) -> None:
+        """Reduces one bucket of the gradients as they are, without a backward."""
+        self._native.start(bucket)
+
+    def finish(self, bucket: int) -> None:
+        """Waits for a bucket that was started."""
+        self._native.finish(bucket)
+
+    def reset(self) -> None:
+        """Drops what was begun."""
+        self._native.reset()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Buckets issued in the last backward; gradients packed, copied back, reduced in place; buckets allocated."""
+        return self._native.counts
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The buckets, in the order in which they are reduced."""
+        return self._native.plan
+
+    def gradients_of(self, bucket: int) -> torch.Tensor | None:
+        """The memory of a bucket, padding included; None before the first step."""
+        return self._native.memory(bucket)
+
+    def describe(self) -> str:
+        """One line per bucket, with the names of its parameters."""
+        plan = self._native.plan
+        lines = []
+        for index, (params, size) in enumerate(zip(plan.buckets, plan.bytes, strict=True)):
+            names = ", ".join(self._names[param] for param in params)
+            lines.append(f"bucket {index} | {size / 2**20:.2f} MiB | {len(params)} gradients | {names}")
+        return "\n".join(lines)

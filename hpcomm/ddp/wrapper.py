@@ -1,0 +1,393 @@
+"""The wrapper: torch's class, with hpcomm's reducer in the place of torch's wherever the configuration allows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel.distributed import _find_tensors
+
+from hpcomm import _C
+from hpcomm.ddp.choice import Choice, Under, choose_lane, choose_reducer
+from hpcomm.ddp.lane import agree_among, describe_parameters, device_of, lane_over
+from hpcomm.ddp.native import NativeReducer
+from hpcomm.ddp.sharded import ShardedParameters
+from hpcomm.ddp.sizes import DEFAULT_BYTES, FIRST_BYTES, MIB, BucketSizes
+from hpcomm.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from hpcomm._C import Communicator
+    from hpcomm.mesh import Mesh
+
+__all__: list[str] = []
+
+_StockDDP = torch.nn.parallel.DistributedDataParallel
+_POSITIONS = list(inspect.signature(_StockDDP.__init__).parameters)[2:]  # after self and module
+
+
+class DistributedDataParallel(_StockDDP):
+    """``torch.nn.parallel.DistributedDataParallel`` with gradients reduced by hpcomm.
+
+    All arguments of torch's class are accepted, and it is a subclass of it. Buckets are averaged on a lane of their
+    own while the backward goes on, without the GIL. What works under it is decided at the first forward and printed by
+    ``reduction``: hpcomm's reducer; torch's with hpcomm's communication hook, where the configuration needs something
+    that only torch's has; or torch's alone (sparse gradients, hooks of the user, parameters on several devices).
+
+    Gradients are views of their buckets. A bucket whose gradients somebody still holds in the next step is left to
+    them, so ``.grad`` may be kept, also when the wrapper and its group are gone.
+
+    Args:
+        module: the same on every rank.
+        mesh: replicas are the ranks of ``mesh.dp``. Exclusive with ``process_group``; without either, the default
+            process group is used.
+        bucket_cap_mb: as torch's, or "auto": from the latency and the bandwidth of the lane, measured once.
+        grad_dtype: dtype in which gradients travel, torch.bfloat16 or torch.float16. They are scaled in float32 and
+            cast while they are packed, and summed in float32.
+        check_finite: an infinity or a NaN in the gradient of a rank raises InvalidArgument on all ranks at the end of
+            the backward, with the names of parameter and rank.
+
+        shard_optimizer: gradients are scattered instead of reduced everywhere, ``.grad`` stays None, and the optimizer
+            is made by ``make_optimizer``, with state for 1/ranks of the parameters on each rank (ZeRO stage 1).
+
+    Raises:
+        SchemaMismatch: replicas differ; the first differing parameter is named, on every rank.
+        InvalidArgument: both ``mesh`` and ``process_group``; a module that is not on the mesh's device; ``grad_dtype``
+            together with ``shard_optimizer``; one of them or ``check_finite`` in a configuration that needs torch's
+            reducer (at the first forward).
+    """
+
+    _hpcomm_choice: Choice | None = None
+    _hpcomm_lane: Communicator | None = None
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *args: Any,
+        mesh: Mesh | None = None,
+        grad_dtype: torch.dtype | None = None,
+        check_finite: bool = False,
+        shard_optimizer: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        kwargs = {**dict(zip(_POSITIONS, args, strict=False)), **kwargs}
+        process_group: dist.ProcessGroup | None = kwargs.get("process_group")
+        bucket_cap_mb: float | str | None = kwargs.get("bucket_cap_mb")
+        if mesh is not None and (process_group is not None or kwargs.get("device_mesh") is not None):
+            raise InvalidArgument("DistributedDataParallel: pass mesh= or process_group=, not both")
+        if isinstance(bucket_cap_mb, str) and bucket_cap_mb != "auto":
+            raise InvalidArgument(f"DistributedDataParallel: bucket_cap_mb={bucket_cap_mb!r}; a number or 'auto'")
+        if grad_dtype not in (None, torch.bfloat16, torch.float16):
+            raise InvalidArgument(f"DistributedDataParallel: grad_dtype={grad_dtype}; torch.bfloat16 or torch.float16")
+        if shard_optimizer and grad_dtype is not None:
+            raise InvalidArgument(
+                "DistributedDataParallel: shard_optimizer scatters gradients as they are: no grad_dtype"
+            )
+        if mesh is not None and device_of(module) != mesh.device:
+            raise InvalidArgument(
+                f"DistributedDataParallel: the module is on {device_of(module)}, the mesh on {mesh.device}; "
+                "move it with module.to(mesh.device)"
+            )
+        group = mesh.group("dp") if mesh is not None else _group(process_group, kwargs.get("device_mesh"))
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        ignored |= {name for name, _ in kwargs.get("delay_all_reduce_named_params") or ()}
+        managed = [(name, p) for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
+        without_lane = choose_lane(managed, _has_sparse(module))
+        lane = None
+        if without_lane is None and managed:
+            lane = (
+                mesh.lane(mesh.ranks("dp"), "gradient") if mesh is not None else lane_over(group, managed[0][1].device)
+            )
+            if kwargs.get("init_sync", True):
+                agree_among(lane, "model", describe_parameters(module, ignored))
+        if kwargs.get("device_mesh") is None:
+            kwargs["process_group"] = group
+        if bucket_cap_mb == "auto":
+            del kwargs["bucket_cap_mb"]
+        super().__init__(module, **kwargs)
+        self._hpcomm_sizes = _sizes(bucket_cap_mb, kwargs.get("bucket_cap_mb_list"))
+        self._hpcomm_grad_dtype = grad_dtype
+        self._hpcomm_check_finite = check_finite
+        self._hpcomm_shard = shard_optimizer
+        self._hpcomm_sharded: ShardedParameters | None = None
+        self._hpcomm_lane = lane
+        self._hpcomm_last: _Countdown | None = None
+        if without_lane is not None:
+            self._hpcomm_choice = without_lane
+        elif not hasattr(self, "reducer"):
+            self._hpcomm_choice = Choice(Under.TORCH, "the reduction of all parameters is delayed")
+        elif self.__dict__.get("_comm_hooks"):  # mixed_precision registers one
+            self._hpcomm_choice = Choice(Under.TORCH, "a communication hook is registered")
+
+    # --- What reduces -------------------------------------------------------------------------------------------------
+
+    @property
+    def reduction(self) -> Choice | None:
+        """What reduces the gradients and why, for printing; None before the first forward."""
+        return self._hpcomm_choice
+
+    def _choose(self) -> None:
+        if self._hpcomm_choice is not None:
+            return
+        if self._hpcomm_lane is None:  # unpickled
+            parameter = next(p for p in self._module_parameters if p.requires_grad)
+            self._hpcomm_lane = lane_over(self.process_group, parameter.device)
+        choice = choose_reducer(self)
+        if choice.under is Under.NATIVE:
+            parameters, _ = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
+            names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+            self.reducer: Any = NativeReducer(
+                self.reducer,
+                self.logger,
+                self._hpcomm_lane,
+                [(names[id(parameter)], parameter) for parameter in parameters],
+                self._hpcomm_sizes,
+                wire=self._hpcomm_grad_dtype,
+                find_unused=self.find_unused_parameters,
+                bucket_views=self.gradient_as_bucket_view,
+                shard=self._hpcomm_shard,
+                check_finite=self._hpcomm_check_finite,
+            )
+            if self._hpcomm_shard:
+                self._hpcomm_sharded = ShardedParameters(self._hpcomm_lane, self.reducer, parameters)
+        else:
+            self._require_no_native_option(choice)
+            _install(self, self._hpcomm_lane)
+        self._hpcomm_choice = choice
+
+    def _leave(self, choice: Choice) -> None:
+        """Torch's reducer from now on, made anew as when a wrapper is unpickled (local)."""
+        self._require_no_native_option(choice)
+        before = self._hpcomm_choice
+        if before is not None and before.under is not Under.TORCH:
+            if isinstance(self.reducer, NativeReducer):
+                self.reducer.reset()
+            parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
+            names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
+            self._ddp_init_helper(parameters, sparse, names, self.static_graph)  # type: ignore[no-untyped-call]
+            if self.static_graph:
+                self.reducer._set_static_graph()
+        if before is None or before.under is not Under.TORCH:
+            if choice.under is Under.HOOK and self._hpcomm_lane is not None:
+                _install(self, self._hpcomm_lane)
+            self._hpcomm_choice = choice
+
+    def _require_no_native_option(self, choice: Choice) -> None:
+        options = ("grad_dtype", self._hpcomm_grad_dtype), ("check_finite", self._hpcomm_check_finite)
+        for name, given in (*options, ("shard_optimizer", self._hpcomm_shard)):
+            if given:
+                raise InvalidArgument(f"{name} needs hpcomm's reducer, but {choice.why}")
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """As torch's; the given hook replaces hpcomm's reduction."""
+        self._leave_for_hook()
+        super().register_comm_hook(state, hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self._leave_for_hook()
+        super()._register_builtin_comm_hook(comm_hook_type)  # type: ignore[no-untyped-call]
+
+    def _register_fused_optim(self, optim: Any, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        self._leave_for_hook()
+        super()._register_fused_optim(optim, *args, optim_params=optim_params, **kwargs)
+
+    def _leave_for_hook(self) -> None:
+        if "_hpcomm_last" in self.__dict__:  # else torch's constructor registers one
+            self._leave(Choice(Under.TORCH, "a communication hook is registered"))
+
+    def _set_static_graph(self) -> None:
+        if isinstance(self.__dict__.get("reducer"), NativeReducer):
+            self._leave(Choice(Under.HOOK, "static_graph was set after the first forward"))
+        super()._set_static_graph()  # type: ignore[no-untyped-call]
+
+    def _remove_autograd_hooks(self) -> None:
+        self._leave(Choice(Under.HOOK, "the hooks of the reducer were removed"))
+        super()._remove_autograd_hooks()  # type: ignore[no-untyped-call]
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        self._leave(Choice(Under.TORCH, "the process group was replaced, and the gradient lane is the old one's"))
+        super()._update_process_group(new_process_group)  # type: ignore[no-untyped-call]
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """As torch's, for uneven inputs; a rank without any input takes part in hpcomm's reductions as well."""
+        if self._hpcomm_choice is None or self._hpcomm_choice.under is not Under.TORCH:
+            if kwargs.get("divide_by_initial_world_size", True):
+                self._leave(Choice(Under.HOOK, "join(): uneven inputs are matched bucket by bucket of torch's reducer"))
+            else:
+                self._leave(Choice(Under.TORCH, "join() divides by the number of ranks that have inputs left"))
+        return super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()  # type: ignore[no-untyped-call]
+        for name in ("_hpcomm_lane", "_hpcomm_choice", "_hpcomm_last"):
+            state.pop(name, None)
+        return state  # type: ignore[no-any-return]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._hpcomm_last = None
+
+    # --- A step -------------------------------------------------------------------------------------------------------
+
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module; the first call decides what reduces, see ``reduction``."""
+        self._choose()
+        if self._hpcomm_last is None:
+            return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        with self.no_sync():
+            output = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._hpcomm_last.watch(self, output)
+        return output
+
+    @contextmanager
+    def reduce_on_last(self, backwards: int) -> Iterator[None]:
+        """Accumulates in all backwards but the last one of ``backwards``, which reduces.
+
+        Forwards and backwards may come in any order, as in a pipeline; each forward has one backward.
+
+            with model.reduce_on_last(4):
+                outputs = [model(x) for x in microbatches]
+                for output in reversed(outputs):
+                    loss_of(output).backward()
+
+        Raises:
+            InvalidArgument: fewer than one; used inside itself; left before the last backward without another error.
+        """
+        if backwards < 1:
+            raise InvalidArgument(f"reduce_on_last({backwards}): at least one backward")
+        if self._hpcomm_last is not None:
+            raise InvalidArgument("reduce_on_last() inside itself")
+        countdown = self._hpcomm_last = _Countdown(backwards)
+        try:
+            yield
+        finally:
+            self._hpcomm_last = None
+        if countdown.left > 0:
+            raise InvalidArgument(f"reduce_on_last({backwards}): {countdown.left} backwards are missing")
+
+    def make_optimizer(
+        self, optimizer: type[torch.optim.Optimizer], parameters: Iterable[Any] | None = None, **options: Any
+    ) -> torch.optim.Optimizer:
+        """An optimizer whose state is divided by the ranks, for a wrapper with ``shard_optimizer=True`` (collective).
+
+        It is of the given class, over this rank's pieces of the parameters, one-dimensional and with the options of
+        their groups. So the class must treat each number by itself: SGD, Adam, AdamW, RMSprop, not those that look at
+        a parameter's shape or norm. ``step()`` is collective: it ends with equal parameters everywhere.
+        ``state_dict()`` is this rank's part.
+
+        Args:
+            parameters: of this wrapper, or groups of them; all that require a gradient by default.
+
+        Raises:
+            InvalidArgument: made without ``shard_optimizer``; parameters that are not this wrapper's.
+        """
+        self._choose()
+        if self._hpcomm_sharded is None:
+            raise InvalidArgument("make_optimizer() needs shard_optimizer=True")
+        chosen = [p for p in self.parameters() if p.requires_grad] if parameters is None else parameters
+        return self._hpcomm_sharded.make(optimizer, chosen, **options)
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        data = super()._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        reducer = self.__dict__.get("reducer")
+        return {**data, **reducer.logged()} if isinstance(reducer, NativeReducer) else data
+
+    # --- Buckets ------------------------------------------------------------------------------------------------------
+
+    @property
+    def buckets(self) -> int:
+        """Number of gradient buckets.
+
+        Raises:
+            InvalidArgument: torch's reducer works under this wrapper.
+        """
+        return len(self._native("buckets").plan.buckets)
+
+    def describe_buckets(self) -> str:
+        """One line per bucket in the order in which they are reduced: size and names. Raises as ``buckets``."""
+        return self._native("describe_buckets()").describe()
+
+    def start_reduction(self, bucket: int) -> None:
+        """Starts to average the gradients of ``bucket`` as they are, after backwards in ``no_sync()``.
+
+        All ranks start the same buckets in the same order. Raises as ``buckets``, and InvalidArgument for a bucket that
+        does not exist or was started and not finished.
+        """
+        self._native("start_reduction()").start(bucket)
+
+    def finish_reduction(self, bucket: int) -> None:
+        """Waits until the gradients of ``bucket`` are averages. Raises as ``start_reduction`` and what went wrong."""
+        self._native("finish_reduction()").finish(bucket)
+
+    def _native(self, what: str) -> NativeReducer:
+        self._choose()
+        if not isinstance(self.reducer, NativeReducer):
+            raise InvalidArgument(f"{what} needs hpcomm's reducer; here works {self._hpcomm_choice}")
+        return self.reducer
+
+
+class _Countdown:
+    """Backwards until the one that reduces. A backward is seen when it reaches the output of its forward."""
+
+    def __init__(self, backwards: int) -> None:
+        self.left = backwards
+
+    def watch(self, ddp: DistributedDataParallel, output: Any) -> None:
+        tensors = [tensor for tensor in _find_tensors(output) if tensor.requires_grad]  # type: ignore[no-untyped-call]
+        seen = False
+
+        def reached(_: torch.Tensor) -> None:
+            nonlocal seen
+            if seen:  # another output of the same forward
+                return
+            seen = True
+            self.left -= 1
+            if self.left == 0:
+                ddp.require_forward_param_sync = True
+                ddp.reducer.prepare_for_backward(tensors if ddp.find_unused_parameters else [])
+
+        for tensor in tensors:
+            tensor.register_hook(reached)
+
+
+def attach(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Puts hpcomm's reduction under an existing stock DDP object (collective over its group).
+
+    Raises:
+        InvalidArgument: not a DDP object, or its parameters are on several devices.
+        RuntimeError: it has a communication hook already (torch's own error).
+    """
+    if not isinstance(ddp, _StockDDP):
+        raise InvalidArgument(f"attach() takes a DistributedDataParallel, got {type(ddp).__name__}")
+    _install(ddp, lane_over(ddp.process_group, device_of(ddp)))
+
+
+def _install(ddp: torch.nn.parallel.DistributedDataParallel, lane: Communicator) -> None:
+    if lane.size > 1:
+        _C.register_ddp_hook(ddp.reducer, lane)
+
+
+def _group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
+    group = device_mesh.get_group(mesh_dim=0) if device_mesh is not None else process_group or dist.group.WORLD
+    if group is None:
+        raise InvalidArgument("DistributedDataParallel: call hpcomm.init() first and pass mesh=")
+    return group
+
+
+def _has_sparse(module: torch.nn.Module) -> bool:
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return any(part.sparse for part in module.modules() if isinstance(part, kinds))
+
+
+def _sizes(bucket_cap_mb: float | str | None, each: list[float] | None) -> BucketSizes:
+    if each:
+        return BucketSizes(tuple(int(size * MIB) for size in each))
+    if isinstance(bucket_cap_mb, str):
+        return BucketSizes(None)
+    if bucket_cap_mb is None:
+        return BucketSizes((FIRST_BYTES, DEFAULT_BYTES))
+    return BucketSizes((int(bucket_cap_mb * MIB),))

@@ -1,0 +1,487 @@
+"""The native reducer under DistributedDataParallel: whose memory gradients are, torch's promises, and more."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import peer.__main__ as peer
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from test_ddp import loss_of, model, one_process, shard
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hpcomm
+from hpcomm.ddp.choice import Under
+from hpcomm.ddp.sizes import LinkCost, best_bytes
+
+Stock = nn.parallel.DistributedDataParallel
+Step = Callable[[nn.Module], None]
+
+
+def gradients(module: nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def same_as_stock(make: Callable[[], nn.Module], step: Step, *, steps: int = 3, **options: Any) -> None:
+    """Runs the same steps under torch's class and ours, over gloo, and compares gradients after each."""
+    ours = hpcomm.DistributedDataParallel(make(), **options)
+    theirs = Stock(make(), **options)
+    for number in range(steps):
+        for module in (ours, theirs):
+            torch.manual_seed(1000 * number + dist.get_rank())
+            step(module)
+        for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), f"step {number}: {name}"
+            if p.grad is not None and q.grad is not None:
+                torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+                assert p.grad.stride() == q.grad.stride(), name
+    assert ours.reduction is not None
+    assert ours.reduction.under is Under.NATIVE, str(ours.reduction)
+
+
+class Branches(nn.Module):
+    """Parameters that only some steps or ranks use, one that two layers share, one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second, self.shared = (nn.Linear(6, 6).double() for _ in range(3))
+        self.never = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, which: int) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = self.first if which else self.second
+        return self.shared(layer(self.shared(x))), layer.bias
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.conv = nn.Conv2d(3, 8, 3).double().to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(8).double()
+        self.complex = nn.Parameter(torch.randn(5, dtype=torch.complex128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.conv(x)).mean() * self.complex.abs().sum()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.layers = model()
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+class Reused(nn.Module):
+    """One layer in two reentrant backwards: its gradients are final twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6, dtype=torch.float64))  # ready after both
+        self.layer = nn.Linear(6, 6).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layer, checkpoint(self.layer, x * self.scale, use_reentrant=True), use_reentrant=True)
+
+
+def features() -> torch.Tensor:
+    return torch.randn(4, 12, dtype=torch.float64)
+
+
+def plain(module: nn.Module) -> None:
+    module.zero_grad()
+    module(features()).square().sum().backward()
+
+
+def kept(module: nn.Module) -> None:
+    module.zero_grad(set_to_none=False)
+    module(features()).square().sum().backward()
+
+
+def never_cleared(module: nn.Module) -> None:
+    module(features()).square().sum().backward()
+
+
+def two_forwards(module: nn.Module) -> None:
+    module.zero_grad()
+    (module(features()) * module(features())).sum().backward()
+
+
+def accumulating(module: nn.Module) -> None:
+    module.zero_grad()
+    with module.no_sync():
+        for _ in range(2):
+            module(features()).square().sum().backward()
+    module(features()).square().sum().backward()
+
+
+def second_order(module: nn.Module) -> None:
+    module.zero_grad()
+    x = features().requires_grad_()
+    loss = module(x).square().sum()
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + slope.square().sum()).backward()
+
+
+def own_memory(module: nn.Module) -> None:
+    """Gradients that the caller has made, with strides of its own."""
+    for p in module.parameters():
+        p.grad = torch.zeros(p.shape[::-1], dtype=p.dtype).permute(*reversed(range(p.dim())))
+    mine = [p.grad for p in module.parameters()]
+    module(features()).square().sum().backward()
+    assert all(p.grad is g for p, g in zip(module.parameters(), mine, strict=True))
+
+
+def images(module: nn.Module) -> None:
+    module.zero_grad()
+    module(torch.randn(2, 3, 8, 8, dtype=torch.float64).to(memory_format=torch.channels_last)).backward()
+
+
+def branches(module: nn.Module) -> None:
+    """The ranks take different ways; in the last step all take the same one."""
+    calls = module.__dict__["calls"] = module.__dict__.get("calls", -1) + 1
+    which = (dist.get_rank() + calls) % 2 if calls < 3 else 0
+    module.zero_grad()
+    output, _ = module(torch.randn(2, 6, dtype=torch.float64), which)
+    output.sum().backward()
+
+
+def as_stock() -> None:
+    dist.init_process_group("gloo")
+    for step in (plain, kept, never_cleared, two_forwards, accumulating, second_order):
+        for options in ({}, {"bucket_cap_mb": 0.001}, {"gradient_as_bucket_view": True}):
+            same_as_stock(model, step, **options)
+    same_as_stock(model, own_memory)
+    same_as_stock(Images, images)
+    same_as_stock(Branches, branches, find_unused_parameters=True, steps=4)
+    same_as_stock(lambda: Checkpointed(False), plain)
+    same_as_stock(lambda: Checkpointed(True), lambda m: m(features().requires_grad_()).sum().backward())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients_are_those_of_torchs_class(world: int) -> None:
+    ranks.run(world, as_stock)
+
+
+def whose_memory() -> dict[str, Any]:
+    mesh = hpcomm.init(dp=2)
+    wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh, bucket_cap_mb=0.002)
+    x, y = shard(mesh.rank)
+    seen: dict[str, Any] = {}
+
+    def step(wrapped: Any, **options: bool) -> dict[str, int]:
+        before = dict(wrapped.reducer.counts) if wrapped.reduction is not None else dict.fromkeys(KEYS, 0)
+        wrapped.zero_grad(**options)
+        loss_of(wrapped(x), y).backward()
+        return {key: wrapped.reducer.counts[key] - before[key] for key in KEYS}
+
+    step(wrapped)
+    step(wrapped)  # the order is learned
+    seen["new"] = step(wrapped)
+    for p in wrapped.parameters():
+        assert p.grad is not None
+        p.grad.mul_(1)  # known to Python, as to an optimizer
+    seen["known"] = step(wrapped)
+    seen["kept"] = step(wrapped, set_to_none=False)
+    before = gradients(wrapped)
+    held = [p.grad for p in wrapped.parameters()]
+    x = x + 1
+    seen["held"] = step(wrapped)
+    assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True)), "gradients of a step that is over changed"
+    after = gradients(wrapped)
+    last = [p.grad for p in wrapped.parameters()]
+    del wrapped
+    mesh.close()
+    gc.collect()
+    assert all(torch.equal(a, b) for a, b in zip(last, after, strict=True))
+    for gradient in last:
+        gradient.mul_(2)  # still memory
+    return seen
+
+
+KEYS = ("packed", "copied_back", "in_place", "allocated")
+
+
+def test_whose_memory_gradients_are() -> None:
+    seen = ranks.run(2, whose_memory)[0]
+    new = {"packed": 6, "copied_back": 0, "in_place": 0, "allocated": 0}
+    assert seen["new"] == new
+    assert seen["known"] == new, "what an optimizer has touched is packed once, into the same memory"
+    assert seen["kept"] == {"packed": 0, "copied_back": 0, "in_place": 6, "allocated": 0}
+    assert seen["held"]["allocated"] > 0, "what a caller holds is not written again"
+    assert seen["held"]["copied_back"] == 0
+
+
+def accumulation_in_any_order() -> list[torch.Tensor | None]:
+    with hpcomm.init(dp=2) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh, bucket_cap_mb=0.001)
+        x, y = shard(mesh.rank)
+        for _ in range(2):
+            wrapped.zero_grad()
+            with wrapped.reduce_on_last(2):
+                losses = [loss_of(wrapped(part), target) for part, target in zip(x.chunk(2), y.chunk(2), strict=True)]
+                for loss in reversed(losses):
+                    (loss / 2).backward()
+        with pytest.raises(hpcomm.InvalidArgument, match="1 backwards are missing"), wrapped.reduce_on_last(2):
+            loss_of(wrapped(x), y).backward()
+        result = gradients(wrapped)
+        wrapped.zero_grad()
+        with wrapped.no_sync():
+            loss_of(wrapped(x), y).backward()
+        for bucket in range(wrapped.buckets):
+            wrapped.start_reduction(bucket)
+        with pytest.raises(hpcomm.InvalidArgument, match="was started and not finished"):
+            wrapped.start_reduction(0)
+        for bucket in reversed(range(wrapped.buckets)):
+            wrapped.finish_reduction(bucket)
+        assert "bucket 0 | " in wrapped.describe_buckets()
+        assert "4.weight" in wrapped.describe_buckets()
+        return gradients(wrapped) + result[:0]
+
+
+def test_reduce_on_last_and_bucket_by_bucket() -> None:
+    for reduced in ranks.run(2, accumulation_in_any_order):
+        for got, expected in zip(reduced, one_process(2), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def half_on_the_wire() -> tuple[list[torch.Tensor | None], str]:
+    with hpcomm.init(dp=3) as mesh:
+        results = []
+        for dtype in (None, torch.bfloat16):
+            wrapped = hpcomm.DistributedDataParallel(model().float(), mesh=mesh, grad_dtype=dtype)
+            x, y = shard(mesh.rank)
+            for _ in range(2):
+                wrapped.zero_grad()
+                loss_of(wrapped(x.float()), y.float()).backward()
+            results.append(gradients(wrapped))
+        for exact, cast in zip(*results, strict=True):
+            assert exact is not None
+            assert cast is not None
+            assert cast.dtype == torch.float32
+            # each contribution and the sum are rounded once
+            torch.testing.assert_close(cast, exact, rtol=2**-7, atol=2**-8 * exact.abs().max().item())
+            assert torch.equal(cast, cast.bfloat16().float())
+        return results[1], mesh.dp.transport
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_gradients_travel_in_bfloat16(transport: str) -> None:
+    results = ranks.run(3, half_on_the_wire, env={"HPCOMM_CPU_TRANSPORT": transport})
+    for gradient, *others in zip(*(result for result, _ in results), strict=True):
+        assert all(torch.equal(gradient, other) for other in others)
+
+
+def a_nan() -> None:
+    with hpcomm.init(dp=3) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh, check_finite=True)
+        x, y = shard(mesh.rank)
+        loss_of(wrapped(x), y).backward()
+        if mesh.rank == 2:
+            wrapped.module[2].weight.register_hook(lambda g: torch.full_like(g, torch.nan))
+        with pytest.raises(hpcomm.InvalidArgument, match=r"gradient of parameter 2\.weight on rank 2 has an infinity"):
+            loss_of(wrapped(x), y).backward()
+
+
+def test_the_check_names_parameter_and_rank_everywhere() -> None:
+    ranks.run(3, a_nan)
+
+
+def changes_of_mind() -> None:
+    dist.init_process_group("gloo")
+    x, y = shard(dist.get_rank())
+
+    def check(wrapped: nn.Module, under: Under, words: str) -> None:
+        wrapped.zero_grad()
+        loss_of(wrapped(x), y).backward()
+        assert wrapped.reduction.under is under, str(wrapped.reduction)
+        assert words in str(wrapped.reduction)
+        for p, expected in zip(wrapped.parameters(), one_process(2), strict=True):
+            torch.testing.assert_close(p.grad, expected, rtol=1e-12, atol=1e-12)
+
+    def average(_: object, bucket):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202 - torch reads annotations
+        dist.all_reduce(bucket.buffer())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer() / 2)
+        return future
+
+    wrapped = hpcomm.DistributedDataParallel(model())
+    check(wrapped, Under.NATIVE, "nothing in the configuration")
+    twin = copy.deepcopy(wrapped)
+    check(twin, Under.NATIVE, "nothing in the configuration")
+    wrapped.register_comm_hook(None, average)
+    for _ in range(2):
+        check(wrapped, Under.TORCH, "a communication hook is registered")
+    with pytest.raises(hpcomm.InvalidArgument, match="here works torch's reducer"):
+        wrapped.describe_buckets()
+    with twin.join():
+        check(twin, Under.HOOK, "join()")
+    check(hpcomm.DistributedDataParallel(model(), static_graph=True), Under.HOOK, "static_graph")
+    late = hpcomm.DistributedDataParallel(model())
+    check(late, Under.NATIVE, "nothing")
+    late._set_static_graph()
+    check(late, Under.HOOK, "static_graph")
+    with pytest.raises(hpcomm.InvalidArgument, match="grad_dtype needs hpcomm's reducer, but static_graph"):
+        hpcomm.DistributedDataParallel(model(), static_graph=True, grad_dtype=torch.bfloat16)(x)
+    sparse = hpcomm.DistributedDataParallel(nn.Embedding(4, 3, sparse=True))
+    sparse(torch.tensor([dist.get_rank()])).sum().backward()
+    assert sparse.module.weight.grad is not None
+    assert sparse.module.weight.grad.to_dense()[:, 0].tolist() == [0.5, 0.5, 0, 0]
+    assert "sparse" in str(sparse.reduction)
+
+
+def test_what_reduces_is_said_and_may_change() -> None:
+    ranks.run(2, changes_of_mind)
+
+
+def misuse() -> None:
+    dist.init_process_group("gloo")
+    wrapped = hpcomm.DistributedDataParallel(Branches())
+    for _ in range(1):
+        wrapped(torch.randn(2, 6, dtype=torch.float64), 0)[0].sum().backward()
+    with pytest.raises(RuntimeError, match="finished reduction in the prior iteration") as caught:
+        wrapped(torch.randn(2, 6, dtype=torch.float64), 0)
+    assert "first.weight, first.bias, never" in str(caught.value) or "never, first.weight" in str(caught.value)
+    reused = hpcomm.DistributedDataParallel(Reused())
+    x = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"mark a variable ready only once.*layer\.(weight|bias)"):
+        reused(x).sum().backward()
+    with pytest.raises(hpcomm.InvalidArgument, match="'auto'"):
+        hpcomm.DistributedDataParallel(model(), bucket_cap_mb="large")
+
+
+def test_misuse_is_told_in_torchs_words() -> None:
+    ranks.run(2, misuse)
+
+
+def sharded() -> tuple[list[torch.Tensor], int, int]:
+    with hpcomm.init(dp=-1) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh, shard_optimizer=True, bucket_cap_mb=0.002)
+        plain = hpcomm.DistributedDataParallel(model(), mesh=mesh)
+
+        def groups(module: nn.Module) -> list[dict[str, Any]]:
+            weights = [p for p in module.parameters() if p.dim() > 1]
+            biases = [p for p in module.parameters() if p.dim() == 1]
+            return [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.05}]
+
+        optimizer = wrapped.make_optimizer(torch.optim.AdamW, groups(wrapped), lr=0.01)
+        whole = torch.optim.AdamW(groups(plain), lr=0.01)
+        x, y = shard(mesh.rank)
+        for _ in range(4):
+            for module, stepper in ((wrapped, optimizer), (plain, whole)):
+                module.zero_grad()
+                loss_of(module(x), y).backward()
+                stepper.step()
+        assert all(p.grad is None for p in wrapped.parameters())
+        for p, q in zip(wrapped.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+        assert wrapped.reducer.counts["allocated"] == wrapped.buckets
+
+        def size(which: torch.optim.Optimizer) -> int:
+            return sum(state["exp_avg"].numel() for state in which.state.values())
+
+        with pytest.raises(hpcomm.InvalidArgument, match="needs shard_optimizer=True"):
+            plain.make_optimizer(torch.optim.SGD, lr=1.0)
+        return [p.detach().clone() for p in wrapped.parameters()], size(optimizer), size(whole)
+
+
+def test_an_optimizer_whose_state_is_divided() -> None:
+    results = ranks.run(3, sharded)
+    for parameters, _, _ in results[1:]:
+        assert all(map(torch.equal, results[0][0], parameters))
+    assert sum(mine for _, mine, _ in results) == results[0][2], "each number has its state on one rank"
+    assert max(mine for _, mine, _ in results) < results[0][2] / 2
+
+
+def measured_sizes() -> list[int]:
+    with hpcomm.init(dp=2) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh, bucket_cap_mb="auto")
+        x, y = shard(mesh.rank)
+        for _ in range(3):
+            loss_of(wrapped(x), y).backward()
+        return wrapped.reducer.plan.bytes
+
+
+def test_bucket_sizes_from_latency_and_bandwidth() -> None:
+    first, second = ranks.run(2, measured_sizes)
+    assert first == second
+    cost = LinkCost(latency=1e-4, bandwidth=1e9)
+    total = 100 * 2**20
+    sizes = [2.0**k for k in range(18, 29)]
+    best = min(sizes, key=lambda b: total / b * cost.latency + b / cost.bandwidth)
+    assert best / 2 <= best_bytes(total, cost) <= best * 2
+
+
+def compiled() -> None:
+    dist.init_process_group("gloo")
+    x, y = shard(dist.get_rank())
+    wrapped = hpcomm.DistributedDataParallel(model())
+    fast = torch.compile(wrapped, backend="aot_eager")
+    for _ in range(3):
+        wrapped.zero_grad()
+        loss_of(fast(x), y).backward()
+    for p, expected in zip(wrapped.parameters(), one_process(2), strict=True):
+        torch.testing.assert_close(p.grad, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_compiled_module() -> None:
+    ranks.run(2, compiled)
+
+
+def order_is_learned() -> list[list[int]]:
+    class Backwards(nn.Module):
+        """Registered in the order of the forward's end."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.middle, self.first = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.middle(self.first(x)))
+
+    with hpcomm.init(dp=2) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(Backwards(), mesh=mesh, bucket_cap_mb=0.0003)
+        plans = []
+        for _ in range(3):
+            wrapped(torch.randn(2, 8)).sum().backward()
+            plans.append(list(itertools.chain(*wrapped.reducer.plan.buckets)))
+        return plans
+
+
+def test_the_order_of_buckets_is_that_of_the_backward() -> None:
+    assert ranks.run(2, order_is_learned)[1] == [[2, 1, 0], [0, 1, 2], [0, 1, 2]]
+
+
+# --- PyTorch's own suite ----------------------------------------------------------------------------------------------
+
+# `python -m peer --backends gloo,ddp,ddp-stock --only-ddp --on-cpu` runs them all.
+CHOSEN = (
+    "test_DistributedDataParallelCPU",
+    "test_ddp_control_flow_different_across_ranks",
+    "test_ddp_create_graph",
+    "test_ddp_multiple_nested_unused_params_error",
+    "test_ddp_unused_params_rebuild_buckets_exception",
+    "test_output_unused_in_loss_dict_module",
+)
+
+
+def test_a_selection_of_torchs_own_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("expecttest", reason="torch's suite needs it")
+    monkeypatch.setenv("PEER_ON_CPU", "1")
+    names = peer.existing(CHOSEN, 2)
+    assert len(names) > len(CHOSEN) // 2  # torch renames some of them now and then
+    results = peer.run("ddp", 2, names, deadline=30)
+    bad = {name: line for name, line in results.items() if line["outcome"] != "passed"}
+    assert not bad, "\n".join(f"{name}: {line['outcome']}\n{line['detail']}" for name, line in bad.items())
