@@ -62,7 +62,8 @@ class _Page:
 
 def _bars(page: _Page, model: str, samples: Mapping[str, Sequence[float]]) -> None:
     medians = {name: statistics.median(times) * 1e3 for name, times in samples.items()}
-    scale = (_WIDTH - _LEFT - 90) / max(medians.values())
+    widest = max(statistics.quantiles(times, n=4)[2] * 1e3 for times in samples.values())
+    scale = (_WIDTH - _LEFT - 70) / max(widest, *medians.values())
     page.text(10, page.y, model, size=12)
     page.y += 6
     base = medians.get("compute only", 0.0)
@@ -93,7 +94,8 @@ def _timelines(page: _Page, model: str, variants: Mapping[str, Sequence[Sequence
             for i, (_, name, begin, end) in enumerate(inside):
                 height = _ROW - 3 if i % 2 else _ROW - 5
                 tip = f"{name}: {begin * 1e3:.2f} to {end * 1e3:.2f} ms"
-                page.box(_LEFT + begin * scale, page.y + 2, (end - begin) * scale - 0.5, height, colour, tip)
+                shade = "#9AD0F2" if name == "forward" else colour
+                page.box(_LEFT + begin * scale, page.y + 2, (end - begin) * scale - 0.5, height, shade, tip)
                 if (end - begin) * scale > 6.5 * len(name):
                     page.text(_LEFT + begin * scale + 3, page.y + 11, name, size=9)
             page.y += _ROW
@@ -143,4 +145,4 @@ def _overhead(page: _Page, results: Mapping[str, Mapping[str, Sequence[float]]])
         page.line([(_LEFT + width, y), (_LEFT + width + 6, last)], colour)
     for x in sorted({x for curve in curves.values() for x, _ in curve}):
         page.text(place(x, 10.0**low)[0], top + height + 14, f"{x:g}", size=10, anchor="middle")
-    page.y = top + height + 20 + _GAP
+    page.y = max(top + height + 20, last + 10) + _GAP

@@ -1,0 +1,60 @@
+"""benchmarks.ddp: one small run from start to picture, and the picture of everything it can hold."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+from benchmarks.ddp_plot import draw
+from benchmarks.ddp_variants import COMPUTE
+
+ROOT = Path(__file__).resolve().parent.parent
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_a_run_and_its_picture(tmp_path: Path) -> None:
+    samples, picture = tmp_path / "ddp.json", tmp_path / "ddp.svg"
+    command = [sys.executable, "-m", "benchmarks.ddp", "--models", "convnet", "--rounds", "3", "--minutes", "1.5"]
+    done = subprocess.run(
+        [*command, "--json", samples, "--plot", picture],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (seconds,) = json.loads(samples.read_text())["seconds"].values()
+    assert {"stock", "hpcomm", COMPUTE, "floor: pack and reduce"} <= set(seconds)
+    assert all(len(times) == 3 for times in seconds.values())
+    assert "x floor" in done.stdout
+    words = [text.text for text in ET.parse(picture).iter(f"{SVG}text")]
+    assert "hpcomm: pack" in words
+
+
+def test_everything_lies_on_the_page() -> None:
+    names = [f"variant {i}" for i in range(9)] + [COMPUTE]
+    picture = draw(
+        {
+            "environment": {"cpu": "a <fast> one", "cores": 2, "ranks": 2},
+            "seconds": {"model": {name: [0.01 * (i + 1), 0.02, 0.5] for i, name in enumerate(names)}},
+            "timelines": {"model": {"ours": [["compute", "forward", 0, 0.02], ["reduce", "bucket 0", 0.01, 0.03]]}},
+            "parameters": {name: {"10": [1e-4 * (i + 1)], "1000": [1e-2]} for i, name in enumerate(names)},
+        }
+    )
+    page = ET.fromstring(picture)
+    width, height = float(page.attrib["width"]), float(page.attrib["height"])
+    for box in page.iter(f"{SVG}rect"):
+        if box.attrib["width"] != "100%":
+            assert 0 <= float(box.attrib["x"]) <= float(box.attrib["x"]) + float(box.attrib["width"]) <= width
+            assert 0 <= float(box.attrib["y"]) + float(box.attrib["height"]) <= height
+    for line in page.iter(f"{SVG}polyline"):
+        for point in line.attrib["points"].split():
+            x, y = (float(number) for number in point.split(","))
+            assert 0 <= x <= width
+            assert 0 <= y <= height
+    texts = [text.text for text in page.iter(f"{SVG}text")]
+    assert all(name in texts for name in names)
