@@ -51,7 +51,7 @@ def one_of_them(dp: int, pp: int, options: dict[str, Any], name: str, microbatch
         models.require_equal(pipe, name, microbatches)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     shape=st.sampled_from([(1, 2), (2, 2), (1, 3), (1, 4), (3, 1)]),
     schedule=st.sampled_from(models.SCHEDULES),
