@@ -80,6 +80,7 @@ void bind_ddp(py::module_& module) {
       .def("ready_order", &DdpReducer::ready_order, WithoutLock())
       .def("memory", &DdpReducer::memory, py::arg("bucket"), WithoutLock())
       .def("used_by", &DdpReducer::used_by, WithoutLock())
+      .def("graph_static", &DdpReducer::graph_static)
       .def_property_readonly("stats",
                              [](const DdpReducer& reducer) {
                                const auto stats = [&reducer] {

@@ -102,7 +102,9 @@ void DdpReducer::search_unused(const std::vector<at::Tensor>& outputs) {
 
 // A gradient that no rank has stays None. The numbers are read on the host, as torch reads its own.
 void DdpReducer::agree_on_used() {
-  used_by_any_ = communicator_->device().type == DeviceType::kCpu ? used_.clone() : used_.to(params_.front().device());
+  // Not clone(): a program may forbid it, to find copies of its own.
+  used_by_any_ = at::empty(used_.sizes(), used_.options().device(params_.front().device()));
+  used_by_any_.copy_(used_);
   OpOptions options;
   options.keepalive = keep(used_by_any_);
   options.ready = communicator_->compute()->record();

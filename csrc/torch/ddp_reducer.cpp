@@ -32,6 +32,9 @@ void DdpReducer::prepare(const std::vector<at::Tensor>& outputs) {
   unused_.clear();
   if (options_.find_unused) {
     search_unused(outputs);
+    graph_static_ = graph_static_ && (prepared_ == 0 || unused_ == unused_before_);
+    unused_before_ = unused_;
+    ++prepared_;
   }
   expect_none();
   if (!alone_) {

@@ -15,6 +15,7 @@
 
 #include <ATen/ATen.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -86,6 +87,8 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   [[nodiscard]] Stats stats() const;
   // Of the parameters, on how many ranks they received a gradient in the last backward; with `find_unused`.
   [[nodiscard]] at::Tensor used_by() const;
+  // False once prepare() has found other unused parameters than the time before.
+  [[nodiscard]] bool graph_static() const noexcept { return graph_static_; }
   // Seconds of a steady clock, by bucket, of the last backward: complete; begun on the lane; packed; reduced.
   struct Times {
     double complete = 0;
@@ -163,7 +166,10 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   std::vector<int> order_;        // of the running backward
   std::vector<int> first_order_;  // of the first whole one
   std::vector<int> unused_;       // that prepare() found
-  at::Tensor used_;               // int32 per parameter: received a gradient since the last reduction
+  std::vector<int> unused_before_;
+  std::uint64_t prepared_ = 0;
+  std::atomic<bool> graph_static_ = true;
+  at::Tensor used_;  // int32 per parameter: received a gradient since the last reduction
   at::Tensor used_by_any_;
   WorkPtr used_work_;
   Counts counts_;

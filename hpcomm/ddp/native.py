@@ -119,7 +119,15 @@ class NativeReducer:
 
     def logged(self) -> dict[str, int]:
         """What torch's log has of a step, in nanoseconds."""
-        return self._log.data
+        return {**self._log.data, "num_buckets_reduced": self._native.counts["issued"]}
+
+    def _ddp_graph_static(self) -> bool:
+        return self._native.graph_static()
+
+    @property
+    def backwards(self) -> int:
+        """That reduced."""
+        return self._native.stats[0]
 
     def _get_local_used_map(self) -> torch.Tensor:
         return self._native.used_by()

@@ -61,6 +61,7 @@ class DistributedDataParallel(_StockDDP):
     """
 
     _hpcomm_choice: Choice | None = None
+    _hpcomm_log_rate: int | None = None
     _hpcomm_lane: Communicator | None = None
 
     def __init__(
@@ -151,6 +152,8 @@ class DistributedDataParallel(_StockDDP):
                 shard=self._hpcomm_shard,
                 check_finite=self._hpcomm_check_finite,
             )
+            if self._hpcomm_log_rate is not None:
+                self.reducer._set_ddp_runtime_logging_sample_rate(self._hpcomm_log_rate)
             if self._hpcomm_shard:
                 self._hpcomm_sharded = ShardedParameters(self._hpcomm_lane, self.reducer, parameters)
         else:
@@ -199,7 +202,10 @@ class DistributedDataParallel(_StockDDP):
             self._leave(Choice(Under.TORCH, "a communication hook is registered"))
 
     def _set_static_graph(self) -> None:
-        if isinstance(self.__dict__.get("reducer"), NativeReducer):
+        reducer = self.__dict__.get("reducer")
+        if isinstance(reducer, NativeReducer):
+            if reducer.backwards > 0:  # in torch's words
+                raise RuntimeError("set_static_graph() should be called before training loop starts")
             self._leave(Choice(Under.HOOK, "static_graph was set after the first forward"))
         super()._set_static_graph()  # type: ignore[no-untyped-call]
 
@@ -290,6 +296,10 @@ class DistributedDataParallel(_StockDDP):
             raise InvalidArgument("make_optimizer() needs shard_optimizer=True")
         chosen = [p for p in self.parameters() if p.requires_grad] if parameters is None else parameters
         return self._hpcomm_sharded.make(optimizer, chosen, **options)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        super()._set_ddp_runtime_logging_sample_rate(sample_rate)  # type: ignore[no-untyped-call]
+        self._hpcomm_log_rate = sample_rate
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         data = super()._get_ddp_logging_data()  # type: ignore[no-untyped-call]
