@@ -94,6 +94,7 @@ class NativeReducer:
         # A sharded optimizer has pieces of the buckets as they are.
         self._learns = not find_unused and not shard and lane.size > 1
         self._log = StepLog(self._native)
+        self._rebuilt: dict[str, int] = {}
         agree_among(lane, "gradient buckets", [str(self._native.plan.hash)])
 
     def __getattr__(self, name: str) -> Any:
@@ -119,7 +120,7 @@ class NativeReducer:
 
     def logged(self) -> dict[str, int]:
         """What torch's log has of a step, in nanoseconds."""
-        return {**self._log.data, "num_buckets_reduced": self._native.counts["issued"]}
+        return {**self._log.data, **self._rebuilt, "num_buckets_reduced": self._native.counts["issued"]}
 
     def _ddp_graph_static(self) -> bool:
         return self._native.graph_static()
@@ -137,6 +138,7 @@ class NativeReducer:
         if not self._learns or not self._native.ready_order():
             return False
         self._learns = False
+        self._rebuilt = {"has_rebuilt_buckets": 1}
         body = json.dumps(self._native.ready_order()).encode()
         order = json.loads(tell_all(self._lane, _ORDER_CHANNEL, body))
         plan = _C.ddp_bucket_plan(self._parameters, order, self._sizes.limits(self._lane, self._parameters), self._wire)

@@ -205,7 +205,8 @@ class DistributedDataParallel(_StockDDP):
         reducer = self.__dict__.get("reducer")
         if isinstance(reducer, NativeReducer):
             if reducer.backwards > 0:  # in torch's words
-                raise RuntimeError("set_static_graph() should be called before training loop starts")
+                words = "set_static_graph() should be called before training loop starts"
+                self._log_and_throw(RuntimeError, words)  # type: ignore[no-untyped-call]
             self._leave(Choice(Under.HOOK, "static_graph was set after the first forward"))
         super()._set_static_graph()  # type: ignore[no-untyped-call]
 
