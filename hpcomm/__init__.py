@@ -34,11 +34,12 @@ if TYPE_CHECKING:
         TransportError,
     )
     from hpcomm.mesh import Mesh, init
-    from hpcomm.pipeline import Chain, Pipeline
+    from hpcomm.pipeline import Balance, Chain, Pipeline, materialize
     from hpcomm.reference import verify
 
 # Public name -> the module it lives in.
 _HOMES = {
+    "Balance": "hpcomm.pipeline",
     "Chain": "hpcomm.pipeline",
     "Channel": "hpcomm.channel",
     "Closed": "hpcomm.errors",
@@ -62,11 +63,13 @@ _HOMES = {
     "attach": "hpcomm.ddp",
     "clip_grad_norm_": "hpcomm.amp",
     "init": "hpcomm.mesh",
+    "materialize": "hpcomm.pipeline",
     "verify": "hpcomm.reference",
 }
 _SUBMODULES = ("errors", "nn", "plan")
 
 __all__ = [
+    "Balance",
     "Chain",
     "Channel",
     "Closed",
@@ -92,6 +95,7 @@ __all__ = [
     "clip_grad_norm_",
     "errors",
     "init",
+    "materialize",
     "nn",
     "plan",
     "verify",

@@ -17,6 +17,7 @@ from hpcomm.tree import flatten, unflatten
 if TYPE_CHECKING:
     from hpcomm._C import Communicator
     from hpcomm.pipeline import Pipeline
+    from hpcomm.pipeline.adapt import Model
 
 __all__: list[str] = []
 
@@ -35,7 +36,7 @@ class Comparison:
 
 
 def verify(
-    pipe: Pipeline, model: torch.nn.Module, x: Any, *, target: Any = None, tolerance: float = 1e-4, **keywords: Any
+    pipe: Pipeline, model: Model, x: Any, *, target: Any = None, tolerance: float = 1e-4, **keywords: Any
 ) -> Comparison:
     """Runs one step of ``pipe`` and the same global batch through ``model`` in this process; compares the gradients.
 
@@ -45,7 +46,7 @@ def verify(
     Args:
         pipe: a pipeline that accumulates nothing at the moment. Random layers (dropout) draw the same numbers in both.
         model: built like the one that ``pipe`` was made of; its parameters are overwritten, and it moves to the device
-            of the mesh.
+            of the mesh. It may be on "meta".
         x, target, keywords: this replica's shard, on every rank of the replica; a tuple ``x`` is what the first layer
             takes as one argument.
         tolerance: the largest relative difference that passes.
@@ -63,12 +64,13 @@ def verify(
     pipe.zero_grad()
     number = pipe.step_number
     loss = float(pipe.step(x, target=target, **keywords))
-    model.to(pipe.mesh.device).load_state_dict(pipe.full_state_dict())
-    model.train(pipe.module.training)
-    reference_loss = _reference_step(pipe, model, x, target, keywords, number)
-    differences = _differences(pipe, model)
+    whole = pipe.materialize(model).to(pipe.mesh.device)
+    whole.load_state_dict(pipe.full_state_dict())
+    whole.train(pipe.module.training)
+    reference_loss = _reference_step(pipe, whole, x, target, keywords, number)
+    differences = _differences(pipe, whole)
     pipe.zero_grad()
-    model.zero_grad()
+    whole.zero_grad()
 
     name, worst = max(differences, key=lambda item: item[1])
     for parameter, difference in differences:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from itertools import combinations
 from typing import Any
 
 import pytest
+import ranks
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import hpcomm
+from hpcomm.pipeline.adapt import as_chain
+from hpcomm.pipeline.balance import Problem, best_starts
 from hpcomm.pipeline.microbatch import samples, split
-from hpcomm.pipeline.partition import balance, cut, layer_cost
+from hpcomm.pipeline.partition import _crossing, balance, cut, in_flight, layer_cost, starts_of
+from hpcomm.pipeline.planning import schedule_of
+from hpcomm.pipeline.profile import LayerProfile, profile
 
 
 def largest(costs: list[float], starts: list[int]) -> float:
@@ -54,26 +60,31 @@ def chain() -> nn.Sequential:
     )
 
 
+def stages_of(model: nn.Module, parts: int, places: Any = None) -> list[nn.Module]:
+    chain = as_chain(model)
+    return cut(chain, starts_of(chain, parts, places))
+
+
 def names(stages: list[nn.Module]) -> list[list[str]]:
     return [[name for name, _ in stage.named_children()] for stage in stages]
 
 
 def test_stages_keep_the_models_names() -> None:
     model = chain()
-    stages = cut(model, 2)
+    stages = stages_of(model, 2)
     assert [n for stage in stages for n, _ in stage.named_parameters()] == [n for n, _ in model.named_parameters()]
     assert names(stages) == [["embed", "first", "act"], ["second", "head"]]
 
 
 @pytest.mark.parametrize("places", [["act", "head"], [2, 4], ["act", 4]])
 def test_split_at(places: list[str | int]) -> None:
-    assert names(cut(chain(), 3, places)) == [["embed", "first"], ["act", "second"], ["head"]]
+    assert names(stages_of(chain(), 3, places)) == [["embed", "first"], ["act", "second"], ["head"]]
 
 
 @pytest.mark.parametrize(
     ("places", "words"),
     [
-        (["act"], "gives 2 stages, the mesh has pp=3"),
+        (["act"], "gives 2 stages, the schedule has 3"),
         (["act", "tail"], "names layer 'tail'; the model has embed, first"),
         ([3, 2], "places must ascend"),
         ([0, 2], "places must ascend"),
@@ -82,19 +93,19 @@ def test_split_at(places: list[str | int]) -> None:
 )
 def test_split_at_that_cannot_be(places: list[str | int], words: str) -> None:
     with pytest.raises(hpcomm.InvalidArgument, match=words):
-        cut(chain(), 3, places)
+        stages_of(chain(), 3, places)
 
 
 def test_models_that_cannot_be_cut() -> None:
     with pytest.raises(hpcomm.InvalidArgument, match="5 layers cannot be cut into 6 stages; use at most pp=5"):
-        cut(chain(), 6)
+        stages_of(chain(), 6)
     with pytest.raises(hpcomm.InvalidArgument, match="Linear is no chain"):
-        cut(nn.Linear(1, 1), 1)
+        stages_of(nn.Linear(1, 1), 1)
 
 
 def test_a_layer_that_stands_twice_in_the_chain_runs_twice() -> None:
     layer = nn.Linear(1, 1)
-    first, second = cut(nn.Sequential(layer, nn.Tanh(), layer), 2, [1])
+    first, second = stages_of(nn.Sequential(layer, nn.Tanh(), layer), 2, [1])
     assert [name for name, _ in second._modules.items()] == ["1", "2"]
     assert first[0] is second[1]
 
@@ -120,3 +131,151 @@ def test_microbatches() -> None:
 def test_batches_that_cannot_be_cut(batch: Any, words: str) -> None:
     with pytest.raises(hpcomm.InvalidArgument, match=words):
         split(batch, 4, "input")
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    count = draw(st.integers(1, 8))
+    numbers = st.lists(st.integers(1, 20).map(float), min_size=count, max_size=count)
+    ranks, each = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (1, 3)]))
+    placement = [*range(ranks), *reversed(range(ranks))] if each == 2 else list(range(ranks)) * each
+    sizes, flight = draw(numbers), draw(st.lists(st.integers(1, 4), min_size=ranks * each, max_size=ranks * each))
+    return Problem(
+        draw(numbers),
+        ranks * each,
+        draw(numbers),
+        draw(st.sampled_from([math.inf, 1.0, 3.0])),
+        lambda stage, first, end: flight[stage] * sum(sizes[first:end]),
+        draw(st.sampled_from([math.inf, 150.0, 80.0, 40.0])),
+        placement,
+    )
+
+
+def slowest(problem: Problem, starts: list[int]) -> float:
+    """Of all stages and boundaries; infinite where a rank's memory is too small. Written from the definition."""
+    ends = [*starts[1:], len(problem.seconds)]
+    times = [sum(problem.seconds[a:b]) for a, b in zip(starts, ends, strict=True)]
+    times += [2 * problem.crossing[start] / problem.bytes_per_second for start in starts[1:]]
+    used = [0.0] * problem.parts
+    for stage, (first, end) in enumerate(zip(starts, ends, strict=True)):
+        assert problem.memory is not None
+        used[problem.placement[stage]] += problem.memory(stage, first, end)
+    return max(times) if max(used) <= problem.limit else math.inf
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems())
+def test_a_cut_with_bytes_and_memory_is_optimal(problem: Problem) -> None:
+    layers = len(problem.seconds)
+    every = [[0, *cuts] for cuts in combinations(range(1, layers), problem.parts - 1)]
+    best = min((slowest(problem, starts) for starts in every), default=math.inf)
+    if math.isinf(best):
+        with pytest.raises(hpcomm.InvalidArgument, match=r"no cut into|cannot be cut into"):
+            best_starts(problem)
+        return
+    found = best_starts(problem)
+    assert found in every
+    assert slowest(problem, found) == best
+
+
+def test_among_equally_fast_cuts_the_fewest_bytes_travel() -> None:
+    # The last layer decides how fast it can be; cutting before layer 3 sends one byte, before layer 2 nine.
+    assert best_starts(Problem([1, 1, 1, 1, 9], 3, [0, 9, 9, 1, 5])) == [0, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("gpipe", [6, 6]), ("1f1b", [2, 1]), ("zbv", None)],
+)
+def test_microbatches_in_flight(schedule: str, expected: list[int] | None) -> None:
+    plain = schedule_of(schedule, 2, 6)
+    found = in_flight(plain.table, plain.stages)
+    assert found == expected if expected else max(found) < 6
+    assert in_flight(plain.forwards().table, plain.stages) == [0] * plain.stages
+
+
+def test_a_profile_has_sizes_and_times() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Sigmoid(), nn.Dropout(0.5), nn.Linear(16, 4, bias=False))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    rows = profile(model, (torch.randn(3, 8, generator=torch.Generator().manual_seed(1)),), repeats=2)
+    assert [row.name for row in rows] == ["0", "1", "2", "3"]
+    assert [row.output_bytes for row in rows] == [3 * 16 * 4, 3 * 16 * 4, 3 * 16 * 4, 3 * 4 * 4]
+    assert [row.parameter_bytes for row in rows] == [(8 * 16 + 16) * 4, 0, 0, 16 * 4 * 4]
+    assert [row.trainable_elements for row in rows] == [8 * 16 + 16, 0, 0, 64]
+    assert [row.activation_bytes for row in rows[:2]] == [3 * 8 * 4, 3 * 16 * 4]  # a linear's input, a sigmoid's output
+    assert all(row.forward_seconds > 0 and row.backward_seconds > 0 for row in rows)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_sample_that_does_not_fit_names_the_layer() -> None:
+    with pytest.raises(hpcomm.InvalidArgument, match="the sample does not go through layer '1'"):
+        profile(nn.Sequential(nn.Linear(8, 16), nn.Linear(8, 4)), (torch.zeros(3, 8),))
+
+
+def test_skips_count_at_every_boundary_that_they_cross() -> None:
+    model = hpcomm.Chain(
+        {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": nn.Linear(2, 2), "d": Plus()}, skips={"d": ["a"]}
+    )
+    rows = profile(model, (torch.zeros(5, 2),), repeats=1)
+    assert _crossing(model, rows) == [0, 40, 80, 80]
+
+
+class Plus(nn.Module):
+    def forward(self, x: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
+        return x + skipped
+
+
+ROWS = [LayerProfile(str(i), seconds, seconds, 8, 4, 100, 100, 25) for i, seconds in enumerate([1, 1, 1, 1, 4, 2])]
+
+
+def six_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(5, 5) for _ in range(6)]).double()
+
+
+def balanced(schedule: str, options: dict[str, Any]) -> tuple[str, list[tuple[str, ...]], float, float]:
+    with hpcomm.init(pp=2) as mesh:
+        if options.get("sample"):  # measured, by rank 0 alone
+            sample = (torch.ones(2, 5, dtype=torch.float64),) if mesh.rank == 0 else ()
+            options = {**options, "sample": sample}
+        pipe = hpcomm.Pipeline(
+            six_layers(),
+            mesh=mesh,
+            num_microbatches=4,
+            loss_fn=nn.functional.mse_loss,
+            schedule=schedule,
+            balance=hpcomm.Balance(**options),
+        )
+        x = torch.linspace(0, 1, 40, dtype=torch.float64).view(8, 5)
+        compared = hpcomm.verify(pipe, six_layers(), x, target=x.sin(), tolerance=1e-12)
+        return str(pipe.cut), [share.layers for share in pipe.cut.stages], pipe.cut.imbalance, compared.loss
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "imbalance"),
+    [
+        ("1f1b", [("0", "1", "2", "3"), ("4", "5")], 0.2),
+        ("zbv", [("0", "1"), ("2", "3"), ("4",), ("5",)], 0.2),
+        ("interleaved_1f1b", [("0", "1"), ("2", "3"), ("4",), ("5",)], 0.2),
+    ],
+)
+def test_a_profile_decides_the_cut(schedule: str, stages: list[tuple[str, ...]], imbalance: float) -> None:
+    first, second = ranks.run(2, balanced, schedule, {"layers": ROWS})
+    assert first == second
+    assert first[1] == stages
+    assert first[2] == pytest.approx(imbalance)
+    assert f"imbalance: {imbalance:.1%}" in first[0]
+
+
+def test_rank_0_measures_and_all_agree() -> None:
+    first, second = ranks.run(2, balanced, "1f1b", {"sample": True})
+    assert first == second
+    assert sum(first[1], ()) == tuple("012345")
+
+
+def test_a_memory_limit_that_nothing_fits_into_is_said_on_every_rank() -> None:
+    for outcome in ranks.run(2, balanced, "1f1b", {"layers": ROWS, "memory_limit": 900}, expect_failure=True):
+        assert "no cut into 2 stages fits into memory_limit=900 bytes per rank; use more" in outcome.message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -52,9 +52,69 @@ class Chain(torch.nn.Sequential):
         return run_alone(self, inputs, keywords, None, 0)
 
 
+class Piece(NamedTuple):
+    """One layer of a model that is no Sequential: what runs, and the modules of the model that it is made of."""
+
+    name: str
+    layer: torch.nn.Module
+    parts: tuple[tuple[str, torch.nn.Module], ...]  # dotted names in the model
+
+
+class Section(torch.nn.Module):
+    """Layers that run one after the other, whose parameters keep dotted names, as ``model.layers.0.weight``.
+
+    The modules are registered under those names; what runs may be a wrapper around them, which is not registered, so
+    that it leaves no trace in the state.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], skips: Mapping[str, Sequence[str]] | None = None) -> None:
+        super().__init__()
+        self.pieces = list(pieces)
+        self.skips = {name: list(sources) for name, sources in (skips or {}).items()}
+        # Gives values to a module without reset_parameters, where the model has a convention for that.
+        self.initialise: Callable[[torch.nn.Module], Any] | None = None
+        for piece in pieces:
+            for name, module in piece.parts:
+                *path, last = name.split(".")
+                home: torch.nn.Module = self
+                for step in path:
+                    if step not in home._modules:
+                        home.add_module(step, torch.nn.Module())
+                    home = home.get_submodule(step)
+                home.add_module(last, module)
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """The output of the last layer."""
+        return run_alone(self, inputs, keywords, None, 0)
+
+    def train(self, mode: bool = True) -> Section:
+        """Wrappers as well: they are no children."""
+        super().train(mode)
+        for piece in self.pieces:
+            piece.layer.train(mode)
+        return self
+
+
+def section(model: torch.nn.Module, first: int, end: int) -> torch.nn.Module:
+    """Layers ``first`` to ``end`` (not included) of a chain as a module whose parameters keep their names."""
+    if isinstance(model, Section):
+        part = Section(model.pieces[first:end])
+        part.initialise = model.initialise
+        return part
+    layers = [(name, layer) for name, layer in model._modules.items() if layer is not None]
+    return torch.nn.Sequential(OrderedDict(layers[first:end]))
+
+
+def joined(stages: Sequence[torch.nn.Module]) -> torch.nn.Module:
+    """The layers of several stages in one module, under their names in the plain model."""
+    if any(isinstance(stage, Section) for stage in stages):
+        return Section([piece for stage in stages if isinstance(stage, Section) for piece in stage.pieces])
+    return torch.nn.Sequential(OrderedDict(layer for stage in stages for layer in layers_of(stage)))
+
+
 def skips_of(model: torch.nn.Module) -> dict[str, list[str]]:
     """The skip connections of a model that is cut into stages: those of a :class:`Chain`."""
-    return model.skips if isinstance(model, Chain) else {}
+    return model.skips if isinstance(model, (Chain, Section)) else {}
 
 
 def require_skips(names: list[str], skips: Mapping[str, Sequence[str]]) -> None:
@@ -71,6 +131,8 @@ def require_skips(names: list[str], skips: Mapping[str, Sequence[str]]) -> None:
 
 def layers_of(stage: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """The named layers that run one after the other in a stage; a stage that is no Sequential is one layer."""
+    if isinstance(stage, Section):
+        return [(piece.name, piece.layer) for piece in stage.pieces]
     if isinstance(stage, torch.nn.Sequential) and type(stage).forward in (torch.nn.Sequential.forward, Chain.forward):
         return list(stage._modules.items())  # with repetitions, as forward() runs them
     return [("", stage)]

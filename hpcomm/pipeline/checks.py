@@ -8,7 +8,7 @@ import torch
 
 from hpcomm.ddp import describe_parameters
 from hpcomm.errors import InvalidArgument
-from hpcomm.pipeline.chain import skips_of
+from hpcomm.pipeline.chain import layers_of, skips_of
 
 if TYPE_CHECKING:
     from hpcomm.mesh import Mesh
@@ -36,10 +36,14 @@ def require_arguments(
     if inputs not in _INPUTS:
         raise InvalidArgument(f"Pipeline: inputs={inputs!r}; use one of {', '.join(_INPUTS)}")
     for name, tensor in model.state_dict().items():
-        if isinstance(tensor, torch.Tensor) and tensor.device not in {torch.device("cpu"), mesh.device}:
+        if isinstance(tensor, torch.Tensor) and tensor.device not in {
+            torch.device("cpu"),
+            torch.device("meta"),
+            mesh.device,
+        }:
             raise InvalidArgument(
-                f"Pipeline: {name} is on {tensor.device}, the mesh on {mesh.device}; build the model there "
-                "or on the CPU"
+                f"Pipeline: {name} is on {tensor.device}, the mesh on {mesh.device}; build the model there, "
+                "on the CPU, or on meta"
             )
 
 
@@ -47,5 +51,5 @@ def describe(model: torch.nn.Module, stages: list[torch.nn.Module]) -> list[str]
     """What ranks must agree on: parameters first, since they say most, then buffers, layers and the cut."""
     state = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in model.state_dict().items() if hasattr(t, "shape")]
     layers = [line for name, child in model.named_children() for line in f"{name}: {child!r}".split("\n")]
-    cuts = [f"stage {i}: {', '.join(name for name, _ in s.named_children())}" for i, s in enumerate(stages)]
+    cuts = [f"stage {i}: {', '.join(name for name, _ in layers_of(s))}" for i, s in enumerate(stages)]
     return [*describe_parameters(model), *state, *layers, f"skips={skips_of(model)}", *cuts]

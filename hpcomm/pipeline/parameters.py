@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-
-from hpcomm.pipeline.chain import layers_of
 
 if TYPE_CHECKING:
     from hpcomm._C import Communicator
@@ -35,12 +32,6 @@ class FreshGradients:
     def __exit__(self, *_: object) -> None:
         for parameter, before in self._before:
             parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
-
-
-def container(stages: Mapping[int, torch.nn.Module]) -> torch.nn.Module:
-    """The layers of several stages under their names in the plain model."""
-    layers = [layer for stage in stages.values() for layer in layers_of(stage)]
-    return torch.nn.Sequential(OrderedDict(layers))
 
 
 def identity(module: torch.nn.Module) -> list[tuple[int, bool, torch.dtype]]:

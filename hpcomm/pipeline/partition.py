@@ -1,33 +1,110 @@
-"""Where a chain of layers is cut into stages: by hand, or balanced by a cost per layer."""
+"""Which layers each stage gets, and why: by hand, by parameter counts, or from a profile; the cut as it was decided."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
-from itertools import accumulate
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpcomm.errors import InvalidArgument
+from hpcomm.errors import HpcommError, InvalidArgument
+from hpcomm.pipeline.balance import Problem, best_starts
+from hpcomm.pipeline.chain import layers_of, section, skips_of
+from hpcomm.pipeline.profile import LayerProfile, profile
 
-__all__: list[str] = []
+if TYPE_CHECKING:
+    from hpcomm.mesh import Mesh
+    from hpcomm.pipeline.meta import InitFn
+    from hpcomm.plan.table import Table
+
+__all__ = ["Balance", "Cut"]
+
+CUT_CHANNEL = 6  # of Control, see hpcomm.communicator
 
 Layer = tuple[str, torch.nn.Module]
 
 
-def chain_of(model: torch.nn.Module) -> list[Layer]:
-    """The named layers that run one after the other.
+@dataclass
+class Balance:
+    """Asks a Pipeline to cut its model by what the layers take, measured on rank 0; all ranks use its answer.
 
-    Raises:
-        InvalidArgument: the model is not an ``nn.Sequential``.
+    Args:
+        sample: positional argument or arguments of the model, of the size of one microbatch; needed on rank 0 only.
+        keywords: keyword arguments for it.
+        memory_limit: bytes of a rank for parameters, their gradients, the optimizer's state and what its microbatches
+            in flight keep for the backward, as the schedule has them. What torch itself and the messages need is not
+            counted.
+        optimizer_bytes: state per element of a trainable parameter: 8 for Adam in float32, 0 for plain SGD.
+        bytes_per_second: of the links between stages; a boundary may be the slowest part then.
+        repeats: how often each layer is timed; the shortest time counts.
+        layers: an earlier profile (``pipe.cut.layers``), used instead of measuring.
     """
-    if not isinstance(model, torch.nn.Sequential):
-        raise InvalidArgument(
-            f"Pipeline: {type(model).__name__} is no chain of layers; pass an nn.Sequential "
-            "whose children run one after the other"
-        )
-    # With repetitions, as forward() runs them: named_children() leaves a layer out that it has seen.
-    return [(name, layer) for name, layer in model._modules.items() if layer is not None]
+
+    sample: torch.Tensor | tuple[Any, ...] = ()
+    keywords: Mapping[str, Any] | None = None
+    memory_limit: float = math.inf
+    optimizer_bytes: float = 8.0
+    bytes_per_second: float = math.inf
+    repeats: int = 3
+    layers: Sequence[LayerProfile] | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory_limit <= 0 or self.bytes_per_second <= 0 or self.repeats < 1 or self.optimizer_bytes < 0:
+            raise InvalidArgument(
+                f"Balance: memory_limit={self.memory_limit}, bytes_per_second={self.bytes_per_second} and "
+                f"repeats={self.repeats} must be positive, optimizer_bytes={self.optimizer_bytes} not negative"
+            )
+
+
+@dataclass(frozen=True)
+class StageShare:
+    """What one stage got. Seconds of one microbatch; bytes at their peak."""
+
+    stage: int
+    rank: int  # on pp
+    layers: tuple[str, ...]
+    cost: float  # seconds where they were measured; parameters used per sample otherwise
+    forward_seconds: float
+    backward_seconds: float
+    output_bytes: float  # handed on to the next stage, per microbatch
+    memory_bytes: float
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a model was cut. ``print(pipe.cut)`` shows it as a table."""
+
+    stages: tuple[StageShare, ...]
+    layers: tuple[LayerProfile, ...]  # empty where nothing was measured
+
+    @property
+    def imbalance(self) -> float:
+        """How much longer the busiest rank computes than the mean of the ranks: 0.1 is 10 %."""
+        loads: dict[int, float] = {}
+        for share in self.stages:
+            loads[share.rank] = loads.get(share.rank, 0.0) + share.cost
+        mean = sum(loads.values()) / len(loads)
+        return max(loads.values()) / mean - 1.0 if mean else 0.0
+
+    def __str__(self) -> str:
+        head = ["stage", "rank", "layers", "first", "last"]
+        head += ["forward ms", "backward ms", "sent MB", "memory MB"] if self.layers else ["cost"]
+        rows = [head]
+        for s in self.stages:
+            row = [str(s.stage), str(s.rank), str(len(s.layers)), s.layers[0], s.layers[-1]]
+            if self.layers:
+                row += [f"{s.forward_seconds * 1e3:.3f}", f"{s.backward_seconds * 1e3:.3f}"]
+                row += [f"{s.output_bytes / 1e6:.3f}", f"{s.memory_bytes / 1e6:.3f}"]
+            else:
+                row += [f"{s.cost:.0f}"]
+            rows.append(row)
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
+        basis = "measured" if self.layers else "by parameter counts"
+        return "\n".join([*lines, f"imbalance: {self.imbalance:.1%} (busiest rank over the mean; {basis})"])
 
 
 def layer_cost(layer: torch.nn.Module) -> float:
@@ -47,56 +124,181 @@ def layer_cost(layer: torch.nn.Module) -> float:
 def balance(costs: Sequence[float], parts: int) -> list[int]:
     """First index of each of ``parts`` consecutive, non-empty runs whose largest sum is as small as possible.
 
-    Exact dynamic programme over the chain in O(n^2 x parts), as in K. Huang et al. / PipeDream (SOSP 2019, section 3.1)
-    for equal links. Among equal optima, earlier parts are shorter.
-
     Raises:
         InvalidArgument: fewer layers than parts.
     """
-    layers = len(costs)
-    if layers < parts:
-        raise InvalidArgument(f"Pipeline: {layers} layers cannot be cut into {parts} stages; use at most pp={layers}")
-    prefix = [0.0, *accumulate(costs)]
-    # best[n]: (largest part, first index of the last part) for the first n layers in k parts.
-    best = [(prefix[n], 0) for n in range(layers + 1)]
-    history = [best]
-    for k in range(2, parts + 1):
-        row = [(float("inf"), 0)] * (layers + 1)
-        for n in range(k, layers + 1):
-            row[n] = min((max(best[cut][0], prefix[n] - prefix[cut]), cut) for cut in range(k - 1, n))
-        best = row
-        history.append(best)
-    starts = []
-    end = layers
-    for row in reversed(history):
-        start = row[end][1]
-        starts.append(start)
-        end = start
-    return starts[::-1]
+    return best_starts(Problem(costs, parts))
 
 
-def cut(model: torch.nn.Module, parts: int, split_at: Sequence[str | int] | None = None) -> list[torch.nn.Module]:
-    """``parts`` stages whose parameters keep the names that they have in ``model``.
+def starts_of(model: torch.nn.Module, parts: int, split_at: Sequence[str | int] | None = None) -> list[int]:
+    """The first layer of each of ``parts`` stages.
 
     Args:
-        model: an ``nn.Sequential``.
+        model: a chain.
         split_at: the layers (name or index) that begin stages 1, 2, ...; balanced by :func:`layer_cost` if None.
 
     Raises:
-        InvalidArgument: see :func:`chain_of` and :func:`balance`; or ``split_at`` does not give ``parts`` stages of
-            at least one layer.
+        InvalidArgument: see :func:`balance`; or ``split_at`` does not give ``parts`` stages of at least one layer.
     """
-    layers = chain_of(model)
+    layers = _named(model)
     if split_at is None:
-        starts = balance([layer_cost(layer) for _, layer in layers], parts)
+        return balance([layer_cost(layer) for _, layer in layers], parts)
+    starts = [0, *(_index(layers, place) for place in split_at)]
+    if len(starts) != parts:
+        raise InvalidArgument(f"split_at={list(split_at)!r} gives {len(starts)} stages, the schedule has {parts}")
+    if starts != sorted(set(starts)) or starts[-1] >= len(layers):
+        raise InvalidArgument(f"split_at={list(split_at)!r}: places must ascend, from 1 to {len(layers) - 1}")
+    return starts
+
+
+def cut(model: torch.nn.Module, starts: Sequence[int]) -> list[torch.nn.Module]:
+    """The stages, whose parameters keep the names that they have in ``model``."""
+    ends = [*starts[1:], len(_named(model))]
+    return [section(model, start, end) for start, end in zip(starts, ends, strict=True)]
+
+
+def described(
+    model: torch.nn.Module,
+    starts: Sequence[int],
+    placement: Sequence[int],
+    table: Table,
+    wishes: Balance,
+    layers: Sequence[LayerProfile] = (),
+) -> Cut:
+    """The cut at ``starts`` with what each stage takes; by parameter counts where nothing was measured."""
+    named = _named(model)
+    memory = _memory(layers, in_flight(table, len(placement)), wishes) if layers else None
+    crossing = _crossing(model, layers) if layers else []
+    shares = []
+    for stage, (first, end) in enumerate(zip(starts, [*starts[1:], len(named)], strict=True)):
+        mine = layers[first:end]
+        shares.append(
+            StageShare(
+                stage,
+                placement[stage],
+                tuple(name for name, _ in named[first:end]),
+                sum(row.seconds for row in mine) if layers else sum(layer_cost(layer) for _, layer in named[first:end]),
+                sum(row.forward_seconds for row in mine),
+                sum(row.backward_seconds for row in mine),
+                crossing[end] if layers and end < len(named) else 0.0,
+                memory(stage, first, end) if memory else 0.0,
+            )
+        )
+    return Cut(tuple(shares), tuple(layers))
+
+
+def decide(
+    model: torch.nn.Module,
+    mesh: Mesh,
+    placement: Sequence[int],
+    table: Table,
+    wishes: Balance,
+    init_fn: InitFn | None,
+    seed: int,
+) -> tuple[list[int], list[LayerProfile]]:
+    """Rank 0 profiles and cuts; everybody gets its answer (collective over the mesh).
+
+    Raises:
+        InvalidArgument: on every rank, what rank 0 met.
+    """
+    control = mesh.control
+    if control.rank != 0:
+        told = json.loads(control.receive(0, CUT_CHANNEL, mesh.timeout).decode())
     else:
-        starts = [0, *(_index(layers, place) for place in split_at)]
-        if len(starts) != parts:
-            raise InvalidArgument(f"split_at={list(split_at)!r} gives {len(starts)} stages, the mesh has pp={parts}")
-        if starts != sorted(set(starts)) or starts[-1] >= len(layers):
-            raise InvalidArgument(f"split_at={list(split_at)!r}: places must ascend, from 1 to {len(layers) - 1}")
-    ends = [*starts[1:], len(layers)]
-    return [torch.nn.Sequential(OrderedDict(layers[start:end])) for start, end in zip(starts, ends, strict=True)]
+        try:
+            layers = wishes.layers
+            if layers is None:
+                layers = profile(
+                    model,
+                    (wishes.sample,) if isinstance(wishes.sample, torch.Tensor) else tuple(wishes.sample),
+                    wishes.keywords,
+                    device=mesh.device,
+                    repeats=wishes.repeats,
+                    seed=seed,
+                    init_fn=init_fn,
+                )
+            starts = profiled_starts(model, layers, placement, table, wishes)
+            told = {"starts": starts, "layers": [asdict(row) for row in layers]}
+        except HpcommError as error:
+            told = {"problem": str(error)}
+        for peer in range(1, mesh.size):
+            control.send(peer, CUT_CHANNEL, json.dumps(told).encode())
+    if "problem" in told:
+        raise InvalidArgument(told["problem"])
+    return told["starts"], [LayerProfile(**row) for row in told["layers"]]
+
+
+def profiled_starts(
+    model: torch.nn.Module, layers: Sequence[LayerProfile], placement: Sequence[int], table: Table, wishes: Balance
+) -> list[int]:
+    """The best cut of a profiled model.
+
+    Raises:
+        InvalidArgument: the profile is of another model, or no cut fits.
+    """
+    names = [name for name, _ in _named(model)]
+    if [row.name for row in layers] != names:
+        raise InvalidArgument(
+            f"Balance: the profile has {len(layers)} layers that are not the model's {len(names)} ({', '.join(names)})"
+        )
+    return best_starts(
+        Problem(
+            [row.seconds for row in layers],
+            len(placement),
+            _crossing(model, layers),
+            wishes.bytes_per_second,
+            _memory(layers, in_flight(table, len(placement)), wishes),
+            wishes.memory_limit,
+            placement,
+        )
+    )
+
+
+def in_flight(table: Table, stages: int) -> list[int]:
+    """The most microbatches of each stage whose forward has run and whose backward has not, in the table's order."""
+    if all(action.kind == "F" for row in table for action in row):
+        return [0] * stages
+    most, now = [0] * stages, [0] * stages
+    for row in table:
+        for action in row:
+            if action.kind == "F":
+                now[action.stage] += 1
+                most[action.stage] = max(most[action.stage], now[action.stage])
+            elif action.kind in ("B", "W"):  # a divided backward keeps its tensors until W
+                now[action.stage] -= 1
+    return most
+
+
+def _memory(layers: Sequence[LayerProfile], flight: Sequence[int], wishes: Balance) -> Any:
+    """Bytes of a stage as a function of (stage, first, end)."""
+    fixed, kept = [0.0], [0.0]
+    for row in layers:
+        state = wishes.optimizer_bytes * row.trainable_elements
+        fixed.append(fixed[-1] + row.parameter_bytes + row.trainable_bytes + state)
+        kept.append(kept[-1] + row.activation_bytes)
+
+    def bytes_of(stage: int, first: int, end: int) -> float:
+        return fixed[end] - fixed[first] + flight[stage] * (kept[end] - kept[first])
+
+    return bytes_of
+
+
+def _crossing(model: torch.nn.Module, layers: Sequence[LayerProfile]) -> list[float]:
+    """Bytes that pass before each layer: the output of the one before, and skipped values on their way."""
+    place = {row.name: i for i, row in enumerate(layers)}
+    crossing = [0.0, *(float(row.output_bytes) for row in layers[:-1])]
+    reach: dict[int, int] = {}  # a source's farthest target
+    for target, sources in skips_of(model).items():
+        for name in sources:
+            reach[place[name]] = max(reach.get(place[name], 0), place[target])
+    for source, farthest in reach.items():
+        for boundary in range(source + 2, farthest + 1):
+            crossing[boundary] += layers[source].output_bytes
+    return crossing
+
+
+def _named(model: torch.nn.Module) -> list[Layer]:
+    return [(name, layer) for name, layer in layers_of(model) if layer is not None]
 
 
 def _index(layers: list[Layer], place: str | int) -> int:

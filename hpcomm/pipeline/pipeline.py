@@ -15,12 +15,14 @@ from hpcomm.channel import require_schema
 from hpcomm.communicator import agree
 from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline import chain, sharing
+from hpcomm.pipeline.adapt import as_chain, split_of
 from hpcomm.pipeline.checks import describe, require_arguments
 from hpcomm.pipeline.failure import TellPeers
 from hpcomm.pipeline.links import links_of, loaders_of
+from hpcomm.pipeline.meta import materialize, materialize_together, require_initialisable
 from hpcomm.pipeline.microbatch import join, samples, split, split_keywords
-from hpcomm.pipeline.parameters import FreshGradients, container, identity, start_equal
-from hpcomm.pipeline.partition import cut
+from hpcomm.pipeline.parameters import FreshGradients, identity, start_equal
+from hpcomm.pipeline.partition import Balance, cut, decide, described, starts_of
 from hpcomm.pipeline.planning import Schedule, ScheduleLike, Wishes, plan_together, scalar_lane, schedule_of
 from hpcomm.pipeline.randomness import Draws, generator_of, kept
 from hpcomm.pipeline.recorder import Times, gathered_costs
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
     from hpcomm._C import BucketPlan, CostModel, StepPlan
     from hpcomm.amp import GradScaler
     from hpcomm.mesh import Mesh
+    from hpcomm.pipeline.adapt import Model
+    from hpcomm.pipeline.meta import InitFn
+    from hpcomm.pipeline.profile import LayerProfile
     from hpcomm.pipeline.runner import StepResult
 
 __all__: list[str] = []
@@ -45,8 +50,11 @@ class Pipeline:
     """A model cut into stages over ``mesh.pp``, each replicated ``mesh.dp`` times, trained by one verified plan.
 
     Args:
-        model: an ``nn.Sequential``, or a :class:`hpcomm.Chain` where layers have skip connections; the same on every
-            rank, on the CPU or on ``mesh.device``. Each rank keeps its own stages, moved to ``mesh.device``, with the
+        model: a chain of layers: an ``nn.Sequential``, a :class:`hpcomm.Chain` where layers have skip connections, a
+            module whose forward calls its children one after the other, a Hugging Face decoder of a Llama's form, or
+            a list of stages; the same on every rank. On the CPU, on ``mesh.device``, or on "meta": then each rank
+            makes its own stages only, as :func:`hpcomm.materialize` does with ``seed`` and ``init_fn``, and loads a
+            checkpoint by :meth:`load_state_dict`. Each rank keeps its own stages, moved to ``mesh.device``, with the
             values of the first replica. Build the optimizer from :meth:`parameters` afterwards. Parameters that several
             stages share stay tied: their gradients are added up over all owners.
         mesh: from :func:`hpcomm.init`; ``tp`` must be 1 in this version.
@@ -57,6 +65,7 @@ class Pipeline:
             pair ``(sum, weight)``.
         stages_per_rank: of a named schedule; its own number by default.
         split_at: layers (name or index) that begin stages 1, 2, ...; balanced by parameter counts if None.
+        balance: a :class:`hpcomm.Balance`: cut by measured times and memory instead. ``print(pipe.cut)`` shows the cut.
         reduce: where gradients are reduced: "slack" (in bubbles), "eager" (inside the last backward), "end".
         schema: "per_message", or "frozen" where every microbatch of every step has the same shapes.
         bucket_cap_mb: largest gradient bucket in MiB; the first one is at most 1 MiB.
@@ -64,6 +73,7 @@ class Pipeline:
             first stage does, and sends on what later stages need.
         keywords: with ``inputs="first"``, names of the keyword arguments that steps will be given.
         whole: names of keyword arguments that are not cut: every microbatch gets all of them.
+        init_fn: ``init_fn(name, submodule)``, for a model on "meta", see :func:`hpcomm.materialize`.
         seed: of the random numbers that layers draw in training. They depend on it, on the number of the step, on the
             microbatch's place in the global batch and on the layer, not on the mesh or the schedule.
         costs: what the plan's order and the place of reductions are decided by, see :func:`hpcomm.plan.compile`; rank
@@ -78,7 +88,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: Model,
         *,
         mesh: Mesh,
         num_microbatches: int,
@@ -86,39 +96,58 @@ class Pipeline:
         schedule: ScheduleLike = "1f1b",
         stages_per_rank: int | None = None,
         split_at: Sequence[str | int] | None = None,
+        balance: Balance | None = None,
         reduce: str = "slack",
         schema: str = "per_message",
         bucket_cap_mb: float = 25.0,
         inputs: str = "all",
         keywords: Sequence[str] = (),
         whole: Sequence[str] = (),
+        init_fn: InitFn | None = None,
         seed: int = 0,
         costs: CostModel | None = None,
     ) -> None:
         self.mesh = mesh
         options = (
             f"{num_microbatches=} {stages_per_rank=} split_at={split_at and list(split_at)} {reduce=} {schema=} "
-            f"{bucket_cap_mb=} {inputs=} keywords={sorted(keywords)} whole={sorted(whole)} {seed=}"
+            f"{bucket_cap_mb=} {inputs=} keywords={sorted(keywords)} whole={sorted(whole)} {seed=} "
+            f"balance={balance is not None} init_fn={init_fn is not None}"
         )
         # A rank that cannot go on says so in the agreement: the others must not wait for it in a later one.
         problem: InvalidArgument | None = None
         modules: list[torch.nn.Module] = []
         plain = Schedule([], [])
+        starts: list[int] = []
+        whole_model: torch.nn.Module = torch.nn.Sequential()
         try:
-            require_arguments(model, mesh, num_microbatches, bucket_cap_mb, reduce, inputs)
+            split_at = split_of(model, split_at)
+            whole_model = as_chain(model)
+            require_arguments(whole_model, mesh, num_microbatches, bucket_cap_mb, reduce, inputs)
             require_schema(schema)
             plain = schedule_of(schedule, mesh.shape["pp"], num_microbatches, stages_per_rank)
-            modules = cut(model, plain.stages, split_at)
+            starts = starts_of(whole_model, plain.stages, split_at)
+            modules = cut(whole_model, starts)
+            require_initialisable(whole_model, init_fn)
+            if balance is not None and split_at is not None:
+                raise InvalidArgument("Pipeline: split_at says where to cut, balance asks for it; pass one of them")
         except InvalidArgument as error:
             problem = error
         agree(
             mesh.control,
             "model or the arguments of Pipeline",
-            [options, f"schedule={plain.table}", f"problem: {problem}", *describe(model, modules)],
+            [options, f"schedule={plain.table}", f"problem: {problem}", *describe(whole_model, modules)],
             timeout=mesh.timeout,
         )
         if problem is not None:
             raise problem
+        layers: list[LayerProfile] = []
+        if balance is not None:
+            starts, layers = decide(whole_model, mesh, plain.placement, plain.table, balance, init_fn, seed)
+            modules = cut(whole_model, starts)
+        self.cut = described(whole_model, starts, plain.placement, plain.table, balance or Balance(), layers)
+        here = [stage for stage, rank in enumerate(plain.placement) if rank == mesh.coordinate["pp"]]
+        self._init_fn = init_fn
+        materialize_together(mesh, modules, here, seed, init_fn)
 
         self._loss_fn = loss_fn
         self._parts = num_microbatches
@@ -127,7 +156,7 @@ class Pipeline:
         self._seed = seed
         self._whole = frozenset(whole)
         self._promised = frozenset(keywords) if inputs == "first" else None
-        calls = chain.calls_by_stage(modules, chain.skips_of(model))
+        calls = chain.calls_by_stage(modules, chain.skips_of(whole_model))
         self._accepted = [call.keywords for stage in calls for call in stage]
         self._links = links_of(calls, loaders_of(calls, keywords) if inputs == "first" else ())
         self._shapes = [{k: (v.shape, v.dtype) for k, v in stage.state_dict().items()} for stage in modules]
@@ -146,9 +175,8 @@ class Pipeline:
         )
         self.plan = plan_together(mesh, plain, self._wishes)
 
-        here = [stage for stage, rank in enumerate(plain.placement) if rank == mesh.coordinate["pp"]]
         self.stages = {stage: modules[stage].to(mesh.device) for stage in here}
-        self.module = next(iter(self.stages.values())) if len(here) == 1 else container(self.stages)
+        self.module = next(iter(self.stages.values())) if len(here) == 1 else chain.joined(list(self.stages.values()))
         self.bucket_plans = {stage: buckets[stage] for stage in here}
         # Of the local parameters: the name in the model, and the first stage that owns it.
         self._canonical = {id(e.parameter): (e.name, e.stages[0]) for e in owned if set(e.stages) & set(here)}
@@ -292,6 +320,11 @@ class Pipeline:
         self._wishes = wishes
         self._runner = self._new_runner()
         return self.plan
+
+    def materialize(self, model: Model) -> torch.nn.Module:
+        """The whole ``model`` as one chain on ``mesh.device``; from "meta" it gets this pipeline's initial values."""
+        whole = as_chain(model)
+        return materialize(whole, device=self.mesh.device, seed=self._seed, init_fn=self._init_fn)
 
     # --- Parameters ---
 
