@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -248,6 +249,8 @@ def failure_of(attempt: Callable[[], object]) -> str:
 def within(limit: int) -> tuple[str, str, int]:
     """What becomes of the whole model, of all of it materialised, and how many layers the pipeline has here."""
     torch.set_num_threads(1)
+    # What is freed goes back at once (M_MMAP_THRESHOLD); glibc would keep large pieces, and the limit counts them.
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)
     with hpcomm.init(pp=2) as mesh:
         mesh.world.barrier()
         before = resource.getrlimit(resource.RLIMIT_DATA)
