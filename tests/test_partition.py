@@ -18,7 +18,7 @@ import hpcomm
 from hpcomm.pipeline.adapt import as_chain
 from hpcomm.pipeline.balance import Problem, best_starts
 from hpcomm.pipeline.microbatch import samples, split
-from hpcomm.pipeline.partition import _crossing, balance, cut, in_flight, layer_cost, starts_of
+from hpcomm.pipeline.partition import _crossing, balance, cut, in_flight, layer_cost, profiled_starts, starts_of
 from hpcomm.pipeline.planning import schedule_of
 from hpcomm.pipeline.profile import LayerProfile, profile
 
@@ -279,3 +279,17 @@ def test_rank_0_measures_and_all_agree() -> None:
 def test_a_memory_limit_that_nothing_fits_into_is_said_on_every_rank() -> None:
     for outcome in ranks.run(2, balanced, "1f1b", {"layers": ROWS, "memory_limit": 900}, expect_failure=True):
         assert "no cut into 2 stages fits into memory_limit=900 bytes per rank; use more" in outcome.message
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"memory_limit": 0}, {"repeats": 0}, {"optimizer_bytes": -1}, {"bytes_per_second": 0}]
+)
+def test_wishes_that_cannot_be(wrong: dict[str, Any]) -> None:
+    with pytest.raises(hpcomm.InvalidArgument, match=f"{next(iter(wrong))}=.*must be positive"):
+        hpcomm.Balance(**wrong)
+
+
+def test_a_profile_of_another_model() -> None:
+    plain = schedule_of("1f1b", 2, 4)
+    with pytest.raises(hpcomm.InvalidArgument, match="the profile has 6 layers that are not the model's 5"):
+        profiled_starts(chain(), ROWS, plain.placement, plain.table, hpcomm.Balance())
