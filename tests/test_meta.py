@@ -420,6 +420,7 @@ class Reversed(nn.Sequential):
         (Branches(), "its forward cannot be traced"),
         (Unused(), "no layer that its forward calls has the parameter b.weight"),
         (Decoder(model_type="gemma"), "known for config.model_type in llama, mistral, .* only, not 'gemma'"),
+        (Decoder(_attn_implementation="flex_attention"), 'build the model with attn_implementation="sdpa"'),
         (Decoder(sliding_window=4), "sliding window of 4 is not supported"),
         ([], "a list of stages holds one nn.Module per stage"),
         ([nn.Linear(1, 1), None], "a list of stages holds one nn.Module per stage"),

@@ -18,7 +18,7 @@ import hpcomm
 from hpcomm.pipeline.adapt import as_chain
 from hpcomm.pipeline.balance import Problem, best_starts
 from hpcomm.pipeline.microbatch import samples, split
-from hpcomm.pipeline.partition import _crossing, balance, cut, in_flight, layer_cost, profiled_starts, starts_of
+from hpcomm.pipeline.partition import _crossing, balance, cut, in_flight, layer_cost, profiled_starts
 from hpcomm.pipeline.planning import schedule_of
 from hpcomm.pipeline.profile import LayerProfile, profile
 
@@ -61,8 +61,7 @@ def chain() -> nn.Sequential:
 
 
 def stages_of(model: nn.Module, parts: int, places: Any = None) -> list[nn.Module]:
-    chain = as_chain(model)
-    return cut(chain, starts_of(chain, parts, places))
+    return cut(as_chain(model), parts, places)
 
 
 def names(stages: list[nn.Module]) -> list[list[str]]:

@@ -181,13 +181,18 @@ def _decoder(model: Any) -> Section:
         )
     body = model.model
     rotary = getattr(body, "rotary_emb", None)
-    dense = getattr(config, "_attn_implementation", None) in (None, "eager")
+    attention = getattr(config, "_attn_implementation", None) or "eager"
+    if attention not in ("eager", "sdpa"):
+        raise InvalidArgument(
+            f"Pipeline: masks for attn_implementation={attention!r} are not known here; build the model with "
+            'attn_implementation="sdpa"'
+        )
     pieces = [Piece("model.embed_tokens", _Embed(body.embed_tokens), (("model.embed_tokens", body.embed_tokens),))]
     for index, layer in enumerate(body.layers):
         parts = [(f"model.layers.{index}", layer)]
         if rotary is not None:
             parts.append(("model.rotary_emb", rotary))
-        pieces.append(Piece(f"model.layers.{index}", _DecoderLayer(layer, rotary, dense), tuple(parts)))
+        pieces.append(Piece(f"model.layers.{index}", _DecoderLayer(layer, rotary, attention == "eager"), tuple(parts)))
     pieces.append(Piece("model.norm", body.norm, (("model.norm", body.norm),)))
     pieces.append(Piece("lm_head", model.lm_head, (("lm_head", model.lm_head),)))
     found = Section(pieces)

@@ -138,7 +138,7 @@ def _search(
             best, found = slowest, starts
             return
         rank = problem.placement[stage]
-        ends = [end for begin, end in cost[stage] if begin == first]
+        ends = [end for end in range(first + 1, len(problem.seconds) + 1) if (first, end) in cost[stage]]
         # The most promising first: what is known early cuts off more.
         for end in sorted(ends, key=lambda end: max(cost[stage][first, end], rest[stage + 1][end])):
             steps += 1

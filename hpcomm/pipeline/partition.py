@@ -151,7 +151,12 @@ def starts_of(model: torch.nn.Module, parts: int, split_at: Sequence[str | int] 
     return starts
 
 
-def cut(model: torch.nn.Module, starts: Sequence[int]) -> list[torch.nn.Module]:
+def cut(model: torch.nn.Module, parts: int, split_at: Sequence[str | int] | None = None) -> list[torch.nn.Module]:
+    """``parts`` stages of a chain, cut as :func:`starts_of` says."""
+    return stages_at(model, starts_of(model, parts, split_at))
+
+
+def stages_at(model: torch.nn.Module, starts: Sequence[int]) -> list[torch.nn.Module]:
     """The stages, whose parameters keep the names that they have in ``model``."""
     ends = [*starts[1:], len(_named(model))]
     return [section(model, start, end) for start, end in zip(starts, ends, strict=True)]
@@ -219,8 +224,9 @@ def decide(
                 )
             starts = profiled_starts(model, layers, placement, table, wishes)
             told = {"starts": starts, "layers": [asdict(row) for row in layers]}
-        except HpcommError as error:
-            told = {"problem": str(error)}
+        except Exception as error:  # of the model's own code as well: the others wait for an answer
+            kind = "" if isinstance(error, HpcommError) else f"{type(error).__name__} while profiling: "
+            told = {"problem": f"{kind}{error}"}
         for peer in range(1, mesh.size):
             control.send(peer, CUT_CHANNEL, json.dumps(told).encode())
     if "problem" in told:

@@ -22,7 +22,7 @@ from hpcomm.pipeline.links import links_of, loaders_of
 from hpcomm.pipeline.meta import materialize, materialize_together, require_initialisable
 from hpcomm.pipeline.microbatch import join, samples, split, split_keywords
 from hpcomm.pipeline.parameters import FreshGradients, identity, start_equal
-from hpcomm.pipeline.partition import Balance, cut, decide, described, starts_of
+from hpcomm.pipeline.partition import Balance, decide, described, stages_at, starts_of
 from hpcomm.pipeline.planning import Schedule, ScheduleLike, Wishes, plan_together, scalar_lane, schedule_of
 from hpcomm.pipeline.randomness import Draws, generator_of, kept
 from hpcomm.pipeline.recorder import Times, gathered_costs
@@ -126,7 +126,7 @@ class Pipeline:
             require_schema(schema)
             plain = schedule_of(schedule, mesh.shape["pp"], num_microbatches, stages_per_rank)
             starts = starts_of(whole_model, plain.stages, split_at)
-            modules = cut(whole_model, starts)
+            modules = stages_at(whole_model, starts)
             require_initialisable(whole_model, init_fn)
             if balance is not None and split_at is not None:
                 raise InvalidArgument("Pipeline: split_at says where to cut, balance asks for it; pass one of them")
@@ -143,7 +143,7 @@ class Pipeline:
         layers: list[LayerProfile] = []
         if balance is not None:
             starts, layers = decide(whole_model, mesh, plain.placement, plain.table, balance, init_fn, seed)
-            modules = cut(whole_model, starts)
+            modules = stages_at(whole_model, starts)
         self.cut = described(whole_model, starts, plain.placement, plain.table, balance or Balance(), layers)
         here = [stage for stage, rank in enumerate(plain.placement) if rank == mesh.coordinate["pp"]]
         self._init_fn = init_fn
