@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "pack/pack.h"
 #include "torch/ddp_reducer.h"
 #include "torch/device.h"
 #include "torch/tensor.h"
@@ -56,6 +57,9 @@ void DdpReducer::lay_out(BucketPlan plan) {
                  "the bucket plan leaves out a parameter");
   slots_.clear();
   slots_.resize(plan_.buckets.size());
+  for (std::size_t b = 0; b < slots_.size(); ++b) {
+    slots_[b].carried.assign(plan_.buckets[b].params.size(), 0);
+  }
 }
 
 // Shards are equal parts on cache lines.
@@ -105,6 +109,46 @@ bool DdpReducer::is_free(std::size_t index) const {
   return in_place == entries || slot.flat.storage().use_count() <= 1 + in_place;
 }
 
+void DdpReducer::open(std::size_t index) {
+  if (!slots_[index].open && !is_free(index)) {
+    allocate(index);
+  }
+  slots_[index].open = true;
+}
+
+// Made by this backward, and nobody has seen it: whose memory it is makes no difference. What came into this hook and
+// is the gradient now was taken over by autograd, which does so only with what nobody else refers to. `known`
+// references to the storage are ours.
+bool DdpReducer::is_new(const at::Tensor& gradient, const at::Tensor& incoming, std::size_t known) const {
+  return gradient.use_count() == 1 &&
+         ((incoming.defined() && incoming.is_alias_of(gradient)) || gradient.storage().use_count() == known);
+}
+
+// Packs one new gradient as soon as it is there: it is still in the caches, and autograd makes the next one in the
+// memory that it leaves. What cannot be packed like this waits for its bucket.
+void DdpReducer::carry(int param, const at::Tensor& incoming) {
+  const auto number = static_cast<std::size_t>(param);
+  const auto [index, entry] = places_[number];
+  const Layout::Entry& place = plan_.buckets[index].layout.entries()[entry];
+  at::Tensor& gradient = params_[number].mutable_grad();
+  if (!gradient.defined() || gradient.layout() != at::kStrided || gradient.requires_grad() ||
+      gradient.device() != params_[number].device() || gradient.scalar_type() != params_[number].scalar_type() ||
+      place.wire != place.dtype) {
+    return;
+  }
+  open(index);
+  if (lies_in_place(index, entry) || !is_laid_out_as(gradient, params_[number]) || !is_new(gradient, incoming, 1)) {
+    return;
+  }
+  const std::size_t bytes = gradient.nbytes();
+  copy(*communicator_->compute(),
+       {{gradient.data_ptr(), static_cast<char*>(slots_[index].flat.data_ptr()) + place.offset, bytes, DType::kUInt8,
+         DType::kUInt8}});
+  gradient = make_view(index, entry);
+  slots_[index].carried[entry] = 1;
+  ++counts_.packed;
+}
+
 at::Tensor DdpReducer::make_view(std::size_t index, std::size_t entry) const {
   const at::Tensor& param = params_[static_cast<std::size_t>(plan_.buckets[index].params[entry])];
   const Layout::Entry& place = plan_.buckets[index].layout.entries()[entry];
@@ -141,7 +185,7 @@ Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const 
                  "was wrapped; convert the model before");
   if (lies_in_place(index, entry) && is_laid_out_as(gradient, param)) {
     slot.fates[entry] = Fate::kInBucket;
-    ++counts_.in_place;
+    counts_.in_place += slot.carried[entry] == 0 ? 1 : 0;
     return {nullptr, nullptr, true};
   }
   ++counts_.packed;
@@ -155,11 +199,8 @@ Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const 
   }
   held.push_back(gradient.storage());
   void* const data = gradient.data_ptr();
-  // Made by this backward, and nobody has seen it: whose memory it is makes no difference. What came into this hook and
-  // is the gradient now was taken over by autograd, which does so only with what nobody else refers to.
-  const bool is_new = gradient.use_count() == 1 && ((incoming.defined() && incoming.is_alias_of(gradient)) ||
-                                                    gradient.storage().use_count() == 2);  // its own, and `held`
-  if ((is_new || options_.bucket_views || options_.shard) && !casts && !gradient.requires_grad()) {
+  if ((is_new(gradient, incoming, 2) || options_.bucket_views || options_.shard) && !casts &&
+      !gradient.requires_grad()) {
     slot.fates[entry] = Fate::kInBucket;
     gradient = make_view(index, entry);
     return {data, nullptr, false};

@@ -2,6 +2,8 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <sched.h>
+
 #include <limits>
 #include <unordered_set>
 #include <utility>
@@ -13,6 +15,19 @@
 #include "torch/torch_error.h"
 
 namespace hpcomm {
+
+namespace {
+
+// Whether the computations of a host's ranks leave no core to their lanes: what a lane packs, it packs at their expense
+// then, and later than they could.
+bool lane_lacks_core(const Communicator& communicator) {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  return communicator.device().type == DeviceType::kCpu && ::sched_getaffinity(0, sizeof allowed, &allowed) == 0 &&
+         CPU_COUNT(&allowed) < 2 * communicator.size();
+}
+
+}  // namespace
 
 class DdpReducer::Hook final : public torch::autograd::FunctionPostHook {
  public:
@@ -48,6 +63,7 @@ DdpReducer::DdpReducer(std::shared_ptr<Communicator> communicator, std::vector<a
       names_(std::move(names)),
       options_(options),
       alone_(communicator_->size() == 1 && !options.check_finite),
+      carries_(!alone_ && !options.check_finite && communicator_->averages_well() && lane_lacks_core(*communicator_)),
       used_(at::zeros({static_cast<std::int64_t>(params_.size())}, at::kInt)) {
   HPCOMM_REQUIRE(!params_.empty() && names_.size() == params_.size(), "a DdpReducer of ", params_.size(),
                  " parameters with ", names_.size(), " names");

@@ -52,6 +52,8 @@ void DdpReducer::expect_none() {
     slots_[b].missing = plan_.buckets[b].params.size();
     slots_[b].work = nullptr;
     slots_[b].checks.clear();
+    slots_[b].open = false;
+    slots_[b].carried.assign(plan_.buckets[b].params.size(), 0);
   }
 }
 
@@ -107,6 +109,9 @@ void DdpReducer::mark_locked(int param, const at::Tensor& incoming) {
       param, " with name ", names_[index], " has been marked as ready twice.");
   marked_[index] = 1;
   order_.push_back(param);
+  if (carries_) {
+    carry(param, incoming);
+  }
   --slots_[places_[index].bucket].missing;
   issue_complete(incoming);
 }
@@ -137,9 +142,7 @@ void DdpReducer::issue_complete(const at::Tensor& incoming) {
 void DdpReducer::issue_bucket(std::size_t index, const at::Tensor& incoming) {
   const Bucket& bucket = plan_.buckets[index];
   Slot& slot = slots_[index];
-  if (!is_free(index)) {
-    allocate(index);
-  }
+  open(index);
   // The bucket by its memory: its storage is counted to see who else looks at it, and the lane may be late to let go.
   auto held = std::make_shared<std::pair<std::vector<c10::Storage>, Keepalive>>();
   held->second = slot.owner;

@@ -124,12 +124,16 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
     std::vector<Fate> fates;
     std::vector<at::Tensor> staged;  // by entry, where the fate is kStaged, or what a missing gradient becomes
     std::vector<RunCheck> checks;
+    bool open = false;                  // its memory is that of this step: gradients may be packed
+    std::vector<std::uint8_t> carried;  // by entry: carry() has packed it
   };
 
   void mark(int param, const at::Tensor& incoming);
   void mark_locked(int param, const at::Tensor& incoming);
   void issue_complete(const at::Tensor& incoming);
   void issue_bucket(std::size_t index, const at::Tensor& incoming);
+  void open(std::size_t index);
+  void carry(int param, const at::Tensor& incoming);
   [[nodiscard]] Contribution contribute(std::size_t index, std::size_t entry, const at::Tensor& incoming,
                                         std::vector<c10::Storage>& held);
   void hand_out(std::size_t index);
@@ -137,6 +141,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   [[nodiscard]] std::size_t memory_bytes(std::size_t index) const;
   [[nodiscard]] bool is_free(std::size_t index) const;
   [[nodiscard]] bool lies_in_place(std::size_t index, std::size_t entry) const;
+  [[nodiscard]] bool is_new(const at::Tensor& gradient, const at::Tensor& incoming, std::size_t known) const;
   [[nodiscard]] at::Tensor make_view(std::size_t index, std::size_t entry) const;
   void move_kept_gradients(const std::vector<Slot>& old);
   void at_end_of_backward();
@@ -153,7 +158,8 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   const std::vector<at::Tensor> params_;
   const std::vector<std::string> names_;
   const DdpOptions options_;
-  const bool alone_;  // one rank: gradients are averages already
+  const bool alone_;    // one rank: gradients are averages already
+  const bool carries_;  // gradients are packed one by one, where they are made
   std::vector<std::unique_ptr<Accumulator>> accumulators_;
 
   mutable std::mutex mutex_;

@@ -94,7 +94,7 @@ class NativeReducer:
         # A sharded optimizer has pieces of the buckets as they are.
         self._learns = not find_unused and not shard and lane.size > 1
         self._log = StepLog(self._native)
-        self._rebuilt: dict[str, int] = {}
+        self._rebuilt: dict[str, int | str] = {}
         agree_among(lane, "gradient buckets", [str(self._native.plan.hash)])
 
     def __getattr__(self, name: str) -> Any:
@@ -118,8 +118,8 @@ class NativeReducer:
     def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
         self._log.rate = rate
 
-    def logged(self) -> dict[str, int]:
-        """What torch's log has of a step, in nanoseconds."""
+    def logged(self) -> dict[str, int | str]:
+        """What torch's log has of a step (times in nanoseconds) and of the buckets that were rebuilt."""
         return {**self._log.data, **self._rebuilt, "num_buckets_reduced": self._native.counts["issued"]}
 
     def _ddp_graph_static(self) -> bool:
@@ -138,13 +138,24 @@ class NativeReducer:
         if not self._learns or not self._native.ready_order():
             return False
         self._learns = False
-        self._rebuilt = {"has_rebuilt_buckets": 1}
-        body = json.dumps(self._native.ready_order()).encode()
+        seen = self._native.ready_order()
+        body = json.dumps(seen).encode()
         order = json.loads(tell_all(self._lane, _ORDER_CHANNEL, body))
         plan = _C.ddp_bucket_plan(self._parameters, order, self._sizes.limits(self._lane, self._parameters), self._wire)
         if plan.hash != self._native.plan.hash:  # alike on all ranks: both are functions of what rank 0 saw
             self._native.replan(plan)
+        self._rebuilt = self._log_of(plan, seen)
         return True
+
+    def _log_of(self, plan: BucketPlan, seen: list[int]) -> dict[str, int | str]:
+        """Rebuilt buckets, and the order that this rank saw, as torch's log writes them."""
+        sizes = [p.numel() * p.element_size() for p in self._parameters]
+        return {
+            "has_rebuilt_buckets": 1,
+            "rebuilt_bucket_sizes": ", ".join(str(sum(sizes[i] for i in params)) for params in plan.buckets),
+            "rebuilt_per_bucket_param_indices": ", ".join(" ".join(map(str, params)) for params in plan.buckets),
+            "prev_iteration_grad_ready_order_indices": ", ".join(map(str, seen)),
+        }
 
     def _check_reducer_finalized(self) -> None:
         if self._native.state not in ("idle", "expecting"):

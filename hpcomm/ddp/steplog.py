@@ -34,7 +34,7 @@ class StepLog:
             for name, value in sample.items():
                 self._sums[name] += value
             averages = {f"avg_{name}": total // self._samples for name, total in self._sums.items()}
-            self.data = {**sample, **averages, "iteration": steps}
+            self.data = {**sample, **averages, **_moments(tuple(times), self._forward), "iteration": steps}
         self._forward = time.monotonic()
 
 
@@ -47,3 +47,15 @@ def _times(seen: tuple[float, ...], forward: float) -> dict[str, int]:
         "backward_compute_comm_overlap_time": computed - first_issued,
     }
     return {name: max(1, int(value * 1e9)) for name, value in seconds.items()}
+
+
+def _moments(seen: tuple[float, ...], forward: float) -> dict[str, int]:
+    _, first_ready, first_issued, computed, finished = seen
+    seconds = {
+        "forward_compute_time_start": forward,
+        "backward_compute_time_start": first_ready,
+        "backward_comm_time_start": first_issued,
+        "backward_compute_time_end": computed,
+        "backward_comm_time_end": finished,
+    }
+    return {name: int(value * 1e9) for name, value in seconds.items()}

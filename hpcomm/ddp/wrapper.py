@@ -383,6 +383,8 @@ def _install(ddp: torch.nn.parallel.DistributedDataParallel, lane: Communicator)
 
 
 def _group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
+    if device_mesh is not None and device_mesh.ndim != 1:  # before a rank outside of it asks for its group
+        raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
     group = device_mesh.get_group(mesh_dim=0) if device_mesh is not None else process_group or dist.group.WORLD
     if group is None:
         raise InvalidArgument("DistributedDataParallel: call hpcomm.init() first and pass mesh=")
