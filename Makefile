@@ -78,10 +78,14 @@ format: $(MADE_DEV) ## rewrite the files as lint wants them
 	$(BIN)/ruff format .
 	find $(FORMATTED) -name '*.cpp' -o -name '*.h' -o -name '*.cu' | xargs $(BIN)/clang-format -i
 
+# The linker takes a comma in a folder's name for the end of an option.
+COMMA := ,
+SANITIZED = build/$(subst $(COMMA),-,$(SANITIZE))
+
 sanitize: $(MADE_TOOLS) ## run the C++ tests under SANITIZE=thread|address|undefined, without torch
-	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/$(SANITIZE) -G Ninja -DHPCOMM_BUILD_TESTS=ON -DHPCOMM_SANITIZE=$(SANITIZE)
-	$(BIN)/cmake --build build/$(SANITIZE) --target hpcomm_native_tests $(if $(MAX_JOBS),--parallel $(MAX_JOBS))
-	build/$(SANITIZE)/hpcomm_native_tests
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B $(SANITIZED) -G Ninja -DHPCOMM_BUILD_TESTS=ON -DHPCOMM_SANITIZE=$(SANITIZE)
+	$(BIN)/cmake --build $(SANITIZED) --target hpcomm_native_tests $(if $(MAX_JOBS),--parallel $(MAX_JOBS))
+	$(SANITIZED)/hpcomm_native_tests
 
 tsan: ## the C++ tests under ThreadSanitizer
 	$(MAKE) sanitize SANITIZE=thread
@@ -89,7 +93,7 @@ tsan: ## the C++ tests under ThreadSanitizer
 asan: ## the C++ tests under AddressSanitizer, LeakSanitizer and UBSan; ten million damaged headers, or what three minutes take
 	$(MAKE) sanitize SANITIZE=address,undefined
 	for seed in 1 2 3 4; do HPCOMM_FUZZ_SEED=$$seed HPCOMM_FUZZ_MESSAGES=2500000 HPCOMM_FUZZ_SECONDS=45 \
-		build/address,undefined/hpcomm_native_tests fuzz_message_headers || exit 1; done
+		build/address-undefined/hpcomm_native_tests fuzz_message_headers || exit 1; done
 
 wheel: $(MADE_TORCH) $(MADE_TOOLS) ## make dist/: a source archive, a wheel for the torch of .venv; check and try it
 	$(BIN)/python scripts/make_wheel.py -- $(PIP_ARGS)
