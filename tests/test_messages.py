@@ -173,6 +173,15 @@ def test_damaged_structures_are_refused(tree: Any, changes: list[tuple[int, int]
     assert len(flatten(got)[1]) == len(tensors)  # what is accepted is a tree of those tensors
 
 
+@pytest.mark.parametrize("tree", [Frozen(0j), Pair(1, 2)])
+def test_a_class_name_that_is_no_text(tree: Any) -> None:
+    structure, tensors = flatten(tree)
+    name = type(tree).__name__.encode()
+    assert name in structure
+    with pytest.raises(hpcomm.ProtocolError, match="damaged text"):
+        unflatten(structure.replace(name, b"\x80" * len(name)), tensors)
+
+
 def test_deep_nesting_is_refused() -> None:
     deep: Any = None
     for _ in range(300):

@@ -278,7 +278,7 @@ class Builder {
         return dict;
       }
       case Node::kNamedTuple: {
-        const std::string name(reader_.text());
+        const std::string name = read_name();
         const py::tuple items = build_tuple();
         const py::object type = find_class(name);
         const bool is_one = PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(type.ptr()), &PyTuple_Type) != 0 &&
@@ -303,6 +303,13 @@ class Builder {
     return py::reinterpret_steal<py::object>(made);
   }
 
+  // Of a class or a field. Checked here: errors quote it, and are texts of Python themselves.
+  std::string read_name() {
+    const std::string_view text = reader_.text();
+    (void)checked(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), nullptr));
+    return std::string(text);
+  }
+
   py::tuple build_tuple() {
     const std::uint32_t count = reader_.count();
     py::tuple tuple(count);
@@ -314,11 +321,11 @@ class Builder {
 
   // Neither __init__ nor __post_init__ runs: the object gets the fields that were sent, also of a frozen class.
   py::object build_dataclass() {
-    const std::string name(reader_.text());
+    const std::string name = read_name();
     const std::uint32_t count = reader_.count();
     std::vector<std::pair<std::string, py::object>> fields;
     for (std::uint32_t i = 0; i < count; ++i) {
-      std::string field(reader_.text());
+      std::string field = read_name();
       fields.emplace_back(std::move(field), build());
     }
     const py::object type = find_class(name);
