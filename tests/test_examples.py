@@ -21,21 +21,24 @@ TIMEOUT = 60.0  # seconds; several times what it takes
 
 
 def run(*command: str) -> str:
-    """Runs Python with ``command`` and returns its output; ends all its processes at the time-out."""
+    """Runs Python with ``command`` and returns what it printed; ends all its processes at the time-out.
+
+    Its errors go elsewhere: a warning of one rank must not cut a line that another prints.
+    """
     process = subprocess.Popen(
         [sys.executable, *command],
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     try:
-        output, _ = process.communicate(timeout=TIMEOUT)
+        output, errors = process.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
         kill_tree(process.pid)
-        output, _ = process.communicate()
-        pytest.fail(f"still running after {TIMEOUT:.0f} s:\n{output}")
-    assert process.returncode == 0, output
+        output, errors = process.communicate()
+        pytest.fail(f"still running after {TIMEOUT:.0f} s:\n{output}\n{errors}")
+    assert process.returncode == 0, output + errors
     return output
 
 
