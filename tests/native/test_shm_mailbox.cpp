@@ -2,6 +2,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -156,19 +157,61 @@ TEST(shm_both_sides_send_first) {
   ShmJob(2).run([](Communicator& world) {
     const auto mailbox = world.mailbox();
     const int peer = 1 - world.rank();
-    for (const bool allocated : {false, true}) {
-      auto out = letter(world.rank(), 1, 2000000);
-      std::vector<std::int64_t> in(2000000, -1);
-      BufferView view = view_of(out);
-      const Buffer memory = world.allocate(allocated ? view.bytes : 1);
-      if (allocated) {
-        std::memcpy(memory.view.data, view.data, view.bytes);
-        view.data = memory.view.data;
+    // Where the bytes are, and where they go: each way around the ring, and through it.
+    for (const bool from_arena : {false, true}) {
+      for (const bool to_arena : {false, true}) {
+        auto out = letter(world.rank(), 1, 2000000);
+        std::vector<std::int64_t> in(2000000, -1);
+        BufferView source = view_of(out);
+        BufferView target = view_of(in);
+        const Buffer memory = world.allocate(source.bytes);
+        const Buffer other = world.allocate(target.bytes);
+        if (from_arena) {
+          std::memcpy(memory.view.data, source.data, source.bytes);
+          source.data = memory.view.data;
+        }
+        if (to_arena) {
+          std::memset(other.view.data, 0xff, target.bytes);
+          target.data = other.view.data;
+        }
+        const MailPtr sent = mailbox->send(source, peer, 1);
+        mailbox->recv(target, peer, 1)->wait();
+        sent->wait();
+        std::memcpy(in.data(), target.data, to_arena ? target.bytes : 0);
+        check_letter(in, peer, 1);
       }
-      const MailPtr sent = mailbox->send(view, peer, 1);
-      mailbox->recv(view_of(in), peer, 1)->wait();
-      sent->wait();
-      check_letter(in, peer, 1);
+    }
+  });
+}
+
+TEST(shm_large_mail_waits_for_its_receive_and_small_mail_passes_it) {
+  ShmJob(2).run([](Communicator& world) {
+    const auto mailbox = world.mailbox();
+    constexpr std::size_t kCount = 1000000;
+    if (world.rank() == 0) {
+      std::vector<std::vector<std::int64_t>> out;
+      std::vector<MailPtr> sent;
+      for (const std::uint64_t tag : {5UL, 6UL, 6UL, 7UL}) {
+        out.push_back(letter(0, tag + out.size(), tag == 7 ? 3 : kCount));
+        sent.push_back(mailbox->send(view_of(out.back()), 1, tag));
+      }
+      for (const MailPtr& mail : sent) {
+        mail->wait();
+      }
+    } else {
+      const auto take = [&](std::uint64_t tag, std::size_t number, std::size_t count, bool allocated) {
+        std::vector<std::int64_t> in(count, -1);
+        const Buffer memory = world.allocate(count * 8);
+        BufferView target = view_of(in);
+        target.data = allocated ? memory.view.data : target.data;
+        mailbox->recv(target, 0, tag)->wait();
+        std::memcpy(in.data(), target.data, allocated ? target.bytes : 0);
+        check_letter(in, 0, tag + number);
+      };
+      take(7, 3, 3, false);  // the three before it are known by now, but not taken
+      take(6, 1, kCount, true);
+      take(6, 2, kCount, false);
+      take(5, 0, kCount, true);
     }
   });
 }
@@ -179,13 +222,21 @@ TEST(shm_mail_moves_though_nobody_waits) {
     constexpr std::size_t kCount = 600000;
     if (world.rank() == 0) {
       auto out = letter(0, 2, kCount);
-      const MailPtr mail = mailbox->send(view_of(out), 1, 2);
-      CHECK(eventually([&] { return mail->done(); }, 20s));  // looks, but never waits
+      for (int i = 0; i < 2; ++i) {
+        const MailPtr mail = mailbox->send(view_of(out), 1, 2);
+        CHECK(eventually([&] { return mail->done(); }, 20s));  // looks, but never waits
+      }
     } else {
-      std::vector<std::int64_t> in(kCount, -1);
-      const MailPtr mail = mailbox->recv(view_of(in), 0, 2);
-      CHECK(eventually([&] { return mail->done(); }, 20s));
-      check_letter(in, 0, 2);
+      const Buffer memory = world.allocate(kCount * 8);
+      for (const bool allocated : {false, true}) {
+        std::vector<std::int64_t> in(kCount, -1);
+        BufferView target = view_of(in);
+        target.data = allocated ? memory.view.data : target.data;
+        const MailPtr mail = mailbox->recv(target, 0, 2);
+        CHECK(eventually([&] { return mail->done(); }, 20s));
+        std::memcpy(in.data(), target.data, allocated ? target.bytes : 0);
+        check_letter(in, 0, 2);
+      }
     }
   });
 }
@@ -193,7 +244,7 @@ TEST(shm_mail_moves_though_nobody_waits) {
 TEST(shm_mail_of_another_size_is_refused_on_both_sides) {
   ShmJob(2).run([](Communicator& world) {
     const auto mailbox = world.mailbox();
-    for (const std::size_t count : {4UL, 300000UL}) {
+    for (const std::size_t count : {4UL, 200000UL, 300000UL}) {  // in one frame, through the ring, offered
       for (const bool allocated : {false, true}) {
         std::vector<std::int64_t> values(count, 1);
         if (world.rank() == 0) {
@@ -280,6 +331,46 @@ TEST(shm_an_abort_ends_mail) {
   });
 }
 
+TEST(shm_an_abort_ends_large_mail_on_both_sides) {
+  // Offered and not taken; taken, with the place of an arena told, and the sender never looks.
+  const ShmJob job(2);
+  std::atomic<bool> sent = false;
+  run_ranks(2, [&](int rank) {
+    const auto world = job.communicator(rank);
+    std::vector<std::int64_t> values(1000000, rank);
+    if (rank == 1) {
+      const MailPtr offered = world->mailbox()->send(view_of(values), 0, 9);
+      sent = true;
+      const auto error = error_of(*offered);
+      CHECK(error && error->kind() == ErrorKind::kPeerError && error->context().operation == "send");
+      return;
+    }
+    const Buffer memory = world->allocate(values.size() * 8);
+    const MailPtr open = world->mailbox()->recv({memory.view.data, 8000000, 1000000, DType::kInt64, {}}, 1, 8);
+    CHECK(eventually([&] { return sent.load(); }, 20s));
+    job.control(rank)->abort("enough");
+    CHECK(error_of(*open).has_value());
+  });
+}
+
+TEST(shm_large_mail_that_nobody_takes_times_out) {
+  const ShmJob job(2);
+  std::atomic<bool> over = false;
+  run_ranks(2, [&](int rank) {
+    const auto world = job.communicator(rank);
+    std::vector<std::int64_t> values(1000000, 1);
+    if (rank == 0) {
+      OpOptions options;
+      options.timeout = 100ms;
+      const auto error = error_of(*world->mailbox()->send(view_of(values), 1, 1, options));
+      CHECK(error && error->kind() == ErrorKind::kTimedOut && error->context().peer == 1);
+      over = true;
+    } else {
+      CHECK(eventually([&] { return over.load(); }, 20s));
+    }
+  });
+}
+
 TEST(shm_mail_from_several_threads) {
   ShmJob(2).run([](Communicator& world) {
     const auto mailbox = world.mailbox();
@@ -314,22 +405,30 @@ TEST(shm_stress_of_random_mail) {
         std::vector<std::int64_t> values;
         int from;
         std::uint64_t tag;
+        Buffer memory;
       };
       std::vector<std::unique_ptr<Open>> open;
       for (int i = 0; i < 600; ++i) {
         const int from = static_cast<int>(common() % 4);
         const int to = (from + 1 + static_cast<int>(common() % 3)) % 4;
         const std::uint64_t tag = common() % 3;
-        const std::size_t count = common() % 10 == 0 ? common() % 60000 : common() % 50;
+        const unsigned size = common() % 100;
+        const std::size_t count = size == 0 ? common() % 600000 : size < 10 ? common() % 60000 : common() % 50;
+        const bool allocated = common() % 2 == 0;
         if (world.rank() != from && world.rank() != to) {
           continue;
         }
-        auto mail = std::make_unique<Open>(Open{nullptr, letter(from, tag, count), from, tag});
+        auto mail = std::make_unique<Open>(Open{nullptr, letter(from, tag, count), from, tag, {}});
         if (world.rank() == from) {
           mail->mail = mailbox->send(view_of(mail->values), to, tag);
         } else {
           std::fill(mail->values.begin(), mail->values.end(), -1);
-          mail->mail = mailbox->recv(view_of(mail->values), from, tag);
+          BufferView target = view_of(mail->values);
+          if (allocated && count > 0) {
+            mail->memory = world.allocate(target.bytes);
+            target.data = mail->memory.view.data;
+          }
+          mail->mail = mailbox->recv(target, from, tag);
         }
         open.push_back(std::move(mail));
         if (own() % 20 == 0) {
@@ -339,6 +438,9 @@ TEST(shm_stress_of_random_mail) {
       std::shuffle(open.begin(), open.end(), own);
       for (const auto& mail : open) {
         mail->mail->wait();
+        if (mail->memory.view.data != nullptr) {
+          std::memcpy(mail->values.data(), mail->memory.view.data, mail->values.size() * 8);
+        }
         check_letter(mail->values, mail->from, mail->tag);
       }
     });

@@ -151,10 +151,20 @@ void ShmMailbox::expire() {
       }
     }
     // Half a message, or memory that the receiver may read at any time: nothing can follow.
-    const auto reference = std::find_if(peer.references.begin(), peer.references.end(),
-                                        [&expired](const auto& entry) { return expired(entry.second); });
-    if (reference != peer.references.end()) {
-      broken_ = late(*reference->second);
+    for (const auto& [number, mail] : peer.references) {
+      if (expired(mail)) {
+        broken_ = late(*mail);
+      }
+    }
+    for (const auto& [number, offer] : peer.offers) {
+      if (expired(offer.mail)) {
+        broken_ = late(*offer.mail);
+      }
+    }
+    for (const auto& [number, promise] : peer.promises) {
+      if (expired(promise.mail)) {
+        broken_ = late(*promise.mail);
+      }
     }
     if (peer.incoming && expired(peer.incoming->mail)) {
       broken_ = late(*peer.incoming->mail);
@@ -207,11 +217,11 @@ void ShmMailbox::bury() {
       }
     }
     peer.outgoing.clear();
-    for (const auto& [number, mail] : peer.references) {
-      setup_.neighbourhood->park(mail->keepalive_);  // a process that has left the job may still be reading
+    std::vector<Held> large;
+    forget_large(peer, large);
+    for (const Held& mail : large) {
       end(*mail, gone(*mail));
     }
-    peer.references.clear();
     if (peer.incoming) {
       if (peer.incoming->mail) {
         end(*peer.incoming->mail, gone(*peer.incoming->mail));
@@ -255,11 +265,7 @@ void ShmMailbox::fail(const Error& why) noexcept {
         gone.push_back(std::move(outgoing.mail));
       }
       peer.outgoing.clear();
-      for (auto& [number, mail] : peer.references) {
-        setup_.neighbourhood->park(mail->keepalive_);  // the receiver may read it at any time
-        gone.push_back(std::move(mail));
-      }
-      peer.references.clear();
+      forget_large(peer, gone);
       if (peer.incoming) {
         gone.push_back(std::move(peer.incoming->mail));
       }

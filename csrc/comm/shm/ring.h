@@ -12,8 +12,16 @@ enum class FrameKind : std::uint8_t {
   kMessage = 1,    // followed by its bytes
   kReference = 2,  // its bytes lie in the sender's arena until they are acknowledged
   kAck = 3,        // of the reference `number`
-  kRefusal = 4,    // of the message or reference `number`: the receiver expected `count` elements of `dtype`
+  kRefusal = 4,    // of the message, reference or offer `number`: the receiver expected `count` elements of `dtype`
+  kOffer = 5,      // followed by the first kOfferHead of its bytes; the rest goes where the receiver says
+  kPlace = 6,      // answer: the rest of offer `number` is written to where the message begins in the receiver's arena
+  kNoPlace = 7,    // answer: the rest of offer `number` comes through the ring
+  kRest = 8,       // followed by the rest of offer `number`
+  kDeposited = 9,  // the rest of offer `number` is in its place
 };
+
+// So many bytes of an offer travel behind its frame: they are read while the answer is on its way.
+inline constexpr std::size_t kOfferHead = std::size_t{128} << 10;
 
 // Everything in a ring begins with one of these, on a cache line.
 struct alignas(64) Frame {
@@ -26,6 +34,25 @@ struct alignas(64) Frame {
   Location location;
 };
 static_assert(sizeof(Frame) == 64);
+
+// How many bytes follow it in the ring.
+[[nodiscard]] constexpr std::size_t bytes_behind(const Frame& frame) noexcept {
+  switch (frame.kind) {
+    case FrameKind::kMessage:
+    case FrameKind::kRest:
+      return frame.bytes;
+    case FrameKind::kOffer:
+      return kOfferHead;
+    case FrameKind::kReference:
+    case FrameKind::kAck:
+    case FrameKind::kRefusal:
+    case FrameKind::kPlace:
+    case FrameKind::kNoPlace:
+    case FrameKind::kDeposited:
+      return 0;
+  }
+  return 0;
+}
 
 class RingWriter {
  public:

@@ -1,4 +1,5 @@
-// Moving and matching messages. Everything here but send() and recv() runs with the mutex held.
+// Moving and matching messages. Everything here but send() and recv() runs with the mutex held. Large ones:
+// rendezvous.cpp.
 #include "comm/shm/shm_mailbox.h"
 
 #include <algorithm>
@@ -14,15 +15,13 @@ namespace {
 
 // Bytes that are shown to the reader at once: it copies them while the writer goes on.
 constexpr std::size_t kPiece = std::size_t{32} << 10;
-// From here on a message that lies in the sender's arena is copied once, by the receiver.
-constexpr std::size_t kReferenceBytes = std::size_t{128} << 10;
 
-std::string elements(std::uint64_t count, std::uint8_t dtype) {
+}  // namespace
+
+std::string elements_of(std::uint64_t count, std::uint8_t dtype) {
   const auto known = dtype_from_wire(dtype);
   return str(count, " ", known ? to_string(*known) : "unknown", count == 1 ? " element" : " elements");
 }
-
-}  // namespace
 
 ShmMailbox::ShmMailbox(Setup setup)
     : setup_(std::move(setup)),
@@ -83,18 +82,12 @@ MailPtr ShmMailbox::send(const BufferView& buffer, int peer, std::uint64_t tag, 
     mail = make("send", buffer, peer, tag, options, to.numbers);
     mail->number_ = ++to.numbers;
     Frame frame;
-    frame.kind = FrameKind::kMessage;
+    frame.kind = kind_of(buffer, &frame.location);
     frame.dtype = static_cast<std::uint8_t>(buffer.dtype);
     frame.number = mail->number_;
     frame.tag = tag;
     frame.count = buffer.count;
     frame.bytes = buffer.bytes;
-    if (buffer.bytes >= kReferenceBytes) {
-      if (const auto location = setup_.neighbourhood->arena().locate(buffer.data, buffer.bytes)) {
-        frame.kind = FrameKind::kReference;
-        frame.location = *location;
-      }
-    }
     to.outgoing.push_back({frame, mail});
     if (to.departed) {
       bury();
@@ -159,10 +152,14 @@ void ShmMailbox::push(int to) {
       writer.write(&next.frame, sizeof(Frame));
       next.begun = true;
       wrote = true;
+      if (next.frame.kind == FrameKind::kOffer) {
+        peer.offers.emplace(next.frame.number, Offer{next.mail});
+      }
     }
-    if (next.frame.kind == FrameKind::kMessage) {
+    if (bytes_behind(next.frame) > 0) {
       Mail& mail = *next.mail;
-      std::size_t left = mail.view_.bytes - mail.moved_;
+      const std::size_t until = next.frame.kind == FrameKind::kOffer ? kOfferHead : mail.view_.bytes;
+      std::size_t left = until - mail.moved_;
       while (left > 0) {
         const std::size_t bytes = std::min({left, writer.room(), kPiece});
         if (bytes == 0) {
@@ -181,10 +178,29 @@ void ShmMailbox::push(int to) {
         break;
       }
       writer.pad();
-      // A refusal may have come while the rest was on its way; then the mail has its error already.
-      end(mail, mail.error_);
-    } else if (next.frame.kind == FrameKind::kReference) {
-      peer.references.emplace(next.frame.number, next.mail);
+    }
+    switch (next.frame.kind) {
+      case FrameKind::kMessage:
+        // A refusal may have come while the rest was on its way; then the mail has its error already.
+        end(*next.mail, next.mail->error_);
+        break;
+      case FrameKind::kReference:
+        peer.references.emplace(next.frame.number, next.mail);
+        break;
+      case FrameKind::kOffer:
+        peer.offers.at(next.frame.number).head_sent = true;
+        settle(to, next.frame.number);
+        break;
+      case FrameKind::kRest:
+        peer.offers.at(next.frame.number).rest_sent = true;
+        settle(to, next.frame.number);
+        break;
+      case FrameKind::kAck:
+      case FrameKind::kRefusal:
+      case FrameKind::kPlace:
+      case FrameKind::kNoPlace:
+      case FrameKind::kDeposited:
+        break;
     }
     peer.outgoing.pop_front();
   }
@@ -217,8 +233,9 @@ bool ShmMailbox::pending() const {
 // Is there a reason to read what `from` sends beyond what a receive waits for? Otherwise it stays in the ring, and the
 // sender is held back.
 bool ShmMailbox::is_wanted(int from) const {
-  if (!peers_[static_cast<std::size_t>(from)].references.empty()) {
-    return true;  // the acknowledgement may come behind it
+  const Peer& peer = peers_[static_cast<std::size_t>(from)];
+  if (!peer.references.empty() || !peer.offers.empty() || !peer.promises.empty()) {
+    return true;  // what ends them may come behind it
   }
   return std::any_of(posted_.begin(), posted_.end(),
                      [from](const Held& mail) { return mail->peer_ == from || mail->peer_ == kAnySource; });
@@ -250,9 +267,7 @@ bool ShmMailbox::pull_frame(int from) {
     return false;
   }
   const Frame frame = reader.peek();
-  if (frame.kind == FrameKind::kAck || frame.kind == FrameKind::kRefusal) {
-    reader.skip(sizeof(Frame));
-    accept_answer(from, frame);
+  if (accept_rendezvous(from, frame)) {
     return true;
   }
   const Held mail = match(from, frame);
@@ -270,6 +285,9 @@ bool ShmMailbox::pull_frame(int from) {
       }
       return true;
     }
+    if (frame.kind == FrameKind::kOffer && fitting) {
+      take_offer(mail, frame, from);
+    }
     peer.incoming.emplace(Incoming{frame, fitting ? mail : nullptr, nullptr, 0});
     return true;
   }
@@ -281,7 +299,7 @@ bool ShmMailbox::pull_frame(int from) {
     early->complete = true;
     return true;
   }
-  early->bytes.resize(frame.bytes);
+  early->bytes.resize(bytes_behind(frame));
   peer.incoming.emplace(Incoming{frame, nullptr, early, 0});
   return true;
 }
@@ -291,23 +309,30 @@ bool ShmMailbox::pull_bytes(int from) {
   Peer& peer = peer_at(from);
   RingReader& reader = *peer.reader;
   Incoming& incoming = *peer.incoming;
-  char* target = incoming.mail ? static_cast<char*>(incoming.mail->view_.data)
-                               : (incoming.early ? incoming.early->bytes.data() : nullptr);
-  while (incoming.moved < incoming.frame.bytes) {
-    const std::size_t bytes = std::min({incoming.frame.bytes - incoming.moved, reader.available(), kPiece});
+  char* target = nullptr;  // of what nobody wants
+  if (incoming.mail) {
+    target = static_cast<char*>(incoming.mail->view_.data) + (incoming.frame.kind == FrameKind::kRest ? kOfferHead : 0);
+  } else if (incoming.early) {
+    target = incoming.early->bytes.data();
+  }
+  const std::size_t total = bytes_behind(incoming.frame);
+  while (incoming.moved < total) {
+    const std::size_t bytes = std::min({total - incoming.moved, reader.available(), kPiece});
     if (bytes == 0) {
       return false;
     }
     reader.read(target == nullptr ? nullptr : target + incoming.moved, bytes);
     incoming.moved += bytes;
-    if (incoming.moved < incoming.frame.bytes) {
+    if (incoming.moved < total) {
       reader.release();
       ring(setup_.region->bell(static_cast<std::size_t>(from)));
     }
   }
   reader.pad();
   if (incoming.mail) {
-    end(*incoming.mail);
+    if (incoming.frame.kind != FrameKind::kOffer) {
+      end(*incoming.mail);
+    }
   } else if (incoming.early) {
     incoming.early->complete = true;
     if (const Held taker = std::exchange(incoming.early->taker, nullptr)) {
@@ -341,63 +366,13 @@ bool ShmMailbox::fits(Mail& mail, const Frame& frame, int from) {
   what.peer = sender;
   const Error error(
       ErrorKind::kSchemaMismatch,
-      str("recv on lane ", setup_.lane, ": rank ", sender, " sent ", elements(frame.count, frame.dtype), ", rank ",
-          what.rank, " expected ", elements(mail.view_.count, static_cast<std::uint8_t>(mail.view_.dtype)),
+      str("recv on lane ", setup_.lane, ": rank ", sender, " sent ", elements_of(frame.count, frame.dtype), ", rank ",
+          what.rank, " expected ", elements_of(mail.view_.count, static_cast<std::uint8_t>(mail.view_.dtype)),
           "; the message was dropped"),
       what);
   answer(from, FrameKind::kRefusal, frame, &mail.view_);
   end(mail, std::make_exception_ptr(error));
   return false;
-}
-
-void ShmMailbox::take_reference(Mail& mail, const Frame& frame, int from) {
-  try {
-    const char* source = setup_.neighbourhood->map(setup_.members[static_cast<std::size_t>(from)], frame.location,
-                                                   frame.bytes, mail.deadline_);
-    std::memcpy(mail.view_.data, source, frame.bytes);
-    if (setup_.region->bell(static_cast<std::size_t>(from)).gone.load(std::memory_order_seq_cst) != 0) {
-      const int sender = setup_.members[static_cast<std::size_t>(from)];
-      ErrorContext what = mail.what_;
-      what.peer = sender;
-      throw Error(ErrorKind::kPeerError,
-                  str("recv on lane ", setup_.lane, ": rank ", sender, " gave this message up before it was received"),
-                  what);
-    }
-    answer(from, FrameKind::kAck, frame, nullptr);
-    end(mail);
-  } catch (const Error&) {
-    answer(from, FrameKind::kRefusal, frame, &mail.view_);
-    end(mail, std::current_exception());
-  }
-}
-
-void ShmMailbox::accept_answer(int from, const Frame& frame) {
-  Peer& peer = peer_at(from);
-  Held mail;
-  if (const auto reference = peer.references.find(frame.number); reference != peer.references.end()) {
-    mail = reference->second;
-    peer.references.erase(reference);
-  }
-  if (frame.kind == FrameKind::kAck) {
-    if (mail) {
-      end(*mail);
-    }
-    return;
-  }
-  const int receiver = setup_.members[static_cast<std::size_t>(from)];
-  const ErrorContext what{setup_.members[setup_.rank], receiver, static_cast<long long>(frame.number) - 1, "send"};
-  const Error error(ErrorKind::kSchemaMismatch,
-                    str("send #", what.sequence, " on lane ", setup_.lane, ": rank ", receiver,
-                        " refused it: it expected ", elements(frame.count, frame.dtype)),
-                    what);
-  if (mail) {
-    end(*mail, std::make_exception_ptr(error));
-  } else if (!peer.outgoing.empty() && peer.outgoing.front().begun && peer.outgoing.front().mail &&
-             peer.outgoing.front().frame.number == frame.number) {
-    peer.outgoing.front().mail->error_ = std::make_exception_ptr(error);  // once the rest has been dropped there
-  } else {
-    peer.refusal.emplace(frame.tag, error);  // that send returned long ago: the next one of its tag says so
-  }
 }
 
 // --- messages that came before their receive -------------------------------------------------------------------------
@@ -442,7 +417,11 @@ void ShmMailbox::deliver(Early& early, const Held& mail, int from) {
       if (!early.bytes.empty()) {
         std::memcpy(mail->view_.data, early.bytes.data(), early.bytes.size());
       }
-      end(*mail);
+      if (early.frame.kind == FrameKind::kOffer) {
+        take_offer(mail, early.frame, from);
+      } else {
+        end(*mail);
+      }
     }
   }
   peer_at(from).early.remove_if([&early](const std::shared_ptr<Early>& other) { return other.get() == &early; });

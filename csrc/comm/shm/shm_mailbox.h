@@ -53,6 +53,9 @@ class Mail final : public MailWork, public std::enable_shared_from_this<Mail> {
   std::atomic<bool> done_ = false;
 };
 
+// For messages: "3 float32 elements".
+[[nodiscard]] std::string elements_of(std::uint64_t count, std::uint8_t dtype);
+
 class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<ShmMailbox> {
  public:
   struct Setup {
@@ -109,18 +112,31 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
     bool complete = false;
     Held taker;  // a receive that waits for the rest of it
   };
-  // What the head of a ring is being read into.
+  // What the bytes behind a frame are being read into.
   struct Incoming {
     Frame frame;
     Held mail;
     std::shared_ptr<Early> early;
-    std::size_t moved = 0;
+    std::size_t moved = 0;  // of these bytes
+  };
+  // A large message of this rank: it has ended when its head is in the ring and the rest where the receiver wanted it.
+  struct Offer {
+    Held mail;
+    bool head_sent = false;
+    bool rest_sent = false;
+  };
+  // A large message to this rank, whose rest is on its way.
+  struct Promise {
+    Held mail;
+    bool exposed = false;  // the sender may write to the mail's memory at any time
   };
   struct Peer {
     std::optional<RingWriter> writer;
     std::optional<RingReader> reader;
     std::deque<Outgoing> outgoing;
-    std::map<std::uint64_t, Held> references;  // sent, not acknowledged
+    std::map<std::uint64_t, Held> references;   // sent, not acknowledged
+    std::map<std::uint64_t, Offer> offers;      // sent, at least in part
+    std::map<std::uint64_t, Promise> promises;  // received, but for the rest
     std::optional<Incoming> incoming;
     std::list<std::shared_ptr<Early>> early;
     std::uint64_t numbers = 0;
@@ -142,10 +158,18 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   [[nodiscard]] bool pull_frame(int from);
   [[nodiscard]] bool pull_bytes(int from);
   void answer(int to, FrameKind kind, const Frame& about, const BufferView* expected);
-  void accept_answer(int from, const Frame& frame);
+  void accept_refusal(int from, const Frame& frame);
   [[nodiscard]] Held match(int from, const Frame& frame);
   [[nodiscard]] bool fits(Mail& mail, const Frame& frame, int from);
+  // Of large messages (rendezvous.cpp).
+  [[nodiscard]] FrameKind kind_of(const BufferView& buffer, Location* location) const;
   void take_reference(Mail& mail, const Frame& frame, int from);
+  void take_offer(const Held& mail, const Frame& frame, int from);
+  [[nodiscard]] bool accept_rendezvous(int from, const Frame& frame);
+  void deposit(int to, std::uint64_t number, const Frame& place);
+  void send_rest(int to, std::uint64_t number, const Held& mail);
+  void settle(int to, std::uint64_t number);
+  void forget_large(Peer& peer, std::vector<Held>& gone);
   [[nodiscard]] bool take_early(const Held& mail);
   void deliver(Early& early, const Held& mail, int from);
   void end(Mail& mail, std::exception_ptr error = nullptr);

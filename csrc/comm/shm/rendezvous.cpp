@@ -1,0 +1,216 @@
+// Large messages: their bytes are copied once, around the ring. Everything here runs with the mutex held.
+//
+// Through a ring a message is copied twice, and each cache line travels from core to core; past a few megabytes that,
+// and not the memory, is what limits. So
+//
+//   in the sender's arena     its frame says where; the receiver copies it out                    (kReference, kAck)
+//   anywhere else             its frame asks where to; the sender writes into the receiver's arena (kOffer, kPlace,
+//                             kDeposited), or through the ring when the receiver's buffer is not there (kNoPlace,
+//                             kRest)
+//
+// which is the rendezvous protocol of MPI implementations (read and write variant) on shared memory. The first bytes of
+// an offer travel with it, so that nobody is idle while the answer is on its way.
+#include <cstring>
+#include <utility>
+
+#include "base/error.h"
+#include "comm/shm/shm_mailbox.h"
+#include "pack/reduce.h"
+
+namespace hpcomm::shm {
+
+namespace {
+
+// From here on a message that lies in the sender's arena is copied once, by the receiver.
+constexpr std::size_t kReferenceBytes = std::size_t{128} << 10;
+// From here on one that does not is offered; below, both cores copy a piece each at a time, within their caches.
+constexpr std::size_t kOfferBytes = std::size_t{2} << 20;
+static_assert(kOfferBytes > kOfferHead);
+
+void copy_once(char* target, const char* source, std::size_t bytes) {
+  if (bytes >= kOfferBytes - kOfferHead) {
+    stream_copy(target, source, bytes);  // no cache holds it anyway
+  } else {
+    std::memcpy(target, source, bytes);
+  }
+}
+
+}  // namespace
+
+FrameKind ShmMailbox::kind_of(const BufferView& buffer, Location* location) const {
+  if (buffer.bytes >= kReferenceBytes) {
+    if (const auto found = setup_.neighbourhood->arena().locate(buffer.data, buffer.bytes)) {
+      *location = *found;
+      return FrameKind::kReference;
+    }
+  }
+  return buffer.bytes >= kOfferBytes ? FrameKind::kOffer : FrameKind::kMessage;
+}
+
+// --- the receiver ----------------------------------------------------------------------------------------------------
+
+void ShmMailbox::take_reference(Mail& mail, const Frame& frame, int from) {
+  try {
+    const char* source = setup_.neighbourhood->map(setup_.members[static_cast<std::size_t>(from)], frame.location,
+                                                   frame.bytes, mail.deadline_);
+    copy_once(static_cast<char*>(mail.view_.data), source, frame.bytes);
+    if (setup_.region->bell(static_cast<std::size_t>(from)).gone.load(std::memory_order_seq_cst) != 0) {
+      const int sender = setup_.members[static_cast<std::size_t>(from)];
+      ErrorContext what = mail.what_;
+      what.peer = sender;
+      throw Error(ErrorKind::kPeerError,
+                  str("recv on lane ", setup_.lane, ": rank ", sender, " gave this message up before it was received"),
+                  what);
+    }
+    answer(from, FrameKind::kAck, frame, nullptr);
+    end(mail);
+  } catch (const Error&) {
+    answer(from, FrameKind::kRefusal, frame, &mail.view_);
+    end(mail, std::current_exception());
+  }
+}
+
+void ShmMailbox::take_offer(const Held& mail, const Frame& frame, int from) {
+  const auto place = setup_.neighbourhood->arena().locate(mail->view_.data, mail->view_.bytes);
+  answer(from, place ? FrameKind::kPlace : FrameKind::kNoPlace, frame, nullptr);
+  if (place) {
+    peer_at(from).outgoing.back().frame.location = *place;
+  }
+  peer_at(from).promises.emplace(frame.number, Promise{mail, place.has_value()});
+}
+
+// --- the sender ------------------------------------------------------------------------------------------------------
+
+void ShmMailbox::deposit(int to, std::uint64_t number, const Frame& place) {
+  Offer& offer = peer_at(to).offers.at(number);
+  const BufferView& view = offer.mail->view_;
+  try {
+    char* target = setup_.neighbourhood->map(setup_.members[static_cast<std::size_t>(to)], place.location, view.bytes,
+                                             offer.mail->deadline_);
+    copy_once(target + kOfferHead, static_cast<const char*>(view.data) + kOfferHead, view.bytes - kOfferHead);
+  } catch (const Error&) {
+    return send_rest(to, number, offer.mail);  // no memory for the mapping, perhaps: the ring is there
+  }
+  Outgoing done;
+  done.frame.kind = FrameKind::kDeposited;
+  done.frame.number = number;
+  peer_at(to).outgoing.push_back(std::move(done));
+  offer.rest_sent = true;
+  settle(to, number);
+}
+
+void ShmMailbox::send_rest(int to, std::uint64_t number, const Held& mail) {
+  Outgoing rest;
+  rest.frame.kind = FrameKind::kRest;
+  rest.frame.number = number;
+  rest.frame.bytes = mail->view_.bytes - kOfferHead;
+  rest.mail = mail;
+  peer_at(to).outgoing.push_back(std::move(rest));
+}
+
+// An offer ends when no part of it is needed any more; with its error when it was refused.
+void ShmMailbox::settle(int to, std::uint64_t number) {
+  auto& offers = peer_at(to).offers;
+  const auto found = offers.find(number);
+  if (found != offers.end() && found->second.head_sent && found->second.rest_sent) {
+    const Held mail = found->second.mail;
+    offers.erase(found);
+    end(*mail, mail->error_);
+  }
+}
+
+void ShmMailbox::accept_refusal(int from, const Frame& frame) {
+  Peer& peer = peer_at(from);
+  const int receiver = setup_.members[static_cast<std::size_t>(from)];
+  const ErrorContext what{setup_.members[setup_.rank], receiver, static_cast<long long>(frame.number) - 1, "send"};
+  const Error error(ErrorKind::kSchemaMismatch,
+                    str("send #", what.sequence, " on lane ", setup_.lane, ": rank ", receiver,
+                        " refused it: it expected ", elements_of(frame.count, frame.dtype)),
+                    what);
+  if (const auto reference = peer.references.find(frame.number); reference != peer.references.end()) {
+    const Held mail = reference->second;
+    peer.references.erase(reference);
+    end(*mail, std::make_exception_ptr(error));
+  } else if (const auto offer = peer.offers.find(frame.number); offer != peer.offers.end()) {
+    offer->second.mail->error_ = std::make_exception_ptr(error);
+    offer->second.rest_sent = true;  // nobody wants it
+    settle(from, frame.number);
+  } else if (!peer.outgoing.empty() && peer.outgoing.front().begun && peer.outgoing.front().mail &&
+             peer.outgoing.front().frame.number == frame.number) {
+    peer.outgoing.front().mail->error_ = std::make_exception_ptr(error);  // once the rest has been dropped there
+  } else {
+    peer.refusal.emplace(frame.tag, error);  // that send returned long ago: the next one of its tag says so
+  }
+}
+
+// --- both ------------------------------------------------------------------------------------------------------------
+
+// Takes the frame at the head of the ring when it is one of those that belong to a message which came before.
+bool ShmMailbox::accept_rendezvous(int from, const Frame& frame) {
+  Peer& peer = peer_at(from);
+  switch (frame.kind) {
+    case FrameKind::kMessage:
+    case FrameKind::kReference:
+    case FrameKind::kOffer:
+      return false;
+    case FrameKind::kAck:
+      if (const auto reference = peer.references.find(frame.number); reference != peer.references.end()) {
+        const Held mail = reference->second;
+        peer.references.erase(reference);
+        end(*mail);
+      }
+      break;
+    case FrameKind::kRefusal:
+      accept_refusal(from, frame);
+      break;
+    case FrameKind::kPlace:
+    case FrameKind::kNoPlace:
+      if (const auto offer = peer.offers.find(frame.number); offer != peer.offers.end()) {
+        if (frame.kind == FrameKind::kPlace) {
+          deposit(from, frame.number, frame);
+        } else {
+          send_rest(from, frame.number, offer->second.mail);
+        }
+      }
+      break;
+    case FrameKind::kRest:
+    case FrameKind::kDeposited: {
+      const auto promise = peer.promises.find(frame.number);
+      const Held mail = promise != peer.promises.end() ? promise->second.mail : nullptr;
+      if (mail) {
+        peer.promises.erase(promise);
+      }
+      if (frame.kind == FrameKind::kRest) {
+        peer.incoming.emplace(Incoming{frame, mail, nullptr, 0});
+      } else if (mail) {
+        end(*mail);
+      }
+      break;
+    }
+  }
+  peer.reader->skip(sizeof(Frame));
+  return true;
+}
+
+// Moves the large messages that are under way to `gone`, because nothing will end them. Memory that the other end knows
+// is kept for ever: it may still be reading or writing there.
+void ShmMailbox::forget_large(Peer& peer, std::vector<Held>& gone) {
+  for (auto& [number, mail] : peer.references) {
+    setup_.neighbourhood->park(mail->keepalive_);
+    gone.push_back(std::move(mail));
+  }
+  peer.references.clear();
+  for (auto& [number, offer] : peer.offers) {
+    gone.push_back(std::move(offer.mail));
+  }
+  peer.offers.clear();
+  for (auto& [number, promise] : peer.promises) {
+    if (promise.exposed) {
+      setup_.neighbourhood->park(promise.mail->keepalive_);
+    }
+    gone.push_back(std::move(promise.mail));
+  }
+  peer.promises.clear();
+}
+
+}  // namespace hpcomm::shm
