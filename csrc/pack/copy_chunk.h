@@ -20,7 +20,8 @@ namespace hpcomm {
 // Loads that a thread issues before it uses the first of them. With 16 bytes each and a thousand threads on a
 // multiprocessor, 64 KB are on their way: 8 TB/s x 1 us, shared by 148 multiprocessors, are 54 KB.
 inline constexpr std::uint32_t kLoadsInFlight = 4;
-// Of float8, whose conversion takes many steps, so many elements; more would not fit into the registers.
+// Of float8, whose conversion takes many steps, so many elements, and half of them from float8 to float8; more would
+// not fit into the registers.
 inline constexpr std::uint32_t kFloat8InFlight = 16;
 
 // The widest access there is.
@@ -179,14 +180,17 @@ struct ConvertPacket {
   }
 };
 
-// Elements that may change on their way. The wider type moves 16 bytes at a time, the other one as many elements.
+// Elements that may change on their way. The wider type moves 16 bytes at a time, the other one as many elements; from
+// float8 to float8 it is 8 bytes.
 template <typename From, typename To, typename Access>
 HPCOMM_HOST_DEVICE bool convert(const unsigned char* source, unsigned char* target, std::uint32_t count,
                                 ThreadIndex thread, const Access& access, double factor, bool check) {
   constexpr std::uint32_t kFrom = sizeof(From);
   constexpr std::uint32_t kTo = sizeof(To);
-  constexpr std::uint32_t kPerPacket = kWidestAccess / (kFrom > kTo ? kFrom : kTo);
-  constexpr std::uint32_t kInFlight = kFrom == 1 || kTo == 1 ? kFloat8InFlight / kPerPacket : kLoadsInFlight;
+  constexpr std::uint32_t kWidest = kFrom == 1 && kTo == 1 ? kFloat8InFlight / 2 : kWidestAccess;
+  constexpr std::uint32_t kPerPacket = kWidest / (kFrom > kTo ? kFrom : kTo);
+  constexpr std::uint32_t kInFlight =
+      kFrom == 1 || kTo == 1 ? (kFrom == kTo ? 1 : kFloat8InFlight / kPerPacket) : kLoadsInFlight;
   using Converter = ConvertPacket<From, To>;
   Converter converter{static_cast<typename Converter::Wide>(factor), factor == 1, check};
   // Alike: when the target has come to the start of a packet, so has the source.
