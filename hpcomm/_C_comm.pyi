@@ -1,6 +1,6 @@
 """Streams, Control and communicators: part of the types of the native module, see _C.pyi."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -130,9 +130,9 @@ class Communicator:
 
 def built_with_cuda() -> bool: ...
 def nccl_version() -> str: ...
-def nccl_communicator(
-    config: CommunicatorConfig, *, min_ctas: int = 0, max_ctas: int = 0, cga_cluster_size: int = -1
-) -> Communicator: ...
+def nccl_communicator(config: CommunicatorConfig, *, limits: Mapping[str, tuple[int, int, int]] = {}) -> Communicator:
+    """``limits``: by lane ("*": all others) min_ctas, max_ctas (0: NCCL's choice) and cga_cluster_size (-1)."""
+
 def solo_communicator(config: CommunicatorConfig) -> Communicator: ...
 def emulated_communicator(inner: Communicator, rules: str) -> Communicator: ...
 def c10d_communicator(

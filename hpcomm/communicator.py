@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
+import re
 import secrets
 import socket
 import warnings
@@ -30,6 +31,8 @@ DEFAULT_HEARTBEAT_TIMEOUT = 20.0  # seconds
 LONGEST_HEARTBEAT_TIMEOUT = 86400.0  # seconds
 
 MIN_SECRET = 16  # characters
+
+_LIMITS = re.compile(r"(?P<lane>\*|\w+)=(?P<min>\d{1,4})-(?P<max>\d{1,4})(/(?P<cluster>\d))?")
 
 # Control channels below 2**16 belong to the Python layer; edges use 64-bit hashes.
 AGREE_CHANNEL = 1
@@ -61,6 +64,24 @@ def heartbeat_timeout() -> float:
     if seconds != 0 and not 1 <= seconds <= LONGEST_HEARTBEAT_TIMEOUT:
         raise InvalidArgument(f"HPCOMM_HEARTBEAT_TIMEOUT={text!r}: expected 0, or 1 to 86400 seconds")
     return seconds
+
+
+def nccl_limits() -> dict[str, tuple[int, int, int]]:
+    """``HPCOMM_NCCL_CTAS``: by lane ("*": all others) how many multiprocessors NCCL takes at least and at most (0: its
+    own choice), and the size of its clusters (-1: its own choice).
+    """
+    text = os.environ.get("HPCOMM_NCCL_CTAS", "")
+    limits: dict[str, tuple[int, int, int]] = {}
+    for part in text.split(",") if text else []:
+        match = _LIMITS.fullmatch(part.strip())
+        if match is None or match["lane"] in limits:
+            raise InvalidArgument(
+                f"HPCOMM_NCCL_CTAS={text!r}: expected LANE=MIN-MAX or LANE=MIN-MAX/CLUSTER, each lane once, with commas"
+                ' ("gradient=1-8,*=1-2"); 0 leaves a number to NCCL'
+            )
+        cluster = -1 if match["cluster"] is None else int(match["cluster"])
+        limits[match["lane"]] = (int(match["min"]), int(match["max"]), cluster)
+    return limits
 
 
 def job_secret() -> bytes | None:
@@ -130,7 +151,7 @@ def first_communicator(
     if device.type == "cuda":
         if emulation():
             raise InvalidArgument("HPCOMM_EMULATE=nccl is for CPU transports; on a GPU NCCL itself follows its rules")
-        return _C.nccl_communicator(config)
+        return _C.nccl_communicator(config, limits=nccl_limits())
     if control.size == 1:
         return _emulated(_C.solo_communicator(config))
     chosen = cpu_transport()

@@ -12,6 +12,7 @@ import ranks
 import torch
 
 import hpcomm
+from hpcomm.communicator import nccl_limits
 
 Run = Callable[..., list[Any]]
 
@@ -197,3 +198,14 @@ def abort_here() -> None:
 
 def test_abort_ends_what_waits(run: Run) -> None:
     run(2, abort_here)
+
+
+def test_limits_of_nccls_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HPCOMM_NCCL_CTAS", raising=False)
+    assert nccl_limits() == {}
+    monkeypatch.setenv("HPCOMM_NCCL_CTAS", "gradient=1-8, *=0-2/4")
+    assert nccl_limits() == {"gradient": (1, 8, -1), "*": (0, 2, 4)}
+    for bad in ("gradient", "gradient=8", "gradient=1-8,gradient=1-4", "=1-2", "*=1--2", "a=1-2;b=1-2", ","):
+        monkeypatch.setenv("HPCOMM_NCCL_CTAS", bad)
+        with pytest.raises(hpcomm.InvalidArgument, match="HPCOMM_NCCL_CTAS="):
+            nccl_limits()

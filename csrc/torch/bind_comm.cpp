@@ -236,12 +236,16 @@ void bind_comm(py::module_& module) {
       py::arg("config"));
   module.def(
       "nccl_communicator",
-      [](const CommunicatorConfig& config, int min_ctas, int max_ctas, int cga_cluster_size) {
+      [](const CommunicatorConfig& config, const std::map<std::string, std::tuple<int, int, int>>& limits) {
+        NcclOptions options;
+        for (const auto& [lane, of_lane] : limits) {
+          const auto& [min_ctas, max_ctas, cluster] = of_lane;
+          (lane == "*" ? static_cast<NcclLimits&>(options) : options.lanes[lane]) = {min_ctas, max_ctas, cluster};
+        }
         const WithoutGil scope;
-        return released_without_gil(make_nccl_communicator(config, {min_ctas, max_ctas, cga_cluster_size}));
+        return released_without_gil(make_nccl_communicator(config, options));
       },
-      py::arg("config"), py::kw_only(), py::arg("min_ctas") = 0, py::arg("max_ctas") = 0,
-      py::arg("cga_cluster_size") = -1);
+      py::arg("config"), py::kw_only(), py::arg("limits") = std::map<std::string, std::tuple<int, int, int>>());
   module.def("nccl_version", &nccl_version);
   module.def("built_with_cuda", &built_with_cuda);
   module.def(

@@ -92,6 +92,30 @@ TEST(nccl_every_version_takes_the_config_and_children_inherit_it) {
   }
 }
 
+TEST(nccl_lanes_may_have_limits_of_their_own) {
+  NcclJob job(2);
+  job.run_threads([&](int rank) {
+    NcclOptions options;
+    options.max_ctas = 16;
+    options.lanes["gradient"] = {2, 8, 1};
+    const auto world = job.communicator(rank, "world", options);
+    CHECK_EQ(fake_nccl::last_config().max_ctas, 16);
+    world->barrier()->wait();  // both have looked
+    const auto gradient = world->subgroup({0, 1}, "gradient");
+    const fake_nccl::SeenConfig seen = fake_nccl::last_config();
+    CHECK_EQ(seen.min_ctas, 2);
+    CHECK_EQ(seen.max_ctas, 8);
+    CHECK_EQ(seen.cga_cluster_size, 1);
+    world->barrier()->wait();
+    const auto forward = gradient->subgroup({0, 1}, "forward");
+    CHECK_EQ(fake_nccl::last_config().max_ctas, 16);
+    forward->barrier()->wait();
+    forward->close();
+    gradient->close();
+    world->close();
+  });
+}
+
 TEST(nccl_options_are_checked) {
   NcclJob job(1);
   NcclOptions options;
@@ -101,6 +125,9 @@ TEST(nccl_options_are_checked) {
   options = {};
   options.cga_cluster_size = 9;
   CHECK_THROWS(ErrorKind::kInvalidArgument, job.communicator(0, "a", options), "cga_cluster_size is 9");
+  options = {};
+  options.lanes["gradient"] = {3, 2, -1};
+  CHECK_THROWS(ErrorKind::kInvalidArgument, job.communicator(0, "a", options), "lane gradient: min_ctas is 3");
   CommunicatorConfig config = job.config(0);
   config.stream = make_worker_stream("cpu");
   CHECK_THROWS(ErrorKind::kInvalidArgument, make_nccl_communicator(config), "needs a CUDA stream");

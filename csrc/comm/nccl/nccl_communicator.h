@@ -2,6 +2,7 @@
 // no_nccl.cpp in builds without CUDA.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <string>
 
@@ -10,10 +11,21 @@
 namespace hpcomm {
 
 // How many of the device's multiprocessors a communicator takes; 0 leaves it to NCCL (ncclConfig_t).
-struct NcclOptions {
+struct NcclLimits {
   int min_ctas = 0;
   int max_ctas = 0;
   int cga_cluster_size = -1;  // 0 to 8; -1 leaves it to NCCL
+};
+
+// The limits of every lane, but for those that have limits of their own: gradients may take what a message at a stage
+// boundary must not.
+struct NcclOptions : NcclLimits {
+  std::map<std::string, NcclLimits> lanes;
+
+  [[nodiscard]] const NcclLimits& of(const std::string& lane) const {
+    const auto own = lanes.find(lane);
+    return own != lanes.end() ? own->second : *this;
+  }
 };
 
 // Collective over `config.ranks`, each with a device of its own (or several ranks on one, where NCCL can).

@@ -12,19 +12,34 @@ namespace hpcomm::nccl {
 
 namespace {
 
-void check_options(const NcclOptions& options) {
-  HPCOMM_REQUIRE(options.min_ctas >= 0 && options.max_ctas >= 0 &&
-                     (options.min_ctas == 0 || options.max_ctas == 0 || options.min_ctas <= options.max_ctas),
-                 "NcclOptions: min_ctas is ", options.min_ctas, ", max_ctas ", options.max_ctas,
+void check_limits(const std::string& lane, const NcclLimits& limits) {
+  HPCOMM_REQUIRE(limits.min_ctas >= 0 && limits.max_ctas >= 0 &&
+                     (limits.min_ctas == 0 || limits.max_ctas == 0 || limits.min_ctas <= limits.max_ctas),
+                 "NCCL limits of ", lane, ": min_ctas is ", limits.min_ctas, ", max_ctas ", limits.max_ctas,
                  "; give 0 <= min_ctas <= max_ctas, where 0 leaves it to NCCL");
-  HPCOMM_REQUIRE(options.cga_cluster_size >= -1 && options.cga_cluster_size <= 8, "NcclOptions: cga_cluster_size is ",
-                 options.cga_cluster_size, "; give 0 to 8, or -1");
+  HPCOMM_REQUIRE(limits.cga_cluster_size >= -1 && limits.cga_cluster_size <= 8, "NCCL limits of ", lane,
+                 ": cga_cluster_size is ", limits.cga_cluster_size, "; give 0 to 8, or -1");
+}
+
+void check_options(const NcclOptions& options) {
+  check_limits("all lanes", options);
+  for (const auto& [lane, limits] : options.lanes) {
+    check_limits("lane " + lane, limits);
+  }
+}
+
+std::string terms(const NcclLimits& limits) {
+  return str("min_ctas ", limits.min_ctas, ", max_ctas ", limits.max_ctas, ", cga_cluster_size ",
+             limits.cga_cluster_size);
 }
 
 // What must be the same on all ranks, so that a difference is an error with words and not a hang.
 std::string terms(const Library& nccl, const NcclOptions& options) {
-  return str("NCCL ", nccl.version_text(), ", min_ctas ", options.min_ctas, ", max_ctas ", options.max_ctas,
-             ", cga_cluster_size ", options.cga_cluster_size);
+  std::string all = str("NCCL ", nccl.version_text(), ", ", terms(options));
+  for (const auto& [lane, limits] : options.lanes) {
+    all += str("; ", lane, ": ", terms(limits));
+  }
+  return all;
 }
 
 // Group rank 0's id and terms.
@@ -90,7 +105,7 @@ SessionPtr connect(const CommunicatorConfig& config, const NcclOptions& options,
   try {
     const cuda::DeviceGuard device(session->device);
     const std::lock_guard inside(session->api);
-    Config wanted = make_config(nccl, options, launch_order);
+    Config wanted = make_config(nccl, options.of(config.lane), launch_order);
     const Result begun =
         nccl.CommInitRankConfig(&session->comm, static_cast<int>(config.ranks.size()), id, config.rank, &wanted);
     session->settle(begun, session->comm, deadline, what);
@@ -117,7 +132,7 @@ SessionPtr split(Session& parent, const CommunicatorConfig& part, int color, con
       const std::lock_guard inside_parent(parent.api);
       parent.require_open(what);
       HPCOMM_ASSERT(parent.comm != nullptr, "an open session without a communicator");
-      Config wanted = make_config(parent.nccl, options, launch_order);
+      Config wanted = make_config(parent.nccl, options.of(part.lane), launch_order);
       const Result begun = parent.nccl.CommSplit(parent.comm, color, part.rank, &session->comm, &wanted);
       parent.settle(begun, parent.comm, deadline, what);
     }

@@ -108,15 +108,15 @@ const Library& library() {
   return *loaded;
 }
 
-Config make_config(const Library& nccl, const NcclOptions& options, bool launch_order_implicit) {
+Config make_config(const Library& nccl, const NcclLimits& limits, bool launch_order_implicit) {
   Config config{};
   config.size = nccl.version >= kOrderInConfig ? sizeof(Config) : kSize227;
   config.magic = kConfigMagic;
   config.version = static_cast<unsigned>(nccl.version >= kOrderInConfig ? kOrderInConfig : kOldestVersion);
   config.blocking = 0;  // only then can a communicator that waits for its peers be aborted
-  config.cga_cluster_size = options.cga_cluster_size >= 0 ? options.cga_cluster_size : kUndefined;
-  config.min_ctas = options.min_ctas > 0 ? options.min_ctas : kUndefined;
-  config.max_ctas = options.max_ctas > 0 ? options.max_ctas : kUndefined;
+  config.cga_cluster_size = limits.cga_cluster_size >= 0 ? limits.cga_cluster_size : kUndefined;
+  config.min_ctas = limits.min_ctas > 0 ? limits.min_ctas : kUndefined;
+  config.max_ctas = limits.max_ctas > 0 ? limits.max_ctas : kUndefined;
   config.split_share = kUndefined;
   config.traffic_class = kUndefined;
   config.collnet_enable = kUndefined;

@@ -68,7 +68,7 @@ struct Library {
 [[nodiscard]] Library read_library(void* handle, const std::string& path);
 
 // A config that this library reads as we mean it: non-blocking, with the fields that it has.
-[[nodiscard]] Config make_config(const Library& nccl, const NcclOptions& options, bool launch_order_implicit);
+[[nodiscard]] Config make_config(const Library& nccl, const NcclLimits& limits, bool launch_order_implicit);
 
 // NCCL_LAUNCH_ORDER_IMPLICIT=1 unless the user said otherwise; called before NCCL's first initialisation here. True
 // when NCCL will keep the order in which one host thread issues on several communicators of a device.
