@@ -68,6 +68,7 @@ MODULES = (
     "pipeline.deferred",
     "pipeline.sharing",
     "pipeline.parameters",
+    "pipeline.local",
     "pipeline.planning",
     "pipeline.board",
     "pipeline.stage",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from hpcomm.pipeline.adapt import as_chain, split_of
 from hpcomm.pipeline.checks import describe, require_arguments
 from hpcomm.pipeline.failure import TellPeers
 from hpcomm.pipeline.links import links_of, loaders_of
+from hpcomm.pipeline.local import LocalModel
 from hpcomm.pipeline.meta import materialize, materialize_together, require_initialisable
 from hpcomm.pipeline.microbatch import join, samples, split, split_keywords
 from hpcomm.pipeline.parameters import FreshGradients, identity, start_equal
@@ -46,7 +47,7 @@ __all__: list[str] = []
 _UNIT_CHANNEL = 4  # of Control, see hpcomm.communicator
 
 
-class Pipeline:
+class Pipeline(LocalModel):
     """A model cut into stages over ``mesh.pp``, each replicated ``mesh.dp`` times, trained by one verified plan.
 
     Args:
@@ -107,7 +108,6 @@ class Pipeline:
         seed: int = 0,
         costs: CostModel | None = None,
     ) -> None:
-        self.mesh = mesh
         options = (
             f"{num_microbatches=} {stages_per_rank=} split_at={split_at and list(split_at)} {reduce=} {schema=} "
             f"{bucket_cap_mb=} {inputs=} keywords={sorted(keywords)} whole={sorted(whole)} {seed=} "
@@ -146,9 +146,10 @@ class Pipeline:
             modules = stages_at(whole_model, starts)
         self.cut = described(whole_model, starts, plain.placement, plain.table, balance or Balance(), layers)
         here = [stage for stage, rank in enumerate(plain.placement) if rank == mesh.coordinate["pp"]]
-        self._init_fn = init_fn
         materialize_together(mesh, modules, here, seed, init_fn)
-
+        owned = sharing.owners_of(modules)
+        super().__init__(mesh, modules, owned, plain.placement)
+        self._init_fn = init_fn
         self._loss_fn = loss_fn
         self._parts = num_microbatches
         self._schema = schema
@@ -159,9 +160,6 @@ class Pipeline:
         calls = chain.calls_by_stage(modules, chain.skips_of(whole_model))
         self._accepted = [call.keywords for stage in calls for call in stage]
         self._links = links_of(calls, loaders_of(calls, keywords) if inputs == "first" else ())
-        self._shapes = [{k: (v.shape, v.dtype) for k, v in stage.state_dict().items()} for stage in modules]
-        owned = sharing.owners_of(modules)
-        self._names = [entry.name for entry in owned]
         ties = sharing.ties_of(owned)
         alone = [sharing.reduced_alone(owned, stage) for stage in range(plain.stages)]
         buckets = [sharing.bucket_plan(parameters, bucket_cap_mb) for parameters in alone]
@@ -175,11 +173,7 @@ class Pipeline:
         )
         self.plan = plan_together(mesh, plain, self._wishes)
 
-        self.stages = {stage: modules[stage].to(mesh.device) for stage in here}
-        self.module = next(iter(self.stages.values())) if len(here) == 1 else chain.joined(list(self.stages.values()))
         self.bucket_plans = {stage: buckets[stage] for stage in here}
-        # Of the local parameters: the name in the model, and the first stage that owns it.
-        self._canonical = {id(e.parameter): (e.name, e.stages[0]) for e in owned if set(e.stages) & set(here)}
         divided = {(a.stage, a.microbatch) for row in plain.table for a in row if a.kind == "I"}
         stages = {
             stage: Stage(
@@ -326,36 +320,7 @@ class Pipeline:
         whole = as_chain(model)
         return materialize(whole, device=self.mesh.device, seed=self._seed, init_fn=self._init_fn)
 
-    # --- Parameters ---
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """The local stages' parameters."""
-        return self.module.parameters()
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """The local stages' parameters under the plain model's names."""
-        return self.module.named_parameters()
-
-    def owned_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, bool]]:
-        """The local stages' parameters under their first names in the model, and whether this rank holds the first of
-        the stages that share it: over ``mesh.pp`` that is true once for every parameter of the model.
-        """
-        for parameter in self.module.parameters():
-            name, first = self._canonical[id(parameter)]
-            yield name, parameter, first in self.stages
-
-    def state_dict(self) -> dict[str, Any]:
-        """The local stages' state under the plain model's names; the union over ``mesh.pp`` is the plain model's."""
-        return self.module.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads the local stages' part of ``state``, which may be the whole model's.
-
-        Raises:
-            RuntimeError: an entry of the local stages is missing or has another shape (torch's own error).
-        """
-        mine = self.module.state_dict().keys()
-        self.module.load_state_dict({name: value for name, value in state.items() if name in mine})
+    # --- The model ---
 
     def zero_grad(self) -> None:
         """Drops all gradients, accumulated ones included."""
@@ -372,39 +337,14 @@ class Pipeline:
         return self.train(False)
 
     @property
-    def parameter_names(self) -> list[str]:
-        """All parameters of the model in its order, those of other stages included; a shared one once."""
-        return list(self._names)
-
-    @property
     def num_microbatches(self) -> int:
         """Parts of a replica's batch."""
         return self._parts
 
     @property
-    def stage_index(self) -> int:
-        """The first of this rank's stages."""
-        return next(iter(self.stages))
-
-    @property
     def bucket_plan(self) -> BucketPlan:
         """Of the first of this rank's stages."""
         return next(iter(self.bucket_plans.values()))
-
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole model's state on every rank, copied from its stages (collective over ``mesh.pp``)."""
-        whole: dict[str, torch.Tensor] = {}
-        for stage, shapes in enumerate(self._shapes):
-            mine = self.stages[stage].state_dict() if stage in self.stages else {}
-            for name, (shape, dtype) in shapes.items():
-                value = (
-                    mine[name].detach().clone().contiguous()
-                    if name in mine
-                    else torch.empty(shape, dtype=dtype, device=self.mesh.device)
-                )
-                self.mesh.pp.broadcast(value, self._schedule.placement[stage])
-                whole[name] = value
-        return whole
 
     # --- Inside ---
 

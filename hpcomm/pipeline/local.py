@@ -1,0 +1,95 @@
+"""The part of the model that a rank holds: its stages and their parameters, under the whole model's names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hpcomm.pipeline import chain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from hpcomm.mesh import Mesh
+    from hpcomm.pipeline.sharing import Owned
+
+__all__: list[str] = []
+
+
+class LocalModel:
+    """What :class:`hpcomm.Pipeline` offers of the model itself.
+
+    Args:
+        mesh: on whose device this rank's stages live.
+        modules: all stages; those of this rank are moved, the others are only looked at.
+        owned: all parameters of the model, in its order.
+        placement: the pipeline rank of every stage.
+    """
+
+    def __init__(
+        self, mesh: Mesh, modules: Sequence[torch.nn.Module], owned: Sequence[Owned], placement: Sequence[int]
+    ) -> None:
+        here = [stage for stage, rank in enumerate(placement) if rank == mesh.coordinate["pp"]]
+        self.mesh = mesh
+        self._placement = list(placement)
+        self._names = [entry.name for entry in owned]
+        self._shapes = [{k: (v.shape, v.dtype) for k, v in stage.state_dict().items()} for stage in modules]
+        self.stages = {stage: modules[stage].to(mesh.device) for stage in here}
+        self.module = next(iter(self.stages.values())) if len(here) == 1 else chain.joined(list(self.stages.values()))
+        # Of the local parameters: the name in the model, and the first stage that owns it.
+        self._canonical = {id(e.parameter): (e.name, e.stages[0]) for e in owned if set(e.stages) & set(here)}
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """The local stages' parameters."""
+        return self.module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The local stages' parameters under the plain model's names."""
+        return self.module.named_parameters()
+
+    def owned_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, bool]]:
+        """The local stages' parameters under their first names in the model, and whether this rank holds the first of
+        the stages that share it: over ``mesh.pp`` that is true once for every parameter of the model.
+        """
+        for parameter in self.module.parameters():
+            name, first = self._canonical[id(parameter)]
+            yield name, parameter, first in self.stages
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """All parameters of the model in its order, those of other stages included; a shared one once."""
+        return list(self._names)
+
+    @property
+    def stage_index(self) -> int:
+        """The first of this rank's stages."""
+        return next(iter(self.stages))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The local stages' state under the plain model's names; the union over ``mesh.pp`` is the plain model's."""
+        return self.module.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads the local stages' part of ``state``, which may be the whole model's.
+
+        Raises:
+            RuntimeError: an entry of the local stages is missing or has another shape (torch's own error).
+        """
+        mine = self.module.state_dict().keys()
+        self.module.load_state_dict({name: value for name, value in state.items() if name in mine})
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole model's state on every rank, copied from its stages (collective over ``mesh.pp``)."""
+        whole: dict[str, torch.Tensor] = {}
+        for stage, shapes in enumerate(self._shapes):
+            mine = self.stages[stage].state_dict() if stage in self.stages else {}
+            for name, (shape, dtype) in shapes.items():
+                value = (
+                    mine[name].detach().clone().contiguous()
+                    if name in mine
+                    else torch.empty(shape, dtype=dtype, device=self.mesh.device)
+                )
+                self.mesh.pp.broadcast(value, self._placement[stage])
+                whole[name] = value
+        return whole
