@@ -65,7 +65,7 @@ test: build $(MADE_DEV) ## build, then run the C++ tests and the Python tests (P
 demo: build $(MADE_DEMO) ## train a small GPT on NPROC=4 processes (DP= PP= DEMO_ARGS=...)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
 	$(if $(filter 1,$(NPROC)),$(BIN)/python,$(BIN)/torchrun --standalone --nproc-per-node $(NPROC)) \
-	examples/train_gpt.py $(if $(DP),--dp $(DP)) $(if $(PP),--pp $(PP)) $(DEMO_ARGS)
+	examples/train_gpt.py --timeline build/demo.svg $(if $(DP),--dp $(DP)) $(if $(PP),--pp $(PP)) $(DEMO_ARGS)
 
 lint: $(MADE_TORCH) $(MADE_DEV) ## check style and types: ruff, clang-format, mypy
 	$(BIN)/ruff check .

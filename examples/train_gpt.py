@@ -4,7 +4,8 @@
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py       dp=2 x pp=2
     torchrun --standalone --nproc-per-node 8 examples/train_gpt.py --dp 4 --pp 2
 
-The model (gpt/model.py) and its text (gpt/text.py: the source of Python's own library) are ordinary PyTorch.
+The model (gpt/model.py) and its text (gpt/text.py: the source of Python's own library) are ordinary PyTorch. When it is
+trained, comparison/ runs its step beside that of torch.distributed.pipelining with DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -13,14 +14,21 @@ import argparse
 import math
 import os
 import platform
+import statistics
 import time
 from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from gpt import model as gpt
 from gpt import report, text
 
 import hpcomm
+from hpcomm.report import picture, read, timeline
+
+if TYPE_CHECKING:
+    from comparison import Comparison
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -45,6 +53,8 @@ def arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--threads", type=int, default=1, help="compute threads of each rank; ranks x threads <= cores is wise")
     add("--sample", type=int, default=200, help="bytes to write at the end")
+    add("--rounds", type=int, default=20, help="steps of each kind in the comparison with stock PyTorch; 0: none")
+    add("--timeline", metavar="FILE.svg", help="draw a step beside its plan; its trace is left in FILE.trace")
     return parser.parse_args()
 
 
@@ -68,10 +78,13 @@ def main() -> None:
         sampler = text.Sampler(data.train, args.context, args.batch_size, args.seed, mesh.dp.rank, mesh.dp.size)
         prove(pipe, sampler, args)
         losses, seconds = train(pipe, sampler, args)
+        if args.timeline:
+            trace_a_step(pipe, sampler, args)
+        found = compare_with_stock(pipe, sampler, args)
 
         state = pipe.full_state_dict()  # collective: every rank calls it, and gets the whole model
         if here:
-            show_result(state, data, losses, seconds, mesh, args)
+            show_result(state, data, losses, seconds, found, mesh, args)
         mesh.barrier()  # the others wait while rank 0 writes and measures
 
 
@@ -145,6 +158,51 @@ def rank_0_says(mesh: hpcomm.Mesh, answer: bool) -> bool:
     return bool(told)
 
 
+def trace_a_step(pipe: hpcomm.Pipeline, sampler: text.Sampler, args: argparse.Namespace) -> None:
+    """Draws one step beside its plan, on the terminal and as a picture."""
+    folder = Path(args.timeline).with_suffix(".trace")
+    x, y = (part.to(pipe.mesh.device) for part in sampler.batch(0))
+    with pipe.traced(folder):
+        for _ in range(3):
+            pipe.step(x, target=y)
+    pipe.zero_grad()
+    pipe.mesh.barrier()
+    if pipe.mesh.rank == 0:
+        report.title("a step, planned and measured")
+        try:
+            trace = read(folder)
+        except hpcomm.InvalidArgument as error:  # several hosts, each with a folder of its own
+            print(error)
+            return
+        print(timeline(trace, number=2))
+        Path(args.timeline).write_text(picture(trace, number=2), encoding="utf-8")
+        print(f"picture: {args.timeline}; where the time went: python -m hpcomm trace report {folder}")
+
+
+def compare_with_stock(pipe: hpcomm.Pipeline, sampler: text.Sampler, args: argparse.Namespace) -> Comparison | None:
+    """The same step by stock PyTorch; raises when its results are others. None where there is nothing to compare."""
+    x, y = (part.to(pipe.mesh.device) for part in sampler.batch(0))
+    # Stock takes means of means: only with equal parts is that the mean.
+    equal = args.batch_size % (pipe.mesh.dp.size * args.num_microbatches) == 0
+    if pipe.mesh.size == 1 or args.rounds < 2 or not equal:
+        return None
+    import comparison  # not above: torch.distributed.pipelining takes seconds to import
+
+    job = comparison.Job(pipe, args.schedule, build_model(args), gpt.loss_fn, x, y)
+    found = comparison.with_stock(job, args.rounds)
+    if pipe.mesh.rank == 0:
+        report.title("the same step by torch.distributed.pipelining with DistributedDataParallel, on gloo")
+        print(f"same weights, batch, microbatches and threads; its schedule: {comparison.schedule_of(job)}")
+        print(f"loss {found.loss:.6f} and {found.stock_loss:.6f}; gradients differ by at most {found.difference:.1e}")
+        print(f"{args.rounds} rounds, in turn; the slowest rank's ms: median (quartiles)")
+        for name, seconds in found.seconds.items():
+            low, middle, high = (1e3 * value for value in statistics.quantiles(seconds, n=4))
+            print(f"{name:<22} {middle:7.2f}  ({low:.2f} to {high:.2f})")
+    if not found.difference < 1e-3:
+        raise SystemExit("stock PyTorch computed other gradients")
+    return found
+
+
 def one_process_speed(
     data: text.Text, args: argparse.Namespace, steps: int, threads: int, device: torch.device
 ) -> float:
@@ -163,7 +221,7 @@ def one_process_speed(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
-    float(loss)  # a GPU is done only when it says so
+    float(loss.detach())  # a GPU is done only when it says so
     return steps * args.batch_size * args.context / (time.perf_counter() - start)
 
 
@@ -204,6 +262,7 @@ def show_result(
     data: text.Text,
     losses: list[float],
     seconds: float,
+    found: Comparison | None,
     mesh: hpcomm.Mesh,
     args: argparse.Namespace,
 ) -> None:
@@ -226,6 +285,14 @@ def show_result(
     print(f"this mesh    {speed:,.0f} tokens/s over all steps (ranks: {mesh.size}, cores: {CORES})")
     how = f"{steps} steps of rank 0 alone, batch in one piece, threads: {threads}, the better of 1 and {CORES}"
     print(f"one process  {alone:,.0f} tokens/s ({how})")
+    if found is not None:
+        low, hidden, high = found.hidden()
+        moving = f"{found.moving() * 1e3:.2f} ms of communication"
+        print(f"stock        a step of hpcomm is {found.speedup():.2f}x as fast (median ratio of {args.rounds} rounds)")
+        print(f"hidden share {hidden:.0%} of {moving} (quartiles of the rounds: {low:.0%} to {high:.0%})")
+        print("             = 1 - (step - step without bytes) / (step without computation - step with neither)")
+        if not high - low < 1:
+            print("             which says little: the rounds differ by more than that; a quiet machine tells")
 
 
 if __name__ == "__main__":

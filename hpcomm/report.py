@@ -12,7 +12,7 @@ from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline.recorder import COMPUTE, PLAN_FILE, cost_model
 from hpcomm.plan.render import draw_spans, svg
 from hpcomm.plan.serialize import from_json
-from hpcomm.plan.timeline import Span, label
+from hpcomm.plan.timeline import Span, draw_strips, label, spans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +59,8 @@ def read(folder: Path) -> Trace:
         match = re.fullmatch(r"rank-(\d+)", path.stem)
         for line in path.read_text().splitlines() if match else ():
             row = json.loads(line)
-            rows.setdefault(row["step"], {})[int(match[1])] = row  # type: ignore[index]
+            if int(match[1]) < plan.world:  # type: ignore[index]  # else an earlier, larger job left it there
+                rows.setdefault(row["step"], {})[int(match[1])] = row  # type: ignore[index]
     steps = {}
     for number, by_rank in sorted(rows.items()):
         if len(by_rank) != plan.world:
@@ -148,10 +149,32 @@ def measured_spans(trace: Trace, number: int, ranks: Sequence[int]) -> list[Span
     return found
 
 
+def timeline(trace: Trace, number: int, columns: int = 100) -> str:
+    """The plan as simulated from the measured computations, and below it the step as it ran: text, on one scale."""
+    plan = trace.plan
+    ranks = _first_replicas(plan)
+    simulated = plan.simulate(costs_of(trace))
+    length = max(rank.end for rank in trace.steps[number].values())
+    scale = max(length, simulated.makespan_seconds)
+    return "\n".join(
+        [
+            f"planned, with the measured computations: {simulated.makespan_seconds * 1e3:.1f} ms",
+            draw_strips(spans(plan, simulated, ranks), ranks, scale, columns),
+            f"measured: {length * 1e3:.1f} ms",
+            draw_strips(measured_spans(trace, number, ranks), ranks, scale, columns),
+        ]
+    )
+
+
+def _first_replicas(plan: StepPlan) -> list[int]:
+    """The ranks that are drawn: one per pipeline rank."""
+    return list(range(0, plan.world, plan.world // plan.pp))
+
+
 def picture(trace: Trace, number: int) -> str:
     """The plan as simulated from the measured computations, and below it the step as it ran: SVG."""
     plan = trace.plan
-    ranks = list(range(0, plan.world, plan.world // plan.pp))
+    ranks = _first_replicas(plan)
     length = max(rank.end for rank in trace.steps[number].values())
     above = svg(plan, costs_of(trace), title="planned, with the measured computations")
     figures = f"{length:.4g} s; hatched: waits, issues, and what Python takes"
@@ -203,6 +226,7 @@ def _report(options: Any) -> int:
     if number not in trace.steps:
         raise InvalidArgument(f"no step {number}; recorded by all ranks: {', '.join(map(str, trace.steps))}")
     print(table(trace, number))
+    print(f"\n{timeline(trace, number)}")
     if options.svg:
         Path(options.svg).write_text(picture(trace, number), encoding="utf-8")
     if options.chrome:

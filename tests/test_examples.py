@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -62,7 +63,7 @@ def found(pattern: str, output: str) -> list[str]:
     return list(match.groups())
 
 
-def require_trained(output: str, *, mesh: str) -> None:
+def require_trained(output: str, picture: Path, *, mesh: str) -> None:
     found(f"^mesh +{mesh};", output)
     assert float(found(r"^largest relative difference (\S+) \(\S+\)$", output)[0]) < 1e-4
     first, last, held_out = map(float, found(r"^loss +(\S+) -> (\S+) nats per byte; (\S+) on", output))
@@ -70,22 +71,35 @@ def require_trained(output: str, *, mesh: str) -> None:
     assert last < 4
     assert held_out < 4
     assert int(found(r"^training +(\d+) steps", output)[0]) == 20
+    found(r"^planned, with the measured computations: \S+ ms\nrank 0 \| ", output)
+    found(r"^measured: \S+ ms\nrank 0 \| ", output)
+    ElementTree.parse(picture)
 
 
-def test_train_gpt_in_one_process() -> None:
-    require_trained(run(str(TRAIN_GPT), *SMALL), mesh="dp=1 x pp=1")
+def test_train_gpt_in_one_process(tmp_path: Path) -> None:
+    picture = tmp_path / "step.svg"
+    output = run(str(TRAIN_GPT), *SMALL, "--timeline", str(picture))
+    require_trained(output, picture, mesh="dp=1 x pp=1")
+    assert "hidden share" not in output, "one process communicates nothing"
 
 
-def test_train_gpt_on_two_replicas_of_two_stages() -> None:
-    output = run(*TORCHRUN, "4", str(TRAIN_GPT), *SMALL)
-    require_trained(output, mesh="dp=2 x pp=2")
+def test_train_gpt_on_two_replicas_of_two_stages(tmp_path: Path) -> None:
+    picture = tmp_path / "step.svg"
+    output = run(*TORCHRUN, "4", str(TRAIN_GPT), *SMALL, "--timeline", str(picture), "--rounds", "2")
+    require_trained(output, picture, mesh="dp=2 x pp=2")
+    ours, stock, difference = found(r"^loss (\S+) and (\S+); gradients differ by at most (\S+)$", output)
+    assert float(ours) == pytest.approx(float(stock), abs=2e-6)
+    assert 0 < float(difference) < 1e-4, "another order of summation, and no other values"
+    for name in ("stock PyTorch", "hpcomm", "  without bytes", "  without computation", "  with neither"):
+        found(rf"^{name} +([\d.]+)  \(", output)
+    found(r"^hidden share (-?\d+|nan)% of -?\S+ ms of communication", output)
     # Each line once: only rank 0 prints.
     assert output.count("== summary") == 1
     assert [found(f"^stage {stage}: (.*?) \\|", output) for stage in (0, 1)] == [["embedding block0"], ["block1 head"]]
 
 
 def test_train_gpt_stops_all_ranks_at_the_same_step_when_time_is_up() -> None:
-    output = run(*TORCHRUN, "2", str(TRAIN_GPT), *SMALL, "--steps", "100000", "--seconds", "0.1")
+    output = run(*TORCHRUN, "2", str(TRAIN_GPT), *SMALL, "--steps", "100000", "--seconds", "0.1", "--rounds", "0")
     steps = int(found(r"^training +(\d+) steps", output)[0])
     assert steps % 5 == 0
     assert steps < 1000

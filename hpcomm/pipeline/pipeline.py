@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +28,7 @@ from hpcomm.pipeline.parameters import FreshGradients, identity, start_equal
 from hpcomm.pipeline.partition import Balance, decide, described, stages_at, starts_of
 from hpcomm.pipeline.planning import Schedule, ScheduleLike, Wishes, plan_together, scalar_lane, schedule_of
 from hpcomm.pipeline.randomness import Draws, generator_of, kept
-from hpcomm.pipeline.recorder import Times, gathered_costs
+from hpcomm.pipeline.recorder import Recorder, Times, gathered_costs
 from hpcomm.pipeline.reductions import Reductions
 from hpcomm.pipeline.runner import Batch, Runner
 from hpcomm.pipeline.stage import Loss, LossFn, Stage, evaluate
@@ -297,6 +299,19 @@ class Pipeline(LocalModel):
         self._runner.recorder, self.step_number = before, number
         self.zero_grad()
         return gathered_costs(self.mesh, self.plan, times)
+
+    @contextmanager
+    def traced(self, folder: str | PathLike[str]) -> Iterator[None]:
+        """The training steps inside are noted in ``folder``, action by action, as ``HPCOMM_TRACE`` does for all steps:
+        ``python -m hpcomm trace report`` shows them beside the plan. All ranks name the same folder.
+        """
+        before = self._runner.recorder
+        self._runner.recorder = recorder = Recorder(Path(folder), self.plan, self.mesh.rank)
+        try:
+            yield
+        finally:
+            self._runner.recorder = before
+            recorder.close()
 
     def replan(self, *, costs: CostModel | None = None, reduce: str | None = None) -> StepPlan:
         """Compiles the plan anew, between two steps (collective): the same schedule, another order of independent

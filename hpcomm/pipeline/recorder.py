@@ -78,6 +78,10 @@ class Recorder(Times):
         self.actions = []
         self._step += 1
 
+    def close(self) -> None:
+        """No more steps."""
+        self._file.close()
+
 
 def cost_model(num_stages: int, seconds: Mapping[tuple[int, str], float]) -> CostModel:
     """Costs of stages whose computations take ``seconds``, by stage and kind of action; messages take no time."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -98,3 +98,22 @@ def draw_ticks(plan: StepPlan, costs: CostModel | None = None, *, tick: float = 
         f"{name:<{margin}} | {' '.join(f'{cell:<{width}}' for cell in cells)}".rstrip()
         for name, cells in zip(labels, rows, strict=True)
     )
+
+
+def draw_strips(drawn: Iterable[Span], ranks: Sequence[int], seconds: float, columns: int) -> str:
+    """What ``ranks`` compute, simulated or measured, a line each; a line of ``columns`` letters is ``seconds`` long.
+
+    A computation stands where it begins, with as much of its label as it is long; ``-`` is the rest of it, ``.`` a
+    moment in which the rank computes nothing.
+    """
+    rows = {rank: ["."] * columns for rank in ranks}
+    scale = columns / seconds if seconds > 0 else 0.0
+    for span in drawn:
+        if span.lane != "compute" or span.rank not in rows:
+            continue
+        first = min(int(span.start * scale), columns - 1)
+        length = max(1, min(round(span.end * scale), columns) - first)
+        rows[span.rank][first : first + length] = f"{span.label:-<{length}}"[:length]
+    labels = {rank: f"rank {rank}" for rank in ranks}
+    margin = max(map(len, labels.values()), default=0)
+    return "\n".join(f"{labels[rank]:<{margin}} | {''.join(row)}" for rank, row in rows.items())

@@ -1,0 +1,109 @@
+"""The step of train_gpt.py beside stock PyTorch's: results, times, and how much of the communication is hidden."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from comparison.job import Job
+from comparison.parts import without_bytes, without_computation
+from comparison.stock import schedule_of, stock_step, twin_of
+
+if TYPE_CHECKING:
+    import hpcomm
+
+__all__ = ["Comparison", "Job", "schedule_of", "with_stock"]
+
+STOCK, OURS = "stock PyTorch", "hpcomm"
+COMPUTATION, BYTES, NEITHER = "  without bytes", "  without computation", "  with neither"
+
+
+class Comparison(NamedTuple):
+    """What was found, the same on every rank."""
+
+    loss: float
+    stock_loss: float
+    difference: float  # of gradients: the largest |ours - stock's| / largest |stock's| of a parameter
+    seconds: dict[str, list[float]]  # of the slowest rank, by variant and round
+
+    def speedup(self) -> float:
+        """Stock's time by ours: the median of the rounds' own ratios."""
+        return statistics.median(a / b for a, b in zip(self.seconds[STOCK], self.seconds[OURS], strict=True))
+
+    def moving(self) -> float:
+        """Seconds of communication alone."""
+        return statistics.median(self.seconds[BYTES]) - statistics.median(self.seconds[NEITHER])
+
+    def hidden(self) -> tuple[float, float, float]:
+        """Shares of that which computations hide, by round: lower quartile, median, upper quartile. NaN where noise
+        leaves nothing of it.
+        """
+        if self.moving() <= 0:
+            return math.nan, math.nan, math.nan
+        pairs = zip(self.seconds[OURS], self.seconds[COMPUTATION], strict=True)
+        low, middle, high = statistics.quantiles([1 - (step - alone) / self.moving() for step, alone in pairs], n=4)
+        return low, middle, high
+
+
+def with_stock(job: Job, rounds: int) -> Comparison:
+    """Compares the results of one step, then times ``rounds`` of them (collective over the mesh).
+
+    The hidden share is 1 - (step - step without bytes) / communication. Nothing of it is estimated: the same plan also
+    runs without bytes (messages of one number, no reductions), without computations (messages and gradients are there
+    already), and with neither. Its dependencies, and so its bubbles, are the same every time.
+    """
+    mesh = job.pipe.mesh
+    twin = twin_of(job)
+    stock, stock_modules = stock_step(job, twin)
+    alone = without_bytes(job)
+    moving, idle = without_computation(job, full=True), without_computation(job, full=False)
+
+    def step(pipe: hpcomm.Pipeline, *, reduce: bool = True) -> torch.Tensor:
+        pipe.zero_grad()
+        loss: torch.Tensor = pipe.step(job.x, target=job.y, reduce=reduce)
+        return loss
+
+    loss, stock_loss = step(job.pipe), stock()
+    if twin is not job.pipe:
+        step(twin)
+    differences = [
+        float((ours.grad - theirs.grad).abs().max() / theirs.grad.abs().max())
+        for ours, theirs in zip(twin.parameters(), stock_modules.parameters(), strict=True)
+    ]
+    told = torch.tensor([max(differences), stock_loss], dtype=torch.float64)
+    mesh.world.all_reduce(told, "max")  # the stages before the last have no loss: minus infinity
+    seconds = in_turn(
+        mesh,
+        {
+            STOCK: stock,
+            OURS: lambda: step(job.pipe),
+            COMPUTATION: lambda: step(alone, reduce=False),
+            BYTES: lambda: step(moving),
+            NEITHER: lambda: step(idle, reduce=False),
+        },
+        rounds,
+    )
+    job.pipe.zero_grad()
+    return Comparison(float(loss), float(told[1]), float(told[0]), seconds)
+
+
+def in_turn(
+    mesh: hpcomm.Mesh, variants: dict[str, Callable[[], object]], rounds: int, warm_up: int = 2
+) -> dict[str, list[float]]:
+    """Seconds of the slowest rank. Variants take turns, so that a slow moment of the machine slows all of them."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for i in range(warm_up + rounds):
+        for name, step in variants.items():
+            mesh.barrier()
+            start = time.perf_counter()
+            step()
+            slowest = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+            mesh.world.all_reduce(slowest, "max")
+            if i >= warm_up:
+                seconds[name].append(float(slowest))
+    return seconds
