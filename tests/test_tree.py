@@ -72,6 +72,7 @@ MODULES = (
     "pipeline.planning",
     "pipeline.board",
     "pipeline.stage",
+    "pipeline.ordered",
     "pipeline.reductions",
     "pipeline.recorder",
     "pipeline.runner",

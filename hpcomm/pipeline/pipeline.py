@@ -24,6 +24,7 @@ from hpcomm.pipeline.links import links_of, loaders_of
 from hpcomm.pipeline.local import LocalModel
 from hpcomm.pipeline.meta import materialize, materialize_together, require_initialisable
 from hpcomm.pipeline.microbatch import join, samples, split, split_keywords
+from hpcomm.pipeline.ordered import OrderedLoss, require_ordered
 from hpcomm.pipeline.parameters import FreshGradients, identity, start_equal
 from hpcomm.pipeline.partition import Balance, decide, described, stages_at, starts_of
 from hpcomm.pipeline.planning import Schedule, ScheduleLike, Wishes, plan_together, scalar_lane, schedule_of
@@ -36,7 +37,7 @@ from hpcomm.pipeline.stage import Loss, LossFn, Stage, evaluate
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from hpcomm._C import BucketPlan, CostModel, StepPlan
+    from hpcomm._C import BucketPlan, CostModel, StepLoss, StepPlan
     from hpcomm.amp import GradScaler
     from hpcomm.mesh import Mesh
     from hpcomm.pipeline.adapt import Model
@@ -79,6 +80,9 @@ class Pipeline(LocalModel):
         init_fn: ``init_fn(name, submodule)``, for a model on "meta", see :func:`hpcomm.materialize`.
         seed: of the random numbers that layers draw in training. They depend on it, on the number of the step, on the
             microbatch's place in the global batch and on the layer, not on the mesh or the schedule.
+        deterministic: losses and gradients have the same bits for every mesh and schedule that cuts the global batch
+            into the same microbatches; docs/explanation/numerics.md says of what, and what it costs. With several
+            replicas ``num_microbatches`` must be a power of two.
         costs: what the plan's order and the place of reductions are decided by, see :func:`hpcomm.plan.compile`; rank
             0's counts.
 
@@ -108,11 +112,12 @@ class Pipeline(LocalModel):
         whole: Sequence[str] = (),
         init_fn: InitFn | None = None,
         seed: int = 0,
+        deterministic: bool = False,
         costs: CostModel | None = None,
     ) -> None:
         options = (
             f"{num_microbatches=} {stages_per_rank=} split_at={split_at and list(split_at)} {reduce=} {schema=} "
-            f"{bucket_cap_mb=} {inputs=} keywords={sorted(keywords)} whole={sorted(whole)} {seed=} "
+            f"{bucket_cap_mb=} {inputs=} keywords={sorted(keywords)} whole={sorted(whole)} {seed=} {deterministic=} "
             f"balance={balance is not None} init_fn={init_fn is not None}"
         )
         # A rank that cannot go on says so in the agreement: the others must not wait for it in a later one.
@@ -163,6 +168,10 @@ class Pipeline(LocalModel):
         self._accepted = [call.keywords for stage in calls for call in stage]
         self._links = links_of(calls, loaders_of(calls, keywords) if inputs == "first" else ())
         ties = sharing.ties_of(owned)
+        self._deterministic = deterministic
+        if deterministic:
+            shared = [entry.name for entry in owned if len(entry.stages) > 1 and entry.parameter.requires_grad]
+            require_ordered(mesh.dp.size, num_microbatches, shared)
         alone = [sharing.reduced_alone(owned, stage) for stage in range(plain.stages)]
         buckets = [sharing.bucket_plan(parameters, bucket_cap_mb) for parameters in alone]
         self._wishes = Wishes(
@@ -250,6 +259,8 @@ class Pipeline(LocalModel):
                 )
             batch = self._batch(inputs, target, keywords, self._loss_fn)
             batch.reduce, batch.keep_outputs = reduce, return_outputs
+            if self._deterministic and not reduce:
+                raise InvalidArgument("step(): deterministic=True sums one step's gradients; use more microbatches")
             if scaler is not None:
                 batch.scale, batch.unit = scaler.scale, self._unit_of(inputs, target)
             if self._accumulating and all(p.grad is None for p in self.parameters()):
@@ -388,6 +399,11 @@ class Pipeline(LocalModel):
         cut_inputs: list[tuple[Any, ...]] = [()] * parts
         if first:
             cut_inputs = list(zip(*[split(value, parts, "input") for value in inputs], strict=True))
+            if self._deterministic and self.mesh.dp.size > 1 and any(samples(value) % parts for value in inputs):
+                raise InvalidArgument(
+                    f"step(): deterministic=True with several replicas needs equal microbatches; {parts} cannot be cut "
+                    f"from a batch of {samples(inputs)} samples"
+                )
         loads = self._promised is not None
         wants_target = first if loads else last
         wants_keywords = first or not loads
@@ -403,15 +419,20 @@ class Pipeline(LocalModel):
         reductions = None
         if self._schedule.trains:
             parameters, ties = self._reduced
-            reductions = Reductions(self.plan, self.mesh, parameters, self.bucket_plans, ties)
+            plans, ordered = self.bucket_plans, self._deterministic
+            reductions = Reductions(self.plan, self.mesh, parameters, plans, ties, ordered=ordered)
+        return self._runner_of(self.plan, reductions, self._loss)
+
+    def _runner_of(self, plan: StepPlan, reductions: Reductions | None, loss: StepLoss) -> Runner:
+        ordered = OrderedLoss(scalar_lane(plan, self.mesh), self.mesh.dp.size) if self._deterministic else None
         stages, links = self._local_stages, self._links
-        return Runner(self.plan, self.mesh, stages, links, reductions, self._loss, schema=self._schema)
+        return Runner(plan, self.mesh, stages, links, reductions, loss, ordered, schema=self._schema)
 
     def _evaluator(self) -> Runner:
         plan = plan_together(self.mesh, self._schedule.forwards(), self._wishes)
         # A loss of its own: the training steps' one remembers the weights of accumulated gradients.
         loss = _C.StepLoss(scalar_lane(plan, self.mesh))
-        return Runner(plan, self.mesh, self._local_stages, self._links, None, loss, schema=self._schema)
+        return self._runner_of(plan, None, loss)
 
     def _draws(self) -> bool:
         """Whether seeds are set in this step. Not in a captured one: its generator belongs to the graph."""

@@ -7,24 +7,117 @@ from typing import TYPE_CHECKING
 
 from hpcomm import _C
 from hpcomm.errors import InternalError
+from hpcomm.pipeline.ordered import ReplicaSum, Tree, added
 
 if TYPE_CHECKING:
     import torch
 
     from hpcomm._C import BucketPlan, Communicator, StepLoss, StepPlan
     from hpcomm.mesh import Mesh
+    from hpcomm.pipeline.ordered import Terms
     from hpcomm.pipeline.sharing import Tie
 
 __all__: list[str] = []
 
 
 class _Group:
-    """Parameters with one Reducer."""
+    """Parameters with one Reducer: gradients add up in ``.grad``, and go out while the last backward runs."""
 
     def __init__(self, lane: Communicator, parameters: Sequence[torch.nn.Parameter], buckets: BucketPlan) -> None:
-        self.index = {id(parameter): i for i, parameter in enumerate(parameters)}
-        self.reducer = _C.Reducer(lane, parameters, buckets)
-        self.hooks = _C.ReadyHooks(self.reducer, parameters)
+        self._index = {id(parameter): i for i, parameter in enumerate(parameters)}
+        self._reducer = _C.Reducer(lane, parameters, buckets)
+        self._hooks = _C.ReadyHooks(self._reducer, parameters)
+
+    def arm(self, loss: StepLoss, *permitted: int) -> None:
+        """The next backward is the last one; it may issue so many buckets (all, if not said)."""
+        self._reducer.arm(loss, *permitted)
+
+    def keep(self, microbatch: int, *, ended: bool) -> None:
+        """A backward is over."""
+
+    def mark(self, parameter: torch.Tensor) -> None:
+        """The gradient of ``parameter`` is final; it was made outside autograd."""
+        index = self._index.get(id(parameter))
+        if index is not None:  # else it is tied
+            self._hooks.mark(index)
+
+    def complete(self) -> None:
+        """All gradients are final."""
+        self._hooks.mark_rest()
+
+    def permit(self, buckets: int) -> None:
+        """So many buckets may have been issued."""
+        self._reducer.permit(buckets)
+
+    def finish(self) -> None:
+        """Waits for all of them."""
+        self._reducer.finish()
+
+    @property
+    def issued(self) -> int:
+        """Buckets of the current step."""
+        return self._reducer.issued
+
+
+class _OrderedGroup:
+    """The same with one order of summation: gradients are taken away after each backward, summed as a tree, and go out
+    when that is done. Sums over replicas come first, the factor after them: it depends on nothing but the batch.
+    """
+
+    def __init__(
+        self,
+        lane: Communicator,
+        alone: Communicator,
+        parameters: Sequence[torch.nn.Parameter],
+        buckets: BucketPlan,
+        microbatches: int,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._tree = Tree(microbatches)
+        self._halves: dict[int, Terms] = {}  # by microbatch: what the first half of a divided backward has left
+        over = buckets.buckets if lane.size > 1 else []
+        self._sums = [ReplicaSum(lane, [parameters[i] for i in places]) for places in over]
+        self._scaled = _Group(alone, parameters, buckets)
+        self._armed: tuple[StepLoss, int]
+        self.issued = 0
+
+    def arm(self, loss: StepLoss, permitted: int) -> None:
+        self._armed = (loss, permitted)
+        self.issued = 0
+
+    def keep(self, microbatch: int, *, ended: bool) -> None:
+        terms: Terms = []
+        for parameter in self._parameters:
+            terms.append(parameter.grad)
+            parameter.grad = None
+        first = self._halves.pop(microbatch, None)
+        terms = terms if first is None else added(first, terms)
+        if ended:
+            self._tree.put(microbatch, terms)
+        else:
+            self._halves[microbatch] = terms
+
+    def mark(self, parameter: torch.Tensor) -> None:
+        """Nothing is final before :meth:`complete`."""
+
+    def complete(self) -> None:
+        for parameter, total in zip(self._parameters, self._tree.take(), strict=True):
+            parameter.grad = total
+        self.permit(self._armed[1])
+
+    def permit(self, buckets: int) -> None:
+        for each in self._sums[self.issued : buckets]:
+            each.start()
+        self.issued = max(self.issued, buckets)
+
+    def finish(self) -> None:
+        for each in self._sums:
+            each.add()
+        for each in self._sums:
+            each.finish()
+        self._scaled.arm(self._armed[0])
+        self._scaled.complete()
+        self._scaled.finish()
 
 
 class Reductions:
@@ -35,6 +128,7 @@ class Reductions:
         parameters: by stage of this rank, those that no other stage owns.
         buckets: of those, by stage of this rank.
         ties: those that a stage of this rank owns, by their place in the plan.
+        ordered: sums are formed in one order, whatever the mesh.
     """
 
     def __init__(
@@ -44,15 +138,18 @@ class Reductions:
         parameters: Mapping[int, Sequence[torch.nn.Parameter]],
         buckets: Mapping[int, BucketPlan],
         ties: Mapping[int, Tie],
+        *,
+        ordered: bool,
     ) -> None:
+        self.ordered = ordered
         lanes: dict[int, Communicator] = {}  # by place in plan.communicators
         for place, spec in enumerate(plan.communicators):
             if mesh.rank in spec.ranks:
                 lanes[place] = mesh.lane(spec.ranks, spec.lane.name.lower())
-        self._stages: dict[int, _Group] = {}
+        self._stages: dict[int, _Group | _OrderedGroup] = {}
         self._ties: dict[int, _Group] = {}
         self._final: dict[int, tuple[int, int]] = {}  # stage -> its last backward, and how many buckets go out in it
-        self._armed: list[_Group] = []
+        self._armed: list[_Group | _OrderedGroup] = []
 
         placed: dict[int, list[int]] = {}
         for action in plan.actions(mesh.rank):
@@ -63,8 +160,13 @@ class Reductions:
                 if reduction.kind == _C.ActionKind.REDUCE:
                     placed.setdefault(reduction.stage, []).append(reduction.bucket)
                     if reduction.stage not in self._stages:
-                        mine = parameters[reduction.stage]
-                        self._stages[reduction.stage] = _Group(lane, mine, buckets[reduction.stage])
+                        mine, theirs = parameters[reduction.stage], buckets[reduction.stage]
+                        alone = mesh.lane([mesh.rank], "alone")
+                        self._stages[reduction.stage] = (
+                            _OrderedGroup(lane, alone, mine, theirs, plan.num_microbatches)
+                            if ordered
+                            else _Group(lane, mine, theirs)
+                        )
                 elif reduction.kind == _C.ActionKind.TIED:
                     tie = ties[reduction.bucket]
                     self._ties[reduction.bucket] = _Group(lane, tie.parameters, tie.buckets)
@@ -79,31 +181,34 @@ class Reductions:
         group = self._stages.get(stage)
         if op != final or group is None:
             return False
-        group.reducer.arm(loss, inside)
+        group.arm(loss, inside)
         self._armed.append(group)
         return True
 
+    def keep(self, stage: int, microbatch: int, *, ended: bool) -> None:
+        """The backward of ``microbatch`` is over; not ``ended``: the first half of it."""
+        group = self._stages.get(stage)
+        if group is not None:
+            group.keep(microbatch, ended=ended)
+
     def mark(self, stage: int, parameter: torch.Tensor) -> None:
         """The gradient of ``parameter`` was made outside autograd and is final."""
-        group = self._stages[stage]
-        index = group.index.get(id(parameter))
-        if index is not None:  # else it is tied
-            group.hooks.mark(index)
+        self._stages[stage].mark(parameter)
 
     def complete(self, stage: int) -> None:
         """All contributions to the stage's gradients have been made."""
-        self._stages[stage].hooks.mark_rest()
+        self._stages[stage].complete()
 
     def permit(self, stage: int, bucket: int) -> None:
         """It is the turn of ``bucket``, outside any backward."""
-        self._stages[stage].reducer.permit(bucket + 1)
+        self._stages[stage].permit(bucket + 1)
 
     def reduce_tie(self, tie: int, loss: StepLoss) -> None:
         """Issues the reduction of a tie: all its owners' backwards are over."""
         group = self._ties[tie]
-        group.reducer.arm(loss)
+        group.arm(loss)
         self._armed.append(group)
-        group.hooks.mark_rest()
+        group.complete()
 
     def finish(self) -> None:
         """Waits for all reductions of the step."""
@@ -111,7 +216,7 @@ class Reductions:
         first: BaseException | None = None
         for group in armed:  # all of them, also after an error: nothing may still write the gradients
             try:
-                group.reducer.finish()
+                group.finish()
             except BaseException as error:  # noqa: PERF203
                 first = first or error
         if first is not None:
@@ -119,4 +224,4 @@ class Reductions:
 
     def buckets_issued(self, stage: int) -> int:
         """Of the current step: what a test of overlap looks at."""
-        return self._stages[stage].reducer.issued
+        return self._stages[stage].issued

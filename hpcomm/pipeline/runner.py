@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hpcomm._C import Action, StepLoss, StepPlan, Work
     from hpcomm.mesh import Mesh
     from hpcomm.pipeline.links import Link
+    from hpcomm.pipeline.ordered import OrderedLoss
     from hpcomm.pipeline.randomness import Draws
     from hpcomm.pipeline.recorder import Times
     from hpcomm.pipeline.reductions import Reductions
@@ -79,6 +80,7 @@ class Runner:
         links: of the whole model, in the same order on every rank.
         reductions: of the gradients; None for a plan without backwards.
         loss: of the mesh; steps of several plans may share it.
+        ordered: sums losses in one order, as ``reductions`` does with gradients; None: in that of the transport.
         schema: of the messages, see :class:`hpcomm.Channel`.
 
     Making one is collective over the mesh: edges are made in the order of ``links``.
@@ -92,6 +94,7 @@ class Runner:
         links: Sequence[Link],
         reductions: Reductions | None,
         loss: StepLoss,
+        ordered: OrderedLoss | None = None,
         *,
         schema: str,
     ) -> None:
@@ -105,6 +108,7 @@ class Runner:
         self._device = mesh.device
         self._reductions = reductions
         self._loss = loss
+        self._ordered = ordered
         actions = plan.actions(mesh.rank)
         self._edges = _edges(plan, mesh, actions, links, schema)
         self._local = {(link.source, link.target) for link in links if link.source in stages and link.target in stages}
@@ -133,6 +137,8 @@ class Runner:
         place(self.position)
         issued = 0 if recorder is None else recorder.now()
         loss = self._loss.wait()
+        if self._ordered is not None:
+            loss = self._ordered.wait()
         if self._reductions is not None:
             self._reductions.finish()
         for work in walk.sent:
@@ -245,6 +251,7 @@ class Runner:
         final = reductions is not None and walk.batch.reduce and reductions.arm(index, op, self._loss)
         with self._without_autocast():
             arrived = stage.backward(microbatch, gradients)
+        self._keep(index, microbatch, ended=reductions is not None)
         if final:
             assert reductions is not None
             reductions.complete(index)
@@ -258,8 +265,14 @@ class Runner:
         final = self._walk.batch.reduce and reductions.arm(stage.index, op, self._loss)
         with self._without_autocast():
             stage.weight_gradients(microbatch, partial(reductions.mark, stage.index) if final else None)
+        self._keep(stage.index, microbatch, ended=True)
         if final:
             reductions.complete(stage.index)
+
+    def _keep(self, stage: int, microbatch: int, *, ended: bool) -> None:
+        if self._ordered is not None:
+            assert self._reductions is not None
+            self._reductions.keep(stage, microbatch, ended=ended)
 
     def _without_autocast(self) -> AbstractContextManager[Any]:
         """Backwards run in the dtypes that their forwards chose."""
@@ -268,12 +281,15 @@ class Runner:
     def _issue_loss(self) -> None:
         # In microbatch order, whatever the schedule's. A zero on the CPU plus a number on a GPU is a number there; were
         # it moved there, the host would wait for the device.
+        losses = [self._walk.losses[microbatch] for microbatch in sorted(self._walk.losses)]
         total = torch.zeros((), dtype=torch.float64)
         weight = 0.0
-        for microbatch in sorted(self._walk.losses):
-            loss = self._walk.losses[microbatch]
-            total = total + loss.weighted
-            weight += loss.weight
+        if self._ordered is not None:
+            total, weight = self._ordered.issue(losses, self._walk.batch.unit)
+        else:
+            for loss in losses:
+                total = total + loss.weighted
+                weight += loss.weight
         training = self._reductions is not None
         self._loss.issue(total, weight, training and not self._walk.batch.reduce)
 
