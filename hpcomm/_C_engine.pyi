@@ -116,6 +116,12 @@ class Reducer:
     def awaits(self, param: int) -> bool: ...
     @property
     def issued(self) -> int: ...
+    def trace(self) -> None:
+        """From now on buckets are timed; on the CPU only (InvalidArgument)."""
+
+    def times(self) -> list[list[float]]:
+        """By bucket, in seconds of the monotonic clock: issued, begun on the lane, packed, reduced, written back."""
+
     def finish(self) -> None: ...
 
 class ReadyHooks:

@@ -29,6 +29,25 @@ class Timed(NamedTuple):
     end: float
 
 
+class Message(NamedTuple):
+    """A receiver's wait for a message."""
+
+    op: int
+    begin: float
+    end: float
+
+
+class Bucket(NamedTuple):
+    """One rank's part in a reduction."""
+
+    op: int
+    issued: float
+    begun: float  # on the lane
+    packed: float
+    reduced: float
+    ended: float  # written back
+
+
 class Rank(NamedTuple):
     """One rank's step."""
 
@@ -36,6 +55,8 @@ class Rank(NamedTuple):
     issued: float
     end: float
     actions: list[Timed]
+    messages: list[Message]
+    buckets: list[Bucket]
 
 
 class Trace(NamedTuple):
@@ -76,6 +97,8 @@ def read(folder: Path) -> Trace:
                 seconds(row["issued"]),
                 seconds(row["end"]),
                 [Timed(op, seconds(begin), waited / 1e9, seconds(end)) for op, begin, waited, end in row["actions"]],
+                [Message(op, seconds(begin), seconds(end)) for op, begin, end in row["messages"]],
+                [Bucket(op, *map(seconds, times)) for op, *times in row["buckets"]],
             )
             for rank, row in sorted(by_rank.items())
         }
@@ -98,7 +121,7 @@ def costs_of(trace: Trace) -> CostModel:
 
 
 def table(trace: Trace, number: int) -> str:
-    """Where the time of a step went, by rank and by edge."""
+    """Where the time of a step went: by rank, by edge, by bucket."""
     plan, step = trace.plan, trace.steps[number]
     length = max(rank.end for rank in step.values())
     predicted = plan.simulate(costs_of(trace))
@@ -108,7 +131,6 @@ def table(trace: Trace, number: int) -> str:
         "",
         f"{'rank':>4} {'compute':>9} {'wait':>9} {'issue':>9} {'at the end':>10} {'rest':>9}   ms; share computed",
     ]
-    waits: dict[tuple[int, int, str], list[float]] = {}
     for index, rank in step.items():
         compute = wait = issue = 0.0
         for op, begin, waited, end in rank.actions:
@@ -118,20 +140,82 @@ def table(trace: Trace, number: int) -> str:
                 compute += end - begin - waited
             else:
                 issue += end - begin - waited
-            if waited > 0:
-                payload = "act" if operation.kind.name == "FORWARD" else "grad"
-                waits.setdefault((index, operation.stage, payload), []).append(waited)
         drain = rank.end - rank.issued
         rest = length - compute - wait - issue - drain
         figures = " ".join(f"{value * 1e3:>9.3f}" for value in (compute, wait, issue))
         share = compute / length if length else 0.0
         lines.append(f"{index:>4} {figures} {drain * 1e3:>10.3f} {rest * 1e3:>9.3f}   {share:.1%}")
-    if waits:
-        lines += ["", f"{'rank':>4} {'stage':>5} {'for':>5} {'messages':>9} {'waited ms':>10} {'longest':>9}"]
-        for (index, stage, payload), times in sorted(waits.items()):
-            total, longest = sum(times) * 1e3, max(times) * 1e3
-            lines.append(f"{index:>4} {stage:>5} {payload:>5} {len(times):>9} {total:>10.3f} {longest:>9.3f}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_edges(trace, number, length), *_buckets(trace, number, length)])
+
+
+def _edges(trace: Trace, number: int, length: float) -> list[str]:
+    """What receivers waited for, by edge. They wait for the sender to send (a bubble), then for the message to come."""
+    plan, step = trace.plan, trace.steps[number]
+    sent = {
+        (rank, timed.op): timed
+        for rank, found in step.items()
+        for timed in found.actions
+        if plan.operations[timed.op].kind.name == "TRANSFER"
+    }
+    rows: dict[tuple[int, int, str], list[tuple[float, float, float]]] = {}
+    for rank, found in step.items():
+        for op, begin, end in found.messages:
+            operation = plan.operations[op]
+            (peer,) = set(operation.participants) - {rank}
+            payload = "act" if operation.payload.name == "ACTIVATION" else "grad"
+            # The call in which it was sent: small messages are copied there, once for both ranks.
+            call = sent[peer, op]
+            bubble = max(0.0, min(end, call.begin) - begin)
+            rows.setdefault((peer, rank, payload), []).append((end - begin, bubble, call.end - call.begin))
+    if not rows:
+        return []
+    lines = ["", f"{'edge':>9} {'for':>5} {'messages':>9} {'wait':>9} {'bubble':>9} {'wire':>9} {'sending':>9}   ms"]
+    lines[-1] += "; shares of the step: bubble, wire"
+    for (source, target, payload), times in sorted(rows.items()):
+        wait, bubble, sending = (sum(column) for column in zip(*times, strict=True))
+        figures = " ".join(f"{value * 1e3:>9.3f}" for value in (wait, bubble, wait - bubble, sending))
+        shares = f"{bubble / length:.1%}, {(wait - bubble) / length:.1%}"
+        lines.append(f"{f'{source}->{target}':>9} {payload:>5} {len(times):>9} {figures}   {shares}")
+    return lines
+
+
+def _buckets(trace: Trace, number: int, length: float) -> list[str]:
+    """Where the time of reductions went, from issue to end: means over the ranks that took part."""
+    plan, step = trace.plan, trace.steps[number]
+    found: dict[int, list[Bucket]] = {}
+    for rank in step.values():
+        for bucket in rank.buckets:
+            if len(plan.operations[bucket.op].participants) > 1:
+                found.setdefault(bucket.op, []).append(bucket)
+    if not found:
+        return []
+    head = ("queue", "pack", "bubble", "wire", "unpack", "total")
+    lines = ["", f"{'bucket':>9} {'KiB':>9} " + " ".join(f"{name:>9}" for name in head) + "   ms"]
+    lines[-1] += "; shares of the step: bubble, wire"
+    for op, parts in sorted(found.items(), key=lambda item: min(part.issued for part in item[1])):
+        operation = plan.operations[op]
+        last = max(part.packed for part in parts)  # nobody's reduction ends before all have come
+        columns = zip(
+            *[
+                (
+                    part.begun - part.issued,
+                    part.packed - part.begun,
+                    min(last, part.reduced) - part.packed,
+                    part.reduced - min(last, part.reduced),
+                    part.ended - part.reduced,
+                    part.ended - part.issued,
+                )
+                for part in parts
+            ],
+            strict=True,
+        )
+        means = [statistics.fmean(column) for column in columns]
+        where = f"tie {operation.bucket}" if operation.kind.name == "TIED" else f"{operation.stage}.R{operation.bucket}"
+        ranks = ",".join(map(str, operation.participants))
+        figures = " ".join(f"{value * 1e3:>9.3f}" for value in means)
+        shares = f"{means[2] / length:.1%}, {means[3] / length:.1%}"
+        lines.append(f"{where:>9} {operation.bytes / 1024:>9.1f} {figures}   {shares} (ranks {ranks})")
+    return lines
 
 
 def measured_spans(trace: Trace, number: int, ranks: Sequence[int]) -> list[Span]:

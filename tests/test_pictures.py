@@ -16,7 +16,7 @@ import pytest
 import hpcomm.plan
 from hpcomm._native import load
 from hpcomm.plan.render import COLOURS, svg
-from hpcomm.plan.timeline import LANES, spans
+from hpcomm.plan.timeline import LANES, Span, draw_strips, spans
 
 _C = load()
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,6 +85,17 @@ def test_a_picture_has_a_box_for_every_action(tmp_path: Path) -> None:
     assert "1.25 to 2.25 s" in first.find(f"{SVG}title").text
     assert float(first.get("x")) == pytest.approx(76 + 1200 * 1.25 / timeline.makespan_seconds + 0.4, abs=0.01)
     assert len([box for box in root.iter(f"{SVG}rect") if box.get("fill") == "url(#bubble)"]) == 2
+
+
+def test_strips_say_what_begins_when() -> None:
+    def span(rank: int, label: str, start: float, end: float, lane: str = "compute") -> Span:
+        return Span(rank, lane, "FORWARD", label, "", start, end)
+
+    drawn = [span(0, "F0", 0, 3), span(0, "F1", 3, 4), span(2, "B12", 4, 10), span(0, "S0", 5, 9, "forward")]
+    drawn.append(span(1, "F0", 0, 10))  # of a rank that is not asked for
+    assert draw_strips(drawn, [0, 2], 10, 10) == "rank 0 | F0-F......\nrank 2 | ....B12---"
+    assert draw_strips([span(0, "B12", 9.999, 10)], [0], 10, 5) == "rank 0 | ....B"
+    assert draw_strips([], [0], 0, 3) == "rank 0 | ..."
 
 
 def test_a_picture_of_many_ranks_shows_the_first() -> None:

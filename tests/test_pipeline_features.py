@@ -22,6 +22,7 @@ from hpcomm.cli import main as cli
 from hpcomm.pipeline.board import report
 from hpcomm.pipeline.partition import cut
 from hpcomm.plan import parse, to_csv, zbv
+from hpcomm.report import Trace
 from hpcomm.report import read as report_of
 
 if TYPE_CHECKING:
@@ -476,26 +477,61 @@ def test_the_circle_of_a_time_out() -> None:
     assert text.endswith("in a circle: rank 0 -> rank 1 -> rank 0")
 
 
-def traced() -> None:
+def traced(folder: Path) -> None:
     with hpcomm.init(dp=2, pp=2) as mesh:
         pipe = make(mesh, "rich", 4, schedule="zbv")
         for _ in range(3):
             models.require_equal(pipe, "rich", 4)
+        with pipe.traced(folder):
+            models.require_equal(pipe, "rich", 4)
+            x, y, keywords = models.shard("rich", mesh.dp.rank, 8)
+            pipe.step(x, target=y, reduce=False, **keywords)
 
 
-def test_a_trace_is_reported_beside_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ranks.run(4, traced, env={"HPCOMM_TRACE": str(tmp_path)})
+def require_whole(trace: Trace) -> None:
+    """Every action, message and bucket is there, with times that follow each other."""
+    operations = trace.plan.operations
+    for step in trace.steps.values():
+        for rank, found in step.items():
+            actions = trace.plan.actions(rank)
+            assert [timed.op for timed in found.actions] == [action.op for action in actions]
+            assert all(t.begin <= t.begin + t.waited <= t.end + 1e-9 for t in found.actions)
+            assert sorted(m.op for m in found.messages) == sorted(a.op for a in actions if a.kind.name == "RECV")
+            assert math.isclose(
+                sum(m.end - m.begin for m in found.messages), sum(t.waited for t in found.actions), abs_tol=1e-6
+            )
+            for bucket in found.buckets:
+                assert rank in operations[bucket.op].participants
+                times = bucket[1:] if len(operations[bucket.op].participants) > 1 else bucket[1:3]
+                assert list(times) == sorted(times)
+                assert found.begin <= times[0] <= times[-1] <= found.end
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_trace_is_reported_beside_its_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], transport: str
+) -> None:
+    env = {"HPCOMM_TRACE": str(tmp_path), "HPCOMM_CPU_TRANSPORT": transport}
+    ranks.run(4, traced, tmp_path / "two", env=env)
     picture, chrome = tmp_path / "step.svg", tmp_path / "steps.json"
     assert cli(["trace", "report", str(tmp_path), "--svg", str(picture), "--chrome", str(chrome)]) == 0
     text = capsys.readouterr().out
     assert text.startswith("step 2: ")
     assert "\n   3 " in text  # a row per rank
+    for title in ("     edge   for  messages      wait    bubble      wire", "   bucket       KiB     queue      pack"):
+        assert title in text
+    for row in ("0->2   act", "3->1  grad", "(ranks 0,1)", "tie 0"):
+        assert text.count(row) >= 1, row
     trace = report_of(tmp_path)
     assert sorted(trace.steps) == [0, 1, 2]
+    require_whole(trace)
+    reduced = [op for op, o in enumerate(trace.plan.operations) if o.kind.name in ("REDUCE", "TIED")]
     for step in trace.steps.values():
-        for rank, found in step.items():
-            assert [timed.op for timed in found.actions] == [action.op for action in trace.plan.actions(rank)]
-            assert all(t.begin <= t.begin + t.waited <= t.end + 1e-9 for t in found.actions)
+        assert {b.op for found in step.values() for b in found.buckets} == set(reduced)
+    # Steps by hand; one of them reduces nothing.
+    two = report_of(tmp_path / "two")
+    require_whole(two)
+    assert [any(found.buckets for found in step.values()) for _, step in sorted(two.steps.items())] == [True, False]
     drawn = ElementTree.parse(picture).getroot()
     titles = [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert "planned, with the measured computations" in titles

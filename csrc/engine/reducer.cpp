@@ -2,12 +2,19 @@
 #include "engine/reducer.h"
 
 #include <algorithm>
+#include <chrono>
 #include <exception>
 #include <utility>
 
 #include "base/error.h"
 
 namespace hpcomm {
+
+namespace {
+
+double now() { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); }
+
+}  // namespace
 
 Reducer::Reducer(std::shared_ptr<Communicator> communicator, BucketPlan plan, std::vector<TensorSize> params,
                  std::shared_ptr<Allocator> allocator)
@@ -113,6 +120,30 @@ std::size_t Reducer::issued() const {
   return next_;
 }
 
+void Reducer::trace() {
+  std::lock_guard lock(mutex_);
+  HPCOMM_REQUIRE(communicator_->device().type == DeviceType::kCpu, "only host lanes are traced");
+  times_ = std::make_shared<std::vector<Times>>(plan_.buckets.size());
+}
+
+std::vector<Reducer::Times> Reducer::times() const {
+  const auto times = [this] {
+    std::lock_guard lock(mutex_);
+    return times_;
+  }();
+  if (times == nullptr) {
+    return {};
+  }
+  communicator_->stream().synchronize();
+  return *times;
+}
+
+void Reducer::note(std::size_t bucket, double Times::* moment) {
+  if (times_ != nullptr) {
+    communicator_->stream().enqueue([times = times_, bucket, moment] { times->at(bucket).*moment = now(); });
+  }
+}
+
 std::vector<WorkPtr> Reducer::flush() {
   std::lock_guard lock(mutex_);
   HPCOMM_ASSERT(armed_, "finish() without arm()");
@@ -164,6 +195,10 @@ WorkPtr Reducer::issue(std::size_t index) {
   using Held = std::pair<std::vector<Keepalive>, Keepalive>;
   const auto held = std::make_shared<const Held>(pending.owners, buffers_[index].owner);
   ErrorContext what = communicator_->context("reduce", -1, index);
+  if (times_ != nullptr) {
+    times_->at(index).issued = now();
+  }
+  note(index, &Times::begun);
 
   if (communicator_->size() == 1) {
     scale_alone(bucket, pending, held);
@@ -186,12 +221,15 @@ WorkPtr Reducer::issue(std::size_t index) {
   } else if (scale_.factor != nullptr) {
     scale(stream, {view}, scale_, held);
   }
+  note(index, &Times::packed);
   OpOptions options;
   options.keepalive = held;
   const WorkPtr reduced = communicator_->all_reduce(view, ReduceOp::kSum, options);
+  note(index, &Times::reduced);
   if (!in_place) {
     unpack(stream, bucket.layout, buffer, pending.gradients, {}, held);
   }
+  note(index, &Times::ended);
   // The caller waits for the unpack, and learns the error of the reduction.
   return communicator_->follow(reduced, std::move(what), held);
 }

@@ -55,6 +55,19 @@ class Reducer {
   // Buckets issued since arm(): what a test of overlap looks at.
   [[nodiscard]] std::size_t issued() const;
 
+  // Seconds of a steady clock, by bucket, of the last step: issued; begun on the lane; packed; reduced; written back.
+  struct Times {
+    double issued = 0;
+    double begun = 0;
+    double packed = 0;
+    double reduced = 0;
+    double ended = 0;
+  };
+  // From now on; host lanes only, where it costs four small tasks a bucket.
+  void trace();
+  // Waits for the lane. Empty where nothing is traced.
+  [[nodiscard]] std::vector<Times> times() const;
+
  private:
   struct Pending {  // one bucket between arm() and finish()
     std::size_t missing = 0;
@@ -68,6 +81,7 @@ class Reducer {
 
   void issue_complete();
   WorkPtr issue(std::size_t bucket);
+  void note(std::size_t bucket, double Times::* moment);
   void scale_alone(const Bucket& bucket, const Pending& pending, const Keepalive& held);
 
   std::shared_ptr<Communicator> communicator_;
@@ -84,6 +98,7 @@ class Reducer {
   std::size_t next_ = 0;
   std::size_t permitted_ = kAllBuckets;
   std::vector<WorkPtr> works_;
+  std::shared_ptr<std::vector<Times>> times_;  // written on the lane; null when nothing is traced
 };
 
 }  // namespace hpcomm

@@ -2,6 +2,8 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
+
 #include "comm/communicator_allocator.h"
 #include "engine/reducer.h"
 #include "torch/bindings.h"
@@ -85,6 +87,19 @@ void bind_engine(py::module_& module) {
       .def("permit", &Reducer::permit, py::arg("buckets"))
       .def("awaits", &Reducer::awaits, py::arg("param"))
       .def_property_readonly("issued", &Reducer::issued)
+      .def("trace", &Reducer::trace)
+      .def("times",
+           [](const Reducer& reducer) {
+             const auto times = [&reducer] {
+               const py::gil_scoped_release release;
+               return reducer.times();
+             }();
+             std::vector<std::array<double, 5>> rows;
+             for (const Reducer::Times& bucket : times) {
+               rows.push_back({bucket.issued, bucket.begun, bucket.packed, bucket.reduced, bucket.ended});
+             }
+             return rows;
+           })
       .def("finish", [](Reducer& reducer) {
         // All of them, also after an error: nothing may still write the gradients when the caller goes on.
         std::exception_ptr first;

@@ -15,13 +15,15 @@ from hpcomm import _C
 from hpcomm.plan.serialize import to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from hpcomm._C import CostModel, StepPlan
     from hpcomm.mesh import Mesh
 
 __all__: list[str] = []
 
+# Operation; nanoseconds of the clock: issued, begun on the lane, packed, reduced, written back.
+BucketTimes = tuple[int, float, float, float, float, float]
 PLAN_FILE = "plan.json"
 COMPUTE = ("FORWARD", "BACKWARD", "INPUT_GRAD", "WEIGHT_GRAD")
 
@@ -39,6 +41,7 @@ class Times:
 
     def __init__(self) -> None:
         self.actions: list[tuple[int, int, int, int]] = []  # operation, begin, waited, end
+        self.messages: list[tuple[int, int, int]] = []  # operation, begin of the wait for it, end
         self._waited = 0
 
     @staticmethod
@@ -46,16 +49,17 @@ class Times:
         """The clock."""
         return time.monotonic_ns()
 
-    def waited(self, nanoseconds: int) -> None:
-        """The current action has waited for a message."""
-        self._waited += nanoseconds
+    def waited(self, op: int, begin: int, end: int) -> None:
+        """The current action has waited for a message, which came by operation ``op``."""
+        self.messages.append((op, begin, end))
+        self._waited += end - begin
 
     def action(self, op: int, begin: int, end: int) -> None:
         """An action is over."""
         self.actions.append((op, begin, self._waited, end))
         self._waited = 0
 
-    def step(self, begin: int, issued: int, end: int) -> None:
+    def step(self, begin: int, issued: int, end: int, buckets: Sequence[BucketTimes]) -> None:
         """A step is over: its actions had been issued at ``issued``, and were done at ``end``."""
 
 
@@ -70,12 +74,14 @@ class Recorder(Times):
         self._file = (folder / f"rank-{rank}.jsonl").open("w")
         self._step = 0
 
-    def step(self, begin: int, issued: int, end: int) -> None:
+    def step(self, begin: int, issued: int, end: int, buckets: Sequence[BucketTimes]) -> None:
         """Writes it."""
         row = {"step": self._step, "begin": begin, "issued": issued, "end": end, "actions": self.actions}
+        # Buckets of an earlier step: this one has reduced none.
+        row |= {"messages": self.messages, "buckets": [[op, *map(round, t)] for op, *t in buckets if t[0] >= begin]}
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
-        self.actions = []
+        self.actions, self.messages = [], []
         self._step += 1
 
     def close(self) -> None:

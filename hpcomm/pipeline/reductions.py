@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hpcomm._C import BucketPlan, Communicator, StepLoss, StepPlan
     from hpcomm.mesh import Mesh
     from hpcomm.pipeline.ordered import Terms
+    from hpcomm.pipeline.recorder import BucketTimes
     from hpcomm.pipeline.sharing import Tie
 
 __all__: list[str] = []
@@ -52,6 +53,14 @@ class _Group:
     def finish(self) -> None:
         """Waits for all of them."""
         self._reducer.finish()
+
+    def trace(self) -> None:
+        """Buckets are timed from now on."""
+        self._reducer.trace()
+
+    def times(self) -> list[list[float]]:
+        """Of the last step, by bucket; see ``Reducer.times``."""
+        return self._reducer.times()
 
     @property
     def issued(self) -> int:
@@ -110,6 +119,13 @@ class _OrderedGroup:
             each.start()
         self.issued = max(self.issued, buckets)
 
+    def trace(self) -> None:
+        """Not in this mode: sums are formed by the host at the end of the step, which the trace shows."""
+
+    def times(self) -> list[list[float]]:
+        """None."""
+        return []
+
     def finish(self) -> None:
         for each in self._sums:
             each.add()
@@ -141,7 +157,7 @@ class Reductions:
         *,
         ordered: bool,
     ) -> None:
-        self.ordered = ordered
+        self._on_host = mesh.device.type == "cpu"
         lanes: dict[int, Communicator] = {}  # by place in plan.communicators
         for place, spec in enumerate(plan.communicators):
             if mesh.rank in spec.ranks:
@@ -151,7 +167,10 @@ class Reductions:
         self._final: dict[int, tuple[int, int]] = {}  # stage -> its last backward, and how many buckets go out in it
         self._armed: list[_Group | _OrderedGroup] = []
 
+        self._traced = False
         placed: dict[int, list[int]] = {}
+        self._ops: dict[tuple[int, int], int] = {}  # operations by (stage, bucket)
+        self._tie_ops: dict[int, int] = {}
         for action in plan.actions(mesh.rank):
             if action.kind in (_C.ActionKind.BACKWARD, _C.ActionKind.WEIGHT_GRAD):
                 self._final[action.stage] = (action.op, len(action.inside))
@@ -159,6 +178,7 @@ class Reductions:
                 lane = lanes.get(reduction.communicator) or mesh.lane([mesh.rank], "alone")
                 if reduction.kind == _C.ActionKind.REDUCE:
                     placed.setdefault(reduction.stage, []).append(reduction.bucket)
+                    self._ops[reduction.stage, reduction.bucket] = reduction.op
                     if reduction.stage not in self._stages:
                         mine, theirs = parameters[reduction.stage], buckets[reduction.stage]
                         alone = mesh.lane([mesh.rank], "alone")
@@ -169,6 +189,7 @@ class Reductions:
                         )
                 elif reduction.kind == _C.ActionKind.TIED:
                     tie = ties[reduction.bucket]
+                    self._tie_ops[reduction.bucket] = reduction.op
                     self._ties[reduction.bucket] = _Group(lane, tie.parameters, tie.buckets)
         # A Reducer issues buckets in its own order; the plan must say the same.
         for stage, order in placed.items():
@@ -221,6 +242,20 @@ class Reductions:
                 first = first or error
         if first is not None:
             raise first
+
+    def trace(self) -> None:
+        """Buckets are timed from the next step on, where their lane is a thread of the host."""
+        if not self._traced and self._on_host:
+            for group in (*self._stages.values(), *self._ties.values()):
+                group.trace()
+        self._traced = True
+
+    def times(self) -> list[BucketTimes]:
+        """When the buckets of the last step were issued, begun, packed, reduced, and written back."""
+        found = [((stage, i), row) for stage, group in self._stages.items() for i, row in enumerate(group.times())]
+        of_ties = [(self._tie_ops[tie], row) for tie, group in self._ties.items() for row in group.times()]
+        rows = [(self._ops[key], row) for key, row in found] + of_ties
+        return [(op, *(1e9 * moment for moment in row)) for op, row in rows]  # type: ignore[misc]
 
     def buckets_issued(self, stage: int) -> int:
         """Of the current step: what a test of overlap looks at."""

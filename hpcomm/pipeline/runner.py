@@ -114,6 +114,8 @@ class Runner:
         self._local = {(link.source, link.target) for link in links if link.source in stages and link.target in stages}
         # Functions, not bound methods: those would be a circle, and a Pipeline that is dropped must be gone at once.
         self._program = [(*self._instruction(action), action) for action in actions]
+        # Operations by message, as ``mail`` knows them: for the recorder.
+        self._arrivals = {_received(action): action.op for action in actions if action.kind == _C.ActionKind.RECV}
         self._walk: _Walk
         self.position = 0  # in the list: what a failed step was about to do
 
@@ -123,6 +125,8 @@ class Runner:
         """
         walk = self._walk = _Walk(batch, torch.is_autocast_enabled(self._device.type))
         place, recorder = self.board.write, self.recorder
+        if recorder is not None and self._reductions is not None:
+            self._reductions.trace()
         begin = 0 if recorder is None else recorder.now()
         for position, (function, arguments, action) in enumerate(self._program):
             self.position = position
@@ -144,7 +148,8 @@ class Runner:
         for work in walk.sent:
             work.wait()
         if recorder is not None:
-            recorder.step(begin, issued, recorder.now())
+            end = recorder.now()
+            recorder.step(begin, issued, end, self._reductions.times() if self._reductions is not None else [])
         return StepResult(loss, [walk.outputs[i] for i in sorted(walk.outputs)])
 
     def where(self) -> Action | None:
@@ -175,7 +180,7 @@ class Runner:
             key = (action.payload == _C.Payload.ACTIVATION, stage, action.peer_stage, microbatch)
             return Runner._send, (self._edges[key[:3]].send, key)
         if kind == "RECV":
-            key = (action.payload == _C.Payload.ACTIVATION, action.peer_stage, stage, microbatch)
+            key = _received(action)
             return Runner._receive, (self._edges[key[:3]].recv, key)
         if kind == "LOSS":
             return Runner._issue_loss, ()
@@ -201,11 +206,12 @@ class Runner:
         pair = (source, target) if is_activation else (target, source)
         if pair in self._local:
             return mail
-        if self.recorder is None:
+        recorder = self.recorder
+        if recorder is None:
             return mail.wait()
-        start = self.recorder.now()
+        start = recorder.now()
         message = mail.wait()
-        self.recorder.waited(self.recorder.now() - start)
+        recorder.waited(self._arrivals[is_activation, source, target, microbatch], start, recorder.now())
         return message
 
     def _forward(self, stage: Stage, microbatch: int) -> None:
@@ -292,6 +298,11 @@ class Runner:
                 weight += loss.weight
         training = self._reductions is not None
         self._loss.issue(total, weight, training and not self._walk.batch.reduce)
+
+
+def _received(action: Action) -> tuple[bool, int, int, int]:
+    """The message of a RECV."""
+    return action.payload == _C.Payload.ACTIVATION, action.peer_stage, action.stage, action.microbatch
 
 
 def _edges(
