@@ -224,6 +224,45 @@ def test_stages_from_meta_equal_one_process(name: str, schedule: str) -> None:
     assert len({value.double().sum().item() for value in expected.values() if value.dim() > 1}) > 1
 
 
+def replicated(names: list[str]) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+    """The stages of this rank as they were made, and after two steps of training."""
+    found = []
+    with hpcomm.init(dp=2, pp=2) as mesh:
+        for name in names:
+            torch.manual_seed(mesh.rank)  # what a rank has drawn before must not count
+            random = torch.get_rng_state()
+            pipe = hpcomm.Pipeline(on_meta(name), mesh=mesh, num_microbatches=2, loss_fn=loss_fn, seed=5)
+            assert torch.equal(torch.get_rng_state(), random)
+            made = {key: value.clone() for key, value in pipe.state_dict().items()}
+            optimizer = torch.optim.Adam(pipe.parameters(), lr=0.1)
+            for step in range(2):
+                tokens = TOKENS.roll(step + 2 * mesh.dp.rank, 1)[:, : 4 + mesh.dp.rank]  # each replica its own shape
+                optimizer.zero_grad()
+                keywords = {k: v[:, : 4 + mesh.dp.rank] for k, v in keywords_of(name).items() if v.dim() == 2}
+                pipe.step(tokens, target=tokens, **keywords)
+                optimizer.step()
+            found.append((made, pipe.state_dict()))
+    return found
+
+
+def test_replicas_from_meta_are_equal_and_stay_so() -> None:
+    names = ["decoder", "tied_chain"]
+    results = ranks.run(4, replicated, names)
+    for i, name in enumerate(names):
+        chain = as_chain(on_meta(name))
+        hpcomm.materialize(chain, seed=5)
+        expected = chain.state_dict()
+        for left, right in ((0, 1), (2, 3)):
+            (made, trained), (made_too, trained_too) = results[left][i], results[right][i]
+            assert made.keys() == made_too.keys() == trained.keys() == trained_too.keys()
+            for key, value in made.items():
+                assert torch.equal(value, made_too[key]), key
+                assert torch.equal(value, expected[key]), key  # as with one replica, and in one process
+                assert torch.equal(trained[key], trained_too[key]), key
+            assert any(not torch.equal(value, made[key]) for key, value in trained.items())
+        assert results[0][i][0].keys() | results[2][i][0].keys() == expected.keys()
+
+
 # --- Memory -----------------------------------------------------------------------------------------------------------
 
 LAYERS, SIDE = 16, 2048  # 16 MiB a layer, 256 MiB the model
@@ -246,12 +285,12 @@ def failure_of(attempt: Callable[[], object]) -> str:
     return "it fits"
 
 
-def within(limit: int) -> tuple[str, str, int]:
+def within(limit: int, dp: int) -> tuple[str, str, int]:
     """What becomes of the whole model, of all of it materialised, and how many layers the pipeline has here."""
     torch.set_num_threads(1)
     # What is freed goes back at once (M_MMAP_THRESHOLD); glibc would keep large pieces, and the limit counts them.
     ctypes.CDLL(None).mallopt(-3, 1 << 20)
-    with hpcomm.init(pp=2) as mesh:
+    with hpcomm.init(dp=dp, pp=2) as mesh:
         mesh.world.barrier()
         before = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (private_bytes() + limit, before[1]))
@@ -276,9 +315,10 @@ def meta_of_big() -> nn.Module:
         return big()
 
 
-def test_no_rank_ever_holds_the_whole_model() -> None:
+@pytest.mark.parametrize("dp", [1, 2])
+def test_no_rank_ever_holds_the_whole_model(dp: int) -> None:
     # 200 MiB more than the process has: not enough for 256 MiB of the model, enough for a part and what runs it.
-    for whole, materialised, layers in ranks.run(2, within, 200 << 20, timeout=60):
+    for whole, materialised, layers in ranks.run(2 * dp, within, 200 << 20, dp, timeout=60):
         assert "memory" in whole
         assert "memory" in materialised
         assert 6 <= layers <= 10
