@@ -151,6 +151,13 @@ def test_the_same_bits_on_every_mesh(dp: int, pp: int, transport: str, want: Fou
     require_bits(ranks.run(dp * pp, trained, dp, pp, schedules, options, env=env, timeout=60), want)
 
 
+@pytest.mark.parametrize("rules", ["nccl", "nccl:lanes"])
+def test_the_same_bits_under_nccls_rules(rules: str, want: Found) -> None:
+    options = {"deterministic": True, "bucket_cap_mb": 0.0005}
+    env = {"HPCOMM_EMULATE": rules}
+    require_bits(ranks.run(4, trained, 2, 2, ["1f1b", "zbv"], options, env=env, timeout=60), want)
+
+
 def test_nothing_of_that_holds_by_itself(want: Found) -> None:
     found = ranks.run(2, trained, 2, 1, ["1f1b"], {})
     with pytest.raises(AssertionError):
