@@ -47,6 +47,9 @@ STOCK = {
     "zbv": pipelining.ScheduleZBVZeroBubble,
     "dualpipev": pipelining.ScheduleDualPipeV,
 }
+# DDP does not hear of weight gradients from the second half of a divided backward: replicas keep their own, and there
+# is nothing to compare with.
+NOT_WITH_DDP = ("zbv", "dualpipev")
 LAYERS = 8
 
 
@@ -87,7 +90,8 @@ class Job:
         self.pipe = self.pipeline()
         self.frozen = self.pipeline(schema="frozen")
         self.alone = self.pipeline()
-        self.runs = {name: self.stock(group) for name, group in groups.items() if schedule in STOCK}
+        comparable = schedule in STOCK and not (mesh.dp.size > 1 and schedule in NOT_WITH_DDP)
+        self.runs = {name: self.stock(group) for name, group in groups.items() if comparable}
 
     def pipeline(self, **options: Any) -> hpcomm.Pipeline:
         torch.manual_seed(0)

@@ -32,8 +32,8 @@ DIVIDED = ("zbv", "dualpipev")
 
 
 def schedule_of(job: Job) -> str:
-    """Torch's schedule that stands beside ours. 1F1B where it has none of that name, or none that goes with DDP: of
-    weight gradients that come from the second half of a divided backward DDP does not hear, and reduces nothing.
+    """Torch's schedule that stands beside ours. 1F1B where it has none of that name, or none that goes with DDP: which
+    does not hear of weight gradients from the second half of a divided backward, and leaves replicas with their own.
     """
     usable = job.schedule in SCHEDULES and not (job.pipe.mesh.dp.size > 1 and job.schedule in DIVIDED)
     return job.schedule if usable else "1f1b"
