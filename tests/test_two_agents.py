@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import json
 import os
 import subprocess
@@ -51,6 +53,7 @@ def trained_into(folder: Path) -> None:
     """Told nothing, ranks find by trying that they share memory. Then HPCOMM_HOST keeps agents apart, as hosts would
     be: the dp groups (ranks 0 and 1, 2 and 3) lie within one, the pp groups span both.
     """
+    faulthandler.dump_traceback_later(LIMIT - 10)  # what a rank does that has not come to its end
     agent = os.environ["GROUP_RANK"]
     dist.init_process_group("gloo")  # one for both meshes: torch cannot begin anew in torchrun's store
     together = trained()
@@ -74,7 +77,10 @@ def test_two_agents_train_what_one_trains(tmp_path: Path) -> None:
             with (tmp_path / f"agent-{i}").open("w") as log:
                 agents.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
         deadline = time.monotonic() + LIMIT
-        codes = [agent.wait(timeout=max(0.0, deadline - time.monotonic())) for agent in agents]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for agent in agents:
+                agent.wait(timeout=max(0.0, deadline - time.monotonic()))
+        codes = [agent.poll() for agent in agents]
     finally:
         for agent in agents:
             if agent.poll() is None:
