@@ -53,7 +53,7 @@ def arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--threads", type=int, default=1, help="compute threads of each rank; ranks x threads <= cores is wise")
     add("--sample", type=int, default=200, help="bytes to write at the end")
-    add("--rounds", type=int, default=20, help="steps of each kind in the comparison with stock PyTorch; 0: none")
+    add("--rounds", type=int, default=30, help="steps of each kind in the comparison with stock PyTorch; 0: none")
     add("--timeline", metavar="FILE.svg", help="draw a step beside its plan; its trace is left in FILE.trace")
     return parser.parse_args()
 
@@ -289,10 +289,10 @@ def show_result(
         low, hidden, high = found.hidden()
         moving = f"{found.moving() * 1e3:.2f} ms of communication"
         print(f"stock        a step of hpcomm is {found.speedup():.2f}x as fast (median ratio of {args.rounds} rounds)")
-        print(f"hidden share {hidden:.0%} of {moving} (quartiles of the rounds: {low:.0%} to {high:.0%})")
+        print(f"hidden share {hidden:.0%} of {moving} ({low:.0%} to {high:.0%}, as far as the rounds tell)")
         print("             = 1 - (step - step without bytes) / (step without computation - step with neither)")
         if not high - low < 1:
-            print("             which says little: the rounds differ by more than that; a quiet machine tells")
+            print("             which says little: the rounds differ by more than it takes; a quiet machine tells more")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def run(*command: str) -> str:
     return output
 
 
-def kill_tree(process: int) -> None:
+def kill_tree(process: int, sig: int = signal.SIGKILL) -> None:
     """Kills a process and all its descendants. Not a process group: torchrun gives each rank a session of its own."""
     with contextlib.suppress(OSError):
         children = [
@@ -51,9 +51,9 @@ def kill_tree(process: int) -> None:
             for task in Path(f"/proc/{process}/task").iterdir()
             for child in (task / "children").read_text().split()
         ]
-        os.kill(process, signal.SIGKILL)  # before its children: it must not start others
+        os.kill(process, sig)  # before its children: it must not start others
         for child in children:
-            kill_tree(child)
+            kill_tree(child, sig)
 
 
 def found(pattern: str, output: str) -> list[str]:
