@@ -66,6 +66,7 @@ class SendEdge:
         slots: int = ...,
         slot_bytes: int = 0,
         max_bytes: int = 0,
+        movable: bool = False,
         direct_from: int = 0,
     ) -> None: ...
     def send(
@@ -87,6 +88,7 @@ class RecvEdge:
         slots: int = ...,
         slot_bytes: int = 0,
         max_bytes: int = 0,
+        movable: bool = False,
     ) -> None: ...
     def recv(self, microbatch: int = -1) -> Receipt: ...
     def take(self, microbatch: int = -1) -> Any: ...

@@ -41,6 +41,7 @@ class Sender:
         slots: int = SLOTS,
         slot_bytes: int = 0,
         max_bytes: int = 0,
+        movable: bool = False,
         direct_from: int = 0,
     ) -> None:
         self._wire_dtype = wire_dtype
@@ -51,6 +52,7 @@ class Sender:
             slots=slots,
             slot_bytes=slot_bytes,
             max_bytes=max_bytes,
+            movable=movable,
             direct_from=direct_from,
         )
 
@@ -91,9 +93,16 @@ class Receiver:
         slots: int = SLOTS,
         slot_bytes: int = 0,
         max_bytes: int = 0,
+        movable: bool = False,
     ) -> None:
         self._edge: RecvEdge = _C.RecvEdge(
-            communicator, peer, require_schema(schema), slots=slots, slot_bytes=slot_bytes, max_bytes=max_bytes
+            communicator,
+            peer,
+            require_schema(schema),
+            slots=slots,
+            slot_bytes=slot_bytes,
+            max_bytes=max_bytes,
+            movable=movable,
         )
 
     def recv(self, microbatch: int = -1) -> Pending:
@@ -131,7 +140,8 @@ class Channel:
         direct_from: bytes from which a tensor is not packed; 0 for what was measured.
 
     Making a Channel is collective over the two ranks. Each direction has a lane of its own, so sending first on both
-    sides is fine, whatever the size.
+    sides is fine, whatever the size. Where a device runs one operation at a time, a message takes it when both ends are
+    at it; a collective that stands between a send and a receipt on both sides then ends in TimedOut.
 
     Raises:
         InvalidArgument: no such peer, or an unknown schema.
@@ -165,10 +175,12 @@ class Channel:
             slots=slots,
             slot_bytes=slot_bytes,
             max_bytes=max_bytes,
+            movable=True,
             direct_from=direct_from,
         )
-        self._receiver = Receiver(back, other, schema=schema, slots=slots, slot_bytes=slot_bytes, max_bytes=max_bytes)
-
+        self._receiver = Receiver(
+            back, other, schema=schema, slots=slots, slot_bytes=slot_bytes, max_bytes=max_bytes, movable=True
+        )
         self._take = self._receiver._edge.take
         self._numbers = {"sent": 0, "received": 0}
 

@@ -192,8 +192,18 @@ def send_first_on_both_sides(megabytes: int, channels: int) -> None:
         (TRANSPORTS["gloo"], 32, 1),
         ({"HPCOMM_EMULATE": "nccl:lanes:seed=3:delay=2000"}, 128, 1),
         ({"HPCOMM_EMULATE": "nccl:lanes:seed=4:delay=5000"}, 8, 3),
+        ({"HPCOMM_EMULATE": "nccl:seed=3:delay=2000"}, 128, 1),
+        ({"HPCOMM_EMULATE": "nccl:seed=4:delay=5000"}, 8, 3),
     ],
-    ids=["shm", "shm, three channels", "gloo", "emulated", "emulated, three channels"],
+    ids=[
+        "shm",
+        "shm, three channels",
+        "gloo",
+        "emulated",
+        "emulated, three channels",
+        "one slot",
+        "one slot, three channels",
+    ],
 )
 def test_send_first_on_both_sides(env: dict[str, str], megabytes: int, channels: int) -> None:
     ranks.run(2, send_first_on_both_sides, megabytes, channels, env=env)

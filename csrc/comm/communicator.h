@@ -20,6 +20,7 @@
 
 namespace hpcomm {
 
+class DeviceSlot;
 class Mailbox;
 class PeerMemory;
 
@@ -98,6 +99,9 @@ class Communicator {
   [[nodiscard]] virtual std::shared_ptr<Mailbox> mailbox() { return nullptr; }
   // Memory from allocate() that peers use in place (comm/peer_memory.h); null when the transport has none.
   [[nodiscard]] virtual std::shared_ptr<PeerMemory> peer_memory() { return nullptr; }
+  // Of a device that runs one operation at a time (comm/device_slot.h); null where lanes run beside each other. Only
+  // host memory has one: of NCCL's kernels several run at once.
+  [[nodiscard]] virtual DeviceSlot* device_slot() noexcept { return nullptr; }
   // Memory that this transport can send without a copy.
   [[nodiscard]] virtual Buffer allocate(std::size_t bytes);
   // A communicator of `members` (ranks of this one, this rank among them, in group order) on a lane of its own, with
@@ -112,6 +116,8 @@ class Communicator {
   // The reason once abort() was called.
   [[nodiscard]] virtual std::optional<Error> aborted() const = 0;
 
+  // Throws what issuing the operation `what` would throw now: aborted, closed.
+  virtual void require_open(const ErrorContext& what) const = 0;
   // "all_reduce #12 on lane gradient" with the job's ranks: for messages.
   [[nodiscard]] ErrorContext context(const char* operation, int peer, std::uint64_t sequence) const;
   // A Control channel for the next edge from one member to another. Both ends call it for their edges in the same
@@ -133,8 +139,6 @@ class Communicator {
   };
   [[nodiscard]] static const char* operation_name(Operation::Kind kind) noexcept;
   virtual WorkPtr submit(Operation operation) = 0;
-  // Throws what issuing an operation would throw now: aborted, closed.
-  virtual void require_open(const ErrorContext& what) const = 0;
   // The transport's part of subgroup(): `child` is complete.
   [[nodiscard]] virtual std::shared_ptr<Communicator> make_child(CommunicatorConfig child) = 0;
   // The transport's part of split(), in which all ranks take part; `color` and `key` are those of this rank.

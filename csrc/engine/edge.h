@@ -29,6 +29,10 @@ struct EdgeConfig {
   std::size_t slot_bytes = 0;
   // Larger messages are refused on both ends, before memory is taken.
   std::uint64_t max_bytes = std::uint64_t{64} << 30;
+  // On a device with room for one operation: messages do not keep their place in the order of issue, which a plan has
+  // decided, but take the device when both ends are at them (engine/rendezvous.h). The communicator must serve no other
+  // edge: one message that waits for its peer holds its lane.
+  bool movable = false;
 };
 
 // A tensor that is no dense block: what its owner copies straight to where it travels from.

@@ -4,7 +4,9 @@
 #include <utility>
 
 #include "base/error.h"
+#include "comm/device_slot.h"
 #include "engine/joint_work.h"
+#include "engine/rendezvous.h"
 #include "engine/route.h"
 #include "engine/slots.h"
 
@@ -23,6 +25,13 @@ int job_rank(const Communicator& communicator, int rank) {
 
 BufferView bytes_at(const Communicator& communicator, void* data, std::size_t bytes) {
   return {data, bytes, bytes, DType::kUInt8, communicator.device()};
+}
+
+// Null where messages keep their place in the order of issue.
+std::shared_ptr<const Rendezvous> make_rendezvous(const EdgeConfig& config, std::uint64_t edge) {
+  return config.movable && config.communicator->device_slot() != nullptr
+             ? std::make_shared<const Rendezvous>(*config.communicator, config.peer, edge)
+             : nullptr;
 }
 
 // `views` through `operation`, as many at once as a group takes: both ends cut alike. A single one needs no group.
@@ -47,6 +56,13 @@ std::vector<WorkPtr> issue_all(Communicator& communicator, const std::vector<Buf
   return works;
 }
 
+// Of operations that ran where they were issued: throws the first error.
+void wait_for_all(const std::vector<WorkPtr>& works) {
+  for (const WorkPtr& work : works) {
+    work->wait();
+  }
+}
+
 class LaneSend final : public SendRoute {
  public:
   LaneSend(const EdgeConfig& config, std::shared_ptr<Allocator> allocator, std::uint64_t edge,
@@ -55,7 +71,8 @@ class LaneSend final : public SendRoute {
         peer_(config.peer),
         edge_(edge),
         refusal_(std::move(refusal)),
-        slots_(std::move(allocator), config.slots) {
+        slots_(std::move(allocator), config.slots),
+        rendezvous_(make_rendezvous(config, edge)) {
     slots_.reserve(config.slots, config.slot_bytes);
   }
 
@@ -98,6 +115,9 @@ class LaneSend final : public SendRoute {
       work->complete();
       return work;
     }
+    if (rendezvous_ != nullptr) {
+      return send_when_met(std::move(message), std::move(views), std::move(items), slot.owner);
+    }
     communicator_.stream().wait(communicator_.compute()->record());
     using Held = std::pair<Keepalive, Keepalive>;
     OpOptions options;
@@ -114,6 +134,39 @@ class LaneSend final : public SendRoute {
   [[nodiscard]] std::size_t slot_bytes() const override { return slots_.bytes(); }
 
  private:
+  // One task for the whole message, in a place that is found when both ends are at it.
+  WorkPtr send_when_met(Outgoing message, std::vector<BufferView> views, std::vector<CopyItem> items,
+                        const Keepalive& slot) {
+    auto work = std::make_shared<HostWork>(message.what);
+    const std::shared_ptr<const void> held =
+        std::make_shared<const std::pair<Keepalive, Keepalive>>(std::move(message.keepalive), slot);
+    communicator_.device_slot()->enqueue_movable(message.what, [&lane = communicator_, peer = peer_, work, held,
+                                                                refusal = refusal_, rendezvous = rendezvous_,
+                                                                views = std::move(views),
+                                                                items = std::move(items)](DeviceSlot::Place& place) {
+      const auto check = [&] {
+        refusal->check_sometimes();
+        if (auto why = lane.aborted()) {
+          throw Error(*why);
+        }
+      };
+      try {
+        rendezvous->meet(place, work->what(), deadline_after(lane.timeout()), check);
+        run_copies_cpu(items, nullptr);
+        OpOptions options;
+        options.keepalive = held;
+        wait_for_all(issue_all(lane, views, [&](const BufferView& view) { return lane.send(view, peer, options); }));
+        work->complete();
+      } catch (const Error& error) {
+        lane.abort(error);  // the messages behind it would meet the wrong ones
+        work->fail(std::current_exception());
+      } catch (...) {
+        work->fail(std::current_exception());
+      }
+    });
+    return std::make_shared<JointWork>(std::move(message.what), std::vector<WorkPtr>{std::move(work)}, refusal_);
+  }
+
   static std::size_t line(std::size_t bytes) {
     return (bytes + Layout::kAlignment - 1) / Layout::kAlignment * Layout::kAlignment;
   }
@@ -123,6 +176,7 @@ class LaneSend final : public SendRoute {
   const std::uint64_t edge_;
   std::shared_ptr<Refusal> refusal_;
   SlotPool slots_;
+  const std::shared_ptr<const Rendezvous> rendezvous_;  // null where the order of issue counts
 };
 
 class LaneRecv final : public RecvRoute {
@@ -138,7 +192,8 @@ class LaneRecv final : public RecvRoute {
         std::make_shared<RelayWork>(communicator.context("recv", inbound_->peer, sequence), communicator.device());
     // The size is not known before the header is here, so the whole receipt is one task of the lane; the receives
     // inside it run in place. A weak reference, because a closed channel wants no more messages.
-    communicator.stream().enqueue([state = std::weak_ptr<State>(state_), message, work, sequence, microbatch] {
+    const auto task = [state = std::weak_ptr<State>(state_), message, work, sequence,
+                       microbatch](DeviceSlot::Place* place) {
       const auto edge = state.lock();
       try {
         if (edge == nullptr) {
@@ -147,30 +202,40 @@ class LaneRecv final : public RecvRoute {
         if (edge->inbound->broken) {
           std::rethrow_exception(edge->inbound->broken);
         }
-        edge->receive(sequence, microbatch, message, *work);
+        edge->receive(sequence, microbatch, message, *work, place);
       } catch (...) {
         if (edge != nullptr) {
           edge->inbound->fail(std::current_exception());
         }
         work->fail(std::current_exception());
       }
-    });
+    };
+    if (state_->rendezvous != nullptr) {
+      communicator.device_slot()->enqueue_movable(work->what(), [task](DeviceSlot::Place& place) { task(&place); });
+    } else {
+      communicator.stream().enqueue([task] { task(nullptr); });
+    }
     return {work, message};
   }
 
  private:
   struct State {
     State(const EdgeConfig& config, std::shared_ptr<Allocator> allocator, std::shared_ptr<Inbound> edge)
-        : inbound(std::move(edge)), slots(std::move(allocator), config.slots, config.communicator->compute()) {
+        : inbound(std::move(edge)),
+          slots(std::move(allocator), config.slots, config.communicator->compute()),
+          rendezvous(make_rendezvous(config, inbound->id)) {
       slots.reserve(config.slots, config.slot_bytes);
     }
 
-    void receive(std::uint64_t sequence, int microbatch, const std::shared_ptr<Incoming>& message, RelayWork& work) {
+    // `place` of a movable task.
+    void receive(std::uint64_t sequence, int microbatch, const std::shared_ptr<Incoming>& message, RelayWork& work,
+                 DeviceSlot::Place* place) {
       Communicator& lane = inbound->communicator;
       if (auto why = lane.aborted()) {
         throw Error(*why);
       }
-      message->known = next(sequence, microbatch, deadline_after(lane.timeout()));
+      const Deadline deadline = deadline_after(lane.timeout());
+      message->known = next(sequence, microbatch, deadline);
       const Parcel& parcel = message->known->parcel;
       if (parcel.bytes() == 0) {
         return work.issued(nullptr);
@@ -189,8 +254,19 @@ class LaneRecv final : public RecvRoute {
       }
       OpOptions options;
       options.keepalive = slot.buffer.owner;
+      if (place != nullptr) {
+        rendezvous->meet(*place, work.what(), deadline, [&] { inbound->check(sequence, Deadline::max()); });
+      }
       auto works =
           issue_all(lane, views, [&](const BufferView& view) { return lane.recv(view, inbound->peer, options); });
+      if (place != nullptr) {
+        wait_for_all(works);
+        if (parcel.cast_bytes > 0) {
+          message->cast = slots.acquire(parcel.cast_bytes).buffer;
+          run_copies_cpu(cast_items(*message), nullptr);
+        }
+        return work.issued(nullptr);
+      }
       for (const WorkPtr& received : works) {
         if (received->done()) {
           (void)received->wait_until({});  // a host lane ran it in place: throws its error
@@ -229,6 +305,7 @@ class LaneRecv final : public RecvRoute {
 
     std::shared_ptr<Inbound> inbound;
     SlotPool slots;
+    const std::shared_ptr<const Rendezvous> rendezvous;
   };
 
   // Shared with tasks on the lane, the only place that touches it after construction.

@@ -20,7 +20,7 @@ namespace hpcomm {
 namespace {
 
 EdgeConfig make_config(std::shared_ptr<Communicator> communicator, int peer, bool frozen, std::size_t slots,
-                       std::size_t slot_bytes, std::uint64_t max_bytes) {
+                       std::size_t slot_bytes, std::uint64_t max_bytes, bool movable) {
   EdgeConfig config;
   config.communicator = std::move(communicator);
   config.peer = peer;
@@ -28,6 +28,7 @@ EdgeConfig make_config(std::shared_ptr<Communicator> communicator, int peer, boo
   config.slots = slots;
   config.slot_bytes = slot_bytes;
   config.max_bytes = max_bytes == 0 ? config.max_bytes : max_bytes;
+  config.movable = movable;
   return config;
 }
 
@@ -282,24 +283,26 @@ void bind_channel(py::module_& module) {
   const auto slots = py::arg("slots") = EdgeConfig{}.slots;
   const auto slot_bytes = py::arg("slot_bytes") = 0;
   const auto max_bytes = py::arg("max_bytes") = 0;
+  const auto movable = py::arg("movable") = false;
   py::class_<TreeSender>(module, "SendEdge")
       .def(py::init([](std::shared_ptr<Communicator> communicator, int peer, bool frozen, std::size_t number,
-                       std::size_t size, std::uint64_t most, std::uint64_t direct_from) {
-             return std::make_unique<TreeSender>(make_config(std::move(communicator), peer, frozen, number, size, most),
-                                                 direct_from);
+                       std::size_t size, std::uint64_t most, bool moves, std::uint64_t direct_from) {
+             return std::make_unique<TreeSender>(
+                 make_config(std::move(communicator), peer, frozen, number, size, most, moves), direct_from);
            }),
            py::arg("communicator"), py::arg("peer"), py::arg("frozen"), py::kw_only(), slots, slot_bytes, max_bytes,
-           py::arg("direct_from") = 0)
+           movable, py::arg("direct_from") = 0)
       .def("send", &TreeSender::send, py::arg("tree"), py::arg("microbatch") = -1, py::arg("wire_dtype") = py::none())
       .def_property_readonly("slot_bytes", &TreeSender::slot_bytes);
 
   py::class_<TreeReceiver>(module, "RecvEdge")
       .def(py::init([](std::shared_ptr<Communicator> communicator, int peer, bool frozen, std::size_t number,
-                       std::size_t size, std::uint64_t most) {
+                       std::size_t size, std::uint64_t most, bool moves) {
              return std::make_unique<TreeReceiver>(
-                 make_config(std::move(communicator), peer, frozen, number, size, most));
+                 make_config(std::move(communicator), peer, frozen, number, size, most, moves));
            }),
-           py::arg("communicator"), py::arg("peer"), py::arg("frozen"), py::kw_only(), slots, slot_bytes, max_bytes)
+           py::arg("communicator"), py::arg("peer"), py::arg("frozen"), py::kw_only(), slots, slot_bytes, max_bytes,
+           movable)
       .def("recv", &TreeReceiver::recv, py::arg("microbatch") = -1)
       .def("take", &TreeReceiver::take, py::arg("microbatch") = -1)
       .def("expect", &TreeReceiver::expect, py::arg("tree"));

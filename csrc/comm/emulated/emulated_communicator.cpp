@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/hash.h"
+#include "comm/device_slot.h"
 #include "comm/emulated/issue_order_stream.h"
 #include "comm/host_communicator.h"
 
@@ -46,7 +47,7 @@ CommunicatorConfig in_issue_order(CommunicatorConfig config, const EmulationConf
 class OwnTicket {
  public:
   OwnTicket(EmulatedDevice& device, const std::string& lane) : device_(device) {
-    device_.issue(lane, [this](std::uint64_t ticket) { ticket_ = ticket; });
+    device_.issue(lane, EmulatedDevice::Kind::kFixed, [this](std::uint64_t ticket) { ticket_ = ticket; });
   }
   OwnTicket(const OwnTicket&) = delete;
   OwnTicket& operator=(const OwnTicket&) = delete;
@@ -58,7 +59,7 @@ class OwnTicket {
   std::uint64_t ticket_ = 0;
 };
 
-class EmulatedCommunicator final : public HostCommunicator {
+class EmulatedCommunicator final : public HostCommunicator, private DeviceSlot {
  public:
   EmulatedCommunicator(CommunicatorConfig config, std::shared_ptr<Communicator> inner, EmulationConfig emulation)
       : HostCommunicator(in_issue_order(std::move(config), emulation)),
@@ -68,7 +69,7 @@ class EmulatedCommunicator final : public HostCommunicator {
     seed.add(name()).add_int(emulation_.seed).add_int(static_cast<std::uint64_t>(rank()));
     random_.seed(seed.value());
     if (emulation_.start == EmulationConfig::Start::kIssueOrder) {
-      issue_order_ = static_cast<const IssueOrderStream*>(&stream());
+      issue_order_ = static_cast<IssueOrderStream*>(&stream());
     }
     watch_peers();
   }
@@ -76,6 +77,7 @@ class EmulatedCommunicator final : public HostCommunicator {
 
   [[nodiscard]] const char* transport() const noexcept override { return "emulated"; }
   [[nodiscard]] Buffer allocate(std::size_t bytes) override { return inner_->allocate(bytes); }
+  [[nodiscard]] DeviceSlot* device_slot() noexcept override { return issue_order_ != nullptr ? this : nullptr; }
   void close() override {
     HostCommunicator::close();
     inner_->close();
@@ -141,6 +143,37 @@ class EmulatedCommunicator final : public HostCommunicator {
   }
 
  private:
+  // The place of a movable task, while it runs.
+  class Movable final : public DeviceSlot::Place {
+   public:
+    Movable(EmulatedCommunicator& owner, const ErrorContext& what, std::uint64_t ticket)
+        : owner_(owner), what_(what), ticket_(ticket) {}
+    [[nodiscard]] bool reached(Deadline until) override { return went(until, &EmulatedDevice::wait_reached); }
+    [[nodiscard]] bool taken(Deadline until) override { return went(until, &EmulatedDevice::wait_turn); }
+    [[nodiscard]] std::string behind() const override { return owner_.emulation_.device->holder(); }
+
+   private:
+    template <typename Wait>
+    [[nodiscard]] bool went(Deadline until, const Wait& wait) {
+      EmulatedDevice& device = *owner_.emulation_.device;
+      const auto outcome = (device.*wait)(ticket_, owner_.label(what_), until, owner_.interrupted_);
+      owner_.throw_if_aborted(what_);
+      return outcome == EmulatedDevice::Outcome::kGo;
+    }
+
+    EmulatedCommunicator& owner_;
+    const ErrorContext& what_;
+    const std::uint64_t ticket_;
+  };
+
+  void enqueue_movable(const ErrorContext& what, std::function<void(DeviceSlot::Place&)> task) override {
+    require_open(what);
+    issue_order_->enqueue_movable([this, what, task = std::move(task)](std::uint64_t ticket) {
+      Movable place(*this, what, ticket);
+      task(place);
+    });
+  }
+
   // "send #3 to rank 1 on lane forward"
   [[nodiscard]] std::string label(const ErrorContext& what) const {
     const bool from = what.operation == "recv" || what.operation == "broadcast";
@@ -283,7 +316,7 @@ class EmulatedCommunicator final : public HostCommunicator {
 
   std::shared_ptr<Communicator> inner_;
   EmulationConfig emulation_;
-  const IssueOrderStream* issue_order_ = nullptr;  // with one slot
+  IssueOrderStream* issue_order_ = nullptr;  // with one slot
   std::atomic<bool> interrupted_ = false;
   std::mutex one_at_a_time_;
   std::mt19937_64 random_;  // under one_at_a_time_

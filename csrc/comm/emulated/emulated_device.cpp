@@ -1,15 +1,17 @@
 // Tickets in issue order, and starts in an order that nobody asked for.
 #include "comm/emulated/emulated_device.h"
 
+#include <algorithm>
+
 #include "base/error.h"
 #include "base/fork.h"
 
 namespace hpcomm {
 
-void EmulatedDevice::issue(const std::string& lane, const std::function<void(std::uint64_t)>& enqueue) {
+void EmulatedDevice::issue(const std::string& lane, Kind kind, const std::function<void(std::uint64_t)>& enqueue) {
   const std::lock_guard lock(mutex_);
   const std::uint64_t ticket = next_ticket_++;
-  tickets_.emplace(ticket, Ticket{lane, {}, false});
+  tickets_.emplace(ticket, Ticket{lane, {}, false, kind == Kind::kMovable, false});
   enqueue(ticket);
 }
 
@@ -19,10 +21,33 @@ EmulatedDevice::Outcome EmulatedDevice::wait_turn(std::uint64_t ticket, const st
   Ticket& mine = tickets_.at(ticket);
   mine.operation = operation;
   mine.waits = true;
-  changed_.wait_until(lock, until, [&] { return tickets_.begin()->first == ticket || interrupted; });
-  const bool turn = tickets_.begin()->first == ticket;
+  changed_.wait_until(lock, until, [&] { return may_go(ticket) || interrupted; });
+  const bool turn = may_go(ticket);
   mine.waits = !turn;
+  mine.has_turn = mine.movable && turn;
   return interrupted ? Outcome::kInterrupted : (turn ? Outcome::kGo : Outcome::kLate);
+}
+
+EmulatedDevice::Outcome EmulatedDevice::wait_reached(std::uint64_t ticket, const std::string& operation, Deadline until,
+                                                     const Interrupted& interrupted) {
+  std::unique_lock lock(mutex_);
+  tickets_.at(ticket).operation = operation;
+  changed_.wait_until(lock, until, [&] { return is_reached(ticket) || interrupted; });
+  return interrupted ? Outcome::kInterrupted : (is_reached(ticket) ? Outcome::kGo : Outcome::kLate);
+}
+
+bool EmulatedDevice::is_reached(std::uint64_t ticket) const {
+  return std::all_of(tickets_.begin(), tickets_.find(ticket), [](const auto& older) { return older.second.movable; });
+}
+
+bool EmulatedDevice::may_go(std::uint64_t ticket) const {
+  const Ticket& mine = tickets_.at(ticket);
+  if (!mine.movable) {
+    return tickets_.begin()->first == ticket;
+  }
+  // A fixed one that runs is older than all others, so that it has not been reached says so.
+  return mine.has_turn || (is_reached(ticket) && std::none_of(tickets_.begin(), tickets_.end(),
+                                                              [](const auto& any) { return any.second.has_turn; }));
 }
 
 void EmulatedDevice::end(std::uint64_t ticket) noexcept {
@@ -36,7 +61,9 @@ std::string EmulatedDevice::holder() const {
   if (tickets_.empty()) {
     return "nobody";
   }
-  const Ticket& oldest = tickets_.begin()->second;
+  const auto running =
+      std::find_if(tickets_.begin(), tickets_.end(), [](const auto& any) { return any.second.has_turn; });
+  const Ticket& oldest = (running != tickets_.end() ? running : tickets_.begin())->second;
   return oldest.operation.empty()
              ? str("a task of lane ", oldest.lane, " that is at no operation yet (the header of a message, a copy)")
              : oldest.operation;

@@ -22,15 +22,21 @@ class EmulatedDevice {
   // Set by whoever wants a wait to end, who then calls wake().
   using Interrupted = std::atomic<bool>;
 
-  // --- One slot. Tickets are numbers in the order of issue; the oldest that has not ended holds the slot.
+  // --- One slot. Tickets are numbers in the order of issue. A fixed one has its turn when all older ones have ended, a
+  // --- movable one (comm/device_slot.h) when all older fixed ones have, and none that is movable holds the slot.
 
+  enum class Kind { kFixed, kMovable };
   // Takes a ticket and calls `enqueue` with it before anybody else takes one: the order of tickets and that of a lane's
   // queue must not differ, or the lane would wait for what is queued behind it.
-  void issue(const std::string& lane, const std::function<void(std::uint64_t ticket)>& enqueue);
-  // The holder of `ticket` is about to run `operation`; for messages. Blocks until all older tickets have ended.
+  void issue(const std::string& lane, Kind kind, const std::function<void(std::uint64_t ticket)>& enqueue);
+  // The holder of `ticket` is about to run `operation`; for messages. Blocks until it has its turn, which lasts until
+  // it ends.
   Outcome wait_turn(std::uint64_t ticket, const std::string& operation, Deadline until, const Interrupted& interrupted);
+  // Blocks until all older fixed tickets have ended. Takes no turn.
+  Outcome wait_reached(std::uint64_t ticket, const std::string& operation, Deadline until,
+                       const Interrupted& interrupted);
   void end(std::uint64_t ticket) noexcept;
-  // "all_reduce #3 on lane gradient": the oldest ticket.
+  // "all_reduce #3 on lane gradient": who has the turn, or the oldest ticket.
   [[nodiscard]] std::string holder() const;
   // The operations that wait for `ticket`, separated by commas; empty when it does not hold the slot.
   [[nodiscard]] std::string waiting_behind(std::uint64_t ticket) const;
@@ -54,7 +60,12 @@ class EmulatedDevice {
     std::string lane;
     std::string operation;  // empty before the first one
     bool waits = false;
+    bool movable = false;
+    bool has_turn = false;  // of a movable one
   };
+  // Under the mutex.
+  [[nodiscard]] bool is_reached(std::uint64_t ticket) const;
+  [[nodiscard]] bool may_go(std::uint64_t ticket) const;
   [[nodiscard]] bool sleep_until(std::unique_lock<std::mutex>& lock, Deadline until, const Interrupted& interrupted);
 
   mutable std::mutex mutex_;

@@ -22,14 +22,22 @@ struct Held {
 }  // namespace
 
 void IssueOrderStream::enqueue(Task task) {
-  device_->issue(name_, [this, &task](std::uint64_t ticket) {
+  enqueue(EmulatedDevice::Kind::kFixed, [task = std::move(task)](std::uint64_t) { task(); });
+}
+
+void IssueOrderStream::enqueue_movable(std::function<void(std::uint64_t)> task) {
+  enqueue(EmulatedDevice::Kind::kMovable, std::move(task));
+}
+
+void IssueOrderStream::enqueue(EmulatedDevice::Kind kind, std::function<void(std::uint64_t)> task) {
+  device_->issue(name_, kind, [this, &task](std::uint64_t ticket) {
     lane_->enqueue([task = std::move(task), current = current_, held = std::make_shared<Held>(device_, ticket)] {
       *current = held->ticket;
       struct Reset {
         std::optional<std::uint64_t>& current;
         ~Reset() { current.reset(); }
       } const reset{*current};
-      task();
+      task(held->ticket);
     });
   });
 }

@@ -22,6 +22,8 @@ class IssueOrderStream final : public Stream {
 
   [[nodiscard]] hpcomm::Device device() const noexcept override { return lane_->device(); }
   void enqueue(Task task) override;
+  // A task that may leave its place (comm/device_slot.h); it is told its ticket.
+  void enqueue_movable(std::function<void(std::uint64_t ticket)> task);
   void hold(Keepalive memory) override { lane_->hold(std::move(memory)); }
   [[nodiscard]] Event record() override { return lane_->record(); }
   void wait(const Event& event) override { lane_->wait(event); }
@@ -32,6 +34,8 @@ class IssueOrderStream final : public Stream {
   [[nodiscard]] std::optional<std::uint64_t> current_ticket() const noexcept { return *current_; }
 
  private:
+  void enqueue(EmulatedDevice::Kind kind, std::function<void(std::uint64_t ticket)> task);
+
   std::shared_ptr<Stream> lane_;
   std::string name_;
   std::shared_ptr<EmulatedDevice> device_;

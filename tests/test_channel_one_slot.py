@@ -1,0 +1,165 @@
+"""Channels on a device with room for one operation: whoever sends first, messages find an order in which they end."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import Any
+
+import pytest
+import ranks
+import torch
+
+import hpcomm
+
+SEEDS = (1, 2, 3)
+
+
+def one_slot(seed: int, delay: int = 300) -> dict[str, str]:
+    return {"HPCOMM_EMULATE": f"nccl:seed={seed}:delay={delay}", "HPCOMM_TIMEOUT": "20"}
+
+
+def to_all(mesh: hpcomm.Mesh, **options: Any) -> dict[int, hpcomm.Channel]:
+    """A channel to every other rank; the pairs in one order, for making one is collective."""
+    channels = {}
+    for low in range(mesh.size):
+        for high in range(low + 1, mesh.size):
+            if mesh.rank in (low, high):
+                peer = low + high - mesh.rank
+                channels[peer] = hpcomm.Channel(mesh.pp, peer, **options)
+    return channels
+
+
+def value(source: int, target: int, number: int) -> float:
+    return 100.0 * source + 10.0 * target + number / 1000
+
+
+def message(source: int, target: int, number: int) -> dict[str, Any]:
+    """Packed, direct and strided tensors; every third has no elements."""
+    here = value(source, target, number)
+    if number % 3 == 2:
+        return {"number": number, "none": torch.empty(0)}
+    return {
+        "number": number,
+        "small": torch.full((5,), here),
+        "large": torch.full((3000 + number,), here),
+        "strided": torch.full((40, 50), here).t(),
+    }
+
+
+def check(got: dict[str, Any], source: int, target: int, number: int) -> None:
+    expected = message(source, target, number)
+    assert got.keys() == expected.keys()
+    assert got["number"] == number
+    for name, tensor in expected.items():
+        assert name == "number" or torch.equal(got[name], tensor), name
+
+
+def everybody_sends_first(seed: int, messages: int, schema: str) -> None:
+    """To each peer, in another order on each rank, and then receives, in yet another."""
+    with hpcomm.init(dp=1, pp=-1) as mesh:
+        channels = to_all(mesh, direct_from=4096, schema=schema)
+        draw = random.Random(1000 * seed + mesh.rank)
+        numbers = [0] * messages if schema == "frozen" else list(range(messages))
+        for number in numbers:
+            peers = draw.sample(list(channels), len(channels))
+            works = [channels[peer].send(message(mesh.rank, peer, number)) for peer in peers]
+            for peer in draw.sample(peers, len(peers)):
+                check(channels[peer].recv(), peer, mesh.rank, number)
+            for work in works:
+                work.wait()
+
+
+@pytest.mark.parametrize("schema", ["per_message", "frozen"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_everybody_sends_first(size: int, schema: str) -> None:
+    for seed in SEEDS:
+        ranks.run(size, everybody_sends_first, seed, 12, schema, env=one_slot(seed))
+
+
+def round_the_ring(messages: int) -> None:
+    """0 -> 1 -> 2 -> 0, each with its own messages; all are sent before the first is received."""
+    with hpcomm.init(dp=1, pp=3) as mesh:
+        channels = to_all(mesh, direct_from=4096)
+        following, before = (mesh.rank + 1) % 3, (mesh.rank + 2) % 3
+        works = [channels[following].send(message(mesh.rank, following, i)) for i in range(messages)]
+        for i in range(messages):
+            check(channels[before].recv(), before, mesh.rank, i)
+        for work in works:
+            work.wait()
+
+
+def test_a_ring_in_which_all_send_first() -> None:
+    for seed in SEEDS:
+        ranks.run(3, round_the_ring, 8, env=one_slot(seed))
+
+
+def casts_that_were_asked_for_early(messages: int) -> None:
+    """Receipts are issued first on both sides; each is answered before the next is sent."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        peer = 1 - mesh.rank
+        channel = hpcomm.Channel(mesh.pp, peer, wire_dtype=torch.bfloat16)
+        pending = [channel.irecv() for _ in range(messages)]
+        for i in range(messages):
+            work = channel.send([torch.full((100,), float(10 * mesh.rank + i)), torch.arange(4)])
+            got = pending[i].wait()
+            assert torch.equal(got[0], torch.full((100,), float(10 * peer + i)))
+            assert torch.equal(got[1], torch.arange(4))
+            work.wait()
+
+
+def test_casts_wait_for_nothing_behind_them() -> None:
+    ranks.run(2, casts_that_were_asked_for_early, 8, env=one_slot(1))
+
+
+def between_collectives(messages: int) -> None:
+    """What keeps its place: a collective between two messages is there on all ranks, with nobody waiting for a Work."""
+    with hpcomm.init(dp=1, pp=3) as mesh:
+        channels = to_all(mesh)
+        following, before = (mesh.rank + 1) % 3, (mesh.rank + 2) % 3
+        total = torch.zeros(1)
+        works = []
+        for i in range(messages):
+            works.append(channels[following].send(torch.full((50,), value(mesh.rank, following, i))))
+            assert channels[before].recv()[0].item() == pytest.approx(value(before, mesh.rank, i))
+            total.fill_(10.0**mesh.rank)
+            mesh.world.all_reduce(total)
+            assert total.item() == 111
+        for work in works:
+            work.wait()
+
+
+def a_send_nobody_waits_for() -> None:
+    """One side only sends, then joins the collective; the other receives first. In the order of issue this ends."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        total = torch.full((1,), 10.0**mesh.rank)
+        for sender in (0, 1, 1, 0):
+            if mesh.rank == sender:
+                work = channel.send(torch.ones(100))
+            else:
+                assert channel.recv().sum() == 100
+            mesh.world.all_reduce(total.fill_(10.0**mesh.rank))
+            assert total.item() == 11
+            if mesh.rank == sender:
+                work.wait()
+
+
+def test_collectives_keep_their_place_between_messages() -> None:
+    for seed in SEEDS:
+        ranks.run(3, between_collectives, 6, env=one_slot(seed))
+        ranks.run(2, a_send_nobody_waits_for, env=one_slot(seed))
+
+
+def a_collective_before_the_receipt() -> None:
+    mesh = hpcomm.init(dp=1, pp=2)
+    channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    work = channel.send(torch.ones(100))
+    with contextlib.suppress(hpcomm.TimedOut):  # or it goes on when the message has been given up: a matter of a moment
+        mesh.world.barrier()
+    with pytest.raises(hpcomm.TimedOut, match="a collective must not stand between a send and the receipt"):
+        work.wait()
+
+
+def test_a_collective_between_send_and_receipt_times_out_with_the_reason() -> None:
+    ranks.run(2, a_collective_before_the_receipt, env={"HPCOMM_EMULATE": "nccl", "HPCOMM_TIMEOUT": "1"})
