@@ -20,12 +20,6 @@ bool HostCommunicator::in_operation() const noexcept {
 }
 
 bool HostCommunicator::enter(const ErrorContext& what, const OpOptions& options, const std::function<void()>& enqueue) {
-  if (fork_generation() != generation_) {
-    throw Error(ErrorKind::kClosed,
-                str(what.operation, " on lane ", lane(), " in a forked child: its parent's communicators have no ",
-                    "threads here. Communicate from the process that called init(), or start workers by spawn"),
-                what);
-  }
   require_open(what);
   std::lock_guard lock(mutex_);
   const bool now = options.inline_when_idle && may_run_inline() && pending_ == 0 && stream().idle();
@@ -37,6 +31,13 @@ bool HostCommunicator::enter(const ErrorContext& what, const OpOptions& options,
 }
 
 void HostCommunicator::require_open(const ErrorContext& what) const {
+  // First: a thread that is not there may hold the lock.
+  if (fork_generation() != generation_) {
+    throw Error(ErrorKind::kClosed,
+                str(what.operation, " on lane ", lane(), " in a forked child: its parent's communicators have no ",
+                    "threads here. Communicate from the process that called init(), or start workers by spawn"),
+                what);
+  }
   throw_if_aborted(what);
   std::lock_guard lock(mutex_);
   if (closed_) {

@@ -46,7 +46,7 @@ class Control {
 
   // True when `peer`'s connection has ended: its process is gone, or it closed its Control.
   [[nodiscard]] virtual bool has_ended(int peer) const = 0;
-  // True when nothing more will come from `peer`: it said goodbye, or its connection has ended.
+  // True when nothing more will come from `peer`: it said goodbye, its connection has ended, or it is us after close().
   [[nodiscard]] virtual bool has_left(int peer) const = 0;
   // The first failure of the job that this rank knows of: kRankFailed or kPeerError.
   [[nodiscard]] virtual std::optional<Error> failure() const = 0;

@@ -35,7 +35,9 @@ class TcpControl final : public Control {
   void abort(const std::string& message) override;
   void close() noexcept override;
   [[nodiscard]] bool has_ended(int peer) const override { return state_of(peer) == PeerState::kLost; }
-  [[nodiscard]] bool has_left(int peer) const override { return state_of(peer) != PeerState::kOpen; }
+  [[nodiscard]] bool has_left(int peer) const override {
+    return peer == rank_ ? is_closing() : state_of(peer) != PeerState::kOpen;
+  }
   [[nodiscard]] std::optional<Error> failure() const override;
   std::uint64_t on_failure(std::function<void(const Error&)> listener) override;
   std::uint64_t on_departure(std::function<void(int)> listener) override;
@@ -43,6 +45,11 @@ class TcpControl final : public Control {
 
  private:
   enum class PeerState { kOpen, kLeft, kLost };
+  [[nodiscard]] bool is_closing() const {
+    require_own_process("state", rank_);
+    std::lock_guard lock(mutex_);
+    return closing_;
+  }
   struct Peer {
     Fd fd;
     PeerState state = PeerState::kOpen;

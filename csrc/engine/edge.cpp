@@ -18,6 +18,14 @@ std::string edge_name(const Communicator& communicator, int from, int to) {
   return str("edge ", job_rank(communicator, from), "->", job_rank(communicator, to));
 }
 
+// Memory that both ends see would carry messages also when this rank's Control is closed.
+void require_in_job(const Communicator& communicator, const ErrorContext& what) {
+  if (communicator.control().has_left(what.rank)) {
+    throw Error(ErrorKind::kClosed,
+                str(what.operation, " #", what.sequence, " on a channel: this rank has left the job"), what);
+  }
+}
+
 EdgeConfig checked(EdgeConfig config) {
   const Communicator& communicator = *config.communicator;
   HPCOMM_REQUIRE(config.peer >= 0 && config.peer < communicator.size() && config.peer != communicator.rank(),
@@ -68,6 +76,8 @@ WorkPtr SendEdge::send(std::string_view schema, const std::vector<Source>& tenso
   const KnownSchema& known = *message.known;
   const bool frozen = config_.mode == SchemaMode::kFrozen && sequence_ > 0;
   message.what = communicator.context("send", config_.peer, sequence_);
+  communicator.require_open(message.what);  // a route may pass by the communicator's operations
+  require_in_job(communicator, message.what);
   if (frozen && message.known != last_) {
     throw Error(ErrorKind::kSchemaMismatch,
                 str(edge_name(communicator, communicator.rank(), config_.peer), ", microbatch ", microbatch,
@@ -128,12 +138,20 @@ Inbound::Inbound(const EdgeConfig& config, std::uint64_t edge_id)
 
 std::string Inbound::name() const { return edge_name(communicator, peer, communicator.rank()); }
 
-KnownPtr Inbound::accept(const MessageHeader& header, std::string_view schema, std::uint64_t sequence, int microbatch) {
-  const auto reject = [this](const std::string& why) { throw Error(ErrorKind::kProtocol, name() + ": " + why); };
-  if (header.edge != id || header.sequence != sequence) {
-    reject(str("message #", header.sequence, " of edge ", header.edge, " came where #", sequence, " of edge ", id,
-               " was due"));
+void Inbound::require_due(const MessageHeader& header, std::uint64_t sequence) const {
+  if (header.edge == id && header.sequence < sequence) {
+    throw Error(ErrorKind::kProtocol, str(name(), ": message #", header.sequence, " was received before, its header ",
+                                          "was repeated; #", sequence, " is due"));
   }
+  if (header.edge != id || header.sequence != sequence) {
+    throw Error(ErrorKind::kProtocol, str(name(), ": message #", header.sequence, " of edge ", header.edge,
+                                          " came where #", sequence, " of edge ", id, " was due"));
+  }
+}
+
+KnownPtr Inbound::accept(const MessageHeader& header, std::string_view schema, std::uint64_t sequence, int microbatch) {
+  require_due(header, sequence);
+  const auto reject = [this](const std::string& why) { throw Error(ErrorKind::kProtocol, name() + ": " + why); };
   if (schema.size() != header.schema_bytes) {
     reject(str("bytes behind the header: ", schema.size(), " instead of ", header.schema_bytes));
   }
@@ -256,6 +274,7 @@ RecvEdge::RecvEdge(EdgeConfig config, std::shared_ptr<Allocator> allocator) : co
 RecvEdge::~RecvEdge() = default;
 
 Receipt RecvEdge::recv(int microbatch, const OpOptions& options) {
+  require_in_job(*config_.communicator, config_.communicator->context("recv", config_.peer, sequence_));
   Receipt receipt = route_->recv(sequence_, microbatch, options);
   ++sequence_;
   return receipt;

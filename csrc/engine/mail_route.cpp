@@ -352,6 +352,7 @@ class MailRecv final : public RecvRoute {
       const Buffer buffer{bytes_at(head->data(), head->size()), head};
       take(buffer, 0, head->size(), sequence, deadline);
       const MessageHeader header = parse_header({head->data(), kHeaderBytes});
+      inbound->require_due(header, sequence);  // or there may be no schema behind it to wait for
       std::string_view schema;
       Buffer body;
       if (header.schema_bytes > 0) {

@@ -39,6 +39,8 @@ class SendRoute {
 struct Inbound {
   Inbound(const EdgeConfig& config, std::uint64_t edge_id);
 
+  // Throws kProtocol for the header of any message but `sequence`: one that was repeated, lost or of another edge.
+  void require_due(const MessageHeader& header, std::uint64_t sequence) const;
   // The schema of message `sequence`, whose header has come. Throws kProtocol and kSchemaMismatch.
   KnownPtr accept(const MessageHeader& header, std::string_view schema, std::uint64_t sequence, int microbatch);
   // Of a frozen edge, once it is known.

@@ -388,6 +388,30 @@ TEST(edge_refuses_headers_that_do_not_fit) {
   }
 }
 
+TEST(edge_says_so_when_a_header_comes_again) {
+  // Valid both times; the second time it is that of the message before, or an older one.
+  const Schema schema = floats({0}).schema;  // without a payload, so headers are all there is
+  const std::string body = encode_schema(schema);
+  for (const std::uint64_t again : {0, 1}) {
+    const ThreadJob job(2);
+    const auto world = job.communicator(1);
+    RecvEdge edge({world, 0}, heap());
+    const std::uint64_t id = job.communicator(0)->next_edge_id(0, 1);
+    const auto say = [&](std::uint64_t sequence) {
+      const auto behind = static_cast<std::uint32_t>(body.size());
+      job.control(0)->send(1, id,
+                           encode_header({id, sequence, -1, schema.fingerprint(), 0, behind, std::nullopt}) + body);
+    };
+    for (const std::uint64_t sequence : {0, 1}) {
+      say(sequence);
+      CHECK(!error_of(*edge.recv(-1).work));
+    }
+    say(again);
+    check_error(*edge.recv(-1).work, ErrorKind::kProtocol,
+                str("edge 0->1: message #", again, " was received before, its header was repeated; #2 is due"));
+  }
+}
+
 // --- Ends ------------------------------------------------------------------------------------------------------------
 
 TEST(edge_receipts_end_soon_when_the_peer_fails) {

@@ -325,6 +325,64 @@ TEST(mail_headers_that_do_not_fit_are_refused) {
   }
 }
 
+TEST(mail_says_so_when_a_header_comes_again) {
+  // The header alone: what stood behind it the first time does not come again, and nobody may wait for it.
+  const Schema schema = of_sizes({100});
+  const std::string body = encode_schema(schema);
+  const ShmJob job(2);
+  run_ranks(2, [&](int rank) {
+    const auto world = job.communicator(rank);
+    if (rank == 0) {
+      const std::uint64_t id = world->next_edge_id(0, 1);
+      MessageHeader header{id, 0, -1, schema.fingerprint(), Parcel(schema).bytes(), 0, std::nullopt};
+      header.schema_bytes = static_cast<std::uint32_t>(body.size());
+      std::string first = encode_header(header) + std::string(192, 'x');  // the payload is in it
+      std::string second = body;
+      const auto mailbox = world->mailbox();
+      for (std::string* bytes : {&first, &second, &first}) {
+        (void)mailbox->send({bytes->data(), bytes->size(), bytes->size(), DType::kUInt8, {}}, 1, id, {});
+      }
+      (void)job.control(0)->receive(1, 1, Clock::now() + 20s);
+    } else {
+      EdgeConfig config;
+      config.communicator = world;
+      config.peer = 0;
+      RecvEdge edge(config, heap());
+      const Receipt good = take(edge);
+      CHECK_EQ(static_cast<const char*>(good.message->data(0))[99], 'x');
+      CHECK_THROWS(ErrorKind::kProtocol, take(edge), "edge 0->1: message #0 was received before");
+      job.control(1)->send(0, 1, "seen");
+    }
+  });
+}
+
+TEST(mail_sends_after_close_are_refused) {
+  // Inline, lent, direct, and both: none of them goes by way of the communicator's lane.
+  for (const auto& sizes : std::vector<std::vector<std::int64_t>>{{8}, {100, 200}, {5000}, {100, 200, 5000}}) {
+    const Schema schema = of_sizes(sizes);
+    const ShmJob job(2);
+    run_ranks(2, [&](int rank) {
+      const auto world = job.communicator(rank);
+      EdgeConfig config;
+      config.communicator = world;
+      config.peer = 1 - rank;
+      if (rank == 0) {
+        SendEdge edge(config, heap());
+        send(edge, schema, 0)->wait();
+        world->close();
+        CHECK_THROWS(ErrorKind::kClosed, send(edge, schema, 1), "send on a closed communicator");
+        job.control(0)->send(1, 1, "refused");
+      } else {
+        RecvEdge edge(config, heap());
+        CHECK(is_message(*take(edge).message, schema, 0));
+        (void)job.control(1)->receive(0, 1, Clock::now() + 20s);
+        const Receipt nothing = edge.recv(-1);
+        CHECK(!nothing.work->wait_until(Clock::now() + 30ms));
+      }
+    });
+  }
+}
+
 TEST(mail_larger_messages_than_the_edge_takes_are_refused_on_both_ends) {
   const ShmJob job(2);
   run_ranks(2, [&](int rank) {

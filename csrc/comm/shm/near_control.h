@@ -46,7 +46,9 @@ class NearControl final : public Control {
   void abort(const std::string& message) override { below_->abort(message); }
   void close() noexcept override;
   [[nodiscard]] bool has_ended(int peer) const override { return below_->has_ended(peer); }
-  [[nodiscard]] bool has_left(int peer) const override { return below_->has_left(peer); }
+  [[nodiscard]] bool has_left(int peer) const override {
+    return (peer != rank() || stopped_) && below_->has_left(peer);  // asked of this rank with every message
+  }
   [[nodiscard]] std::optional<Error> failure() const override { return below_->failure(); }
   std::uint64_t on_failure(std::function<void(const Error&)> listener) override {
     return below_->on_failure(std::move(listener));

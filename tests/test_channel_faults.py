@@ -1,0 +1,241 @@
+"""Channels when something ends: a peer that is killed, an edge that was refused, a mesh that was closed."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+
+import hpcomm
+
+SHM = {"HPCOMM_CPU_TRANSPORT": "shm"}
+GLOO = {"HPCOMM_CPU_TRANSPORT": "gloo"}
+# Seconds that a survivor may take to notice. Ten milliseconds on a quiet machine; a time-out would take minutes.
+SOON = 5.0
+LARGE = 16 << 20  # elements of float32: far more than the ring between two ranks takes
+
+
+def shared_memory() -> set[Path]:
+    return set(Path("/dev/shm").iterdir())
+
+
+def a_channel() -> tuple[hpcomm.Mesh, hpcomm.Channel]:
+    mesh = hpcomm.init(dp=1, pp=2)
+    return mesh, hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+
+
+def fails(operation: str, caught: pytest.ExceptionInfo[hpcomm.RankFailed]) -> float:
+    """Checks the names in the error; returns when it came."""
+    seen = time.time()
+    assert caught.value.peer == 1
+    assert caught.value.rank == 0
+    assert caught.value.operation == operation
+    assert f"{operation} #" in str(caught.value)
+    assert "rank 1" in str(caught.value)
+    return seen
+
+
+def wait_to_be_killed() -> None:
+    ranks.tell("here")
+    time.sleep(60)
+
+
+def waits_in_recv() -> float:
+    mesh, channel = a_channel()
+    mesh.barrier()
+    if mesh.rank == 1:
+        wait_to_be_killed()
+    ranks.tell("here")
+    with pytest.raises(hpcomm.RankFailed) as caught:
+        channel.recv()
+    return fails("recv", caught)
+
+
+def asked_before() -> float:
+    mesh, channel = a_channel()
+    pending = [channel.irecv() for _ in range(3)]
+    mesh.barrier()
+    if mesh.rank == 1:
+        wait_to_be_killed()
+    ranks.tell("here")
+    for one in pending:
+        with pytest.raises(hpcomm.RankFailed) as caught:
+            one.wait()
+    return fails("recv", caught)
+
+
+def is_half_way_into_a_send() -> float:
+    """The ring is full and the receiver has taken nothing."""
+    mesh, channel = a_channel()
+    mesh.barrier()
+    if mesh.rank == 1:
+        wait_to_be_killed()
+    work = channel.send({"large": torch.ones(LARGE), "small": [torch.ones(3), torch.ones(4)]})
+    ranks.tell("here")
+    with pytest.raises(hpcomm.RankFailed) as caught:
+        work.wait()
+    return fails("send", caught)
+
+
+def is_ahead_with_sends() -> float:
+    """All blocks are lent; later sends wait for one."""
+    mesh, channel = a_channel()
+    mesh.barrier()
+    if mesh.rank == 1:
+        wait_to_be_killed()
+    works = [channel.send([torch.ones(300), torch.ones(400)]) for _ in range(20)]
+    ranks.tell("here")
+    with pytest.raises(hpcomm.RankFailed) as caught:
+        works[-1].wait()
+    return fails("send", caught)
+
+
+def send_for_ever(channel: hpcomm.Channel) -> None:
+    large = torch.ones(LARGE)
+    while True:
+        channel.send(large).wait()
+
+
+def recv_for_ever(channel: hpcomm.Channel) -> None:
+    while True:
+        channel.recv()
+
+
+def sends_for_ever() -> float:
+    """The receiver takes one message after the other, and dies somewhere within."""
+    mesh, channel = a_channel()
+    mesh.barrier()
+    ranks.tell("here")
+    if mesh.rank == 1:
+        recv_for_ever(channel)
+    with pytest.raises(hpcomm.RankFailed) as caught:
+        send_for_ever(channel)
+    return fails("send", caught)
+
+
+def receives_for_ever() -> float:
+    mesh, channel = a_channel()
+    mesh.barrier()
+    ranks.tell("here")
+    if mesh.rank == 1:
+        send_for_ever(channel)
+    with pytest.raises(hpcomm.RankFailed) as caught:
+        recv_for_ever(channel)
+    return fails("recv", caught)
+
+
+def holds_what_was_lent() -> float:
+    """Tensors that lie in the dead rank's memory, and large ones that were copied."""
+    mesh, channel = a_channel()
+    trees = [[torch.arange(1000.0) + i, torch.arange(7) + i, torch.full((1 << 17,), float(i))] for i in range(2)]
+    if mesh.rank == 1:
+        for tree in trees:
+            channel.send(tree).wait()
+        wait_to_be_killed()
+    kept = [channel.recv() for _ in trees]
+    ranks.tell("here")
+    with pytest.raises(hpcomm.RankFailed) as caught:
+        channel.recv()
+    seen = fails("recv", caught)
+    del channel
+    for got, tree in zip(kept, trees, strict=True):
+        for a, b in zip(got, tree, strict=True):
+            assert torch.equal(a, b)
+        got[0].fill_(7)  # and still its own
+        assert got[0].sum() == 7000
+    return seen
+
+
+@pytest.mark.parametrize(
+    "survivor",
+    [
+        waits_in_recv,
+        asked_before,
+        is_half_way_into_a_send,
+        is_ahead_with_sends,
+        sends_for_ever,
+        receives_for_ever,
+        holds_what_was_lent,
+    ],
+)
+def test_a_killed_peer_is_named(survivor: Any) -> None:
+    before = shared_memory()
+    with ranks.spawn(2, survivor, env=SHM) as job:
+        for rank in (0, 1):
+            assert job.told(rank) == "here"
+        time.sleep(0.05)  # within what it does by now
+        moment = time.time()
+        job.kill(1, signal.SIGKILL)
+        outcomes = job.wait()
+    assert outcomes[1].signal == signal.SIGKILL
+    assert outcomes[0].ok, outcomes[0]
+    assert outcomes[0].value - moment < SOON
+    assert shared_memory() == before
+
+
+def send_until_told(channel: hpcomm.Channel, tree: object) -> None:
+    """A message that has left before the receiver looks at it is refused at a later one."""
+    for _ in range(500):
+        channel.send(tree).wait()
+        time.sleep(0.01)
+
+
+def one_edge_is_refused() -> None:
+    mesh = hpcomm.init(dp=1, pp=2)
+    peer = 1 - mesh.rank
+    bad, good = (hpcomm.Channel(mesh.pp, peer) for _ in range(2))
+    if mesh.rank == 0:
+        with pytest.raises(hpcomm.SchemaMismatch, match="rank 1 refused a message"):
+            send_until_told(bad, {"h": torch.zeros(3), "large": torch.zeros(1 << 17)})
+    else:
+        bad.expect({"h": torch.zeros(4), "large": torch.zeros(1 << 17)})
+        with pytest.raises(hpcomm.SchemaMismatch, match=r"message\['h'\]: float32\[3\] instead of float32\[4\]"):
+            bad.recv()
+    for i in range(3):
+        # The other channel, both ways; the other direction of the one that was refused; the communicator.
+        work = good.send([torch.full((5,), 10.0**mesh.rank + i), torch.full((1 << 17,), float(i))])
+        got = good.recv()
+        assert torch.equal(got[0], torch.full((5,), 10.0**peer + i))
+        assert torch.equal(got[1], torch.full((1 << 17,), float(i)))
+        work.wait()
+        if mesh.rank == 1:
+            bad.send(torch.full((5,), float(i))).wait()
+        else:
+            assert torch.equal(bad.recv(), torch.full((5,), float(i)))
+        total = torch.full((1,), 10.0**mesh.rank)
+        mesh.pp.all_reduce(total)
+        assert total.item() == 11
+    with pytest.raises(hpcomm.SchemaMismatch):
+        bad.send(0) if mesh.rank == 0 else bad.recv()
+
+
+@pytest.mark.parametrize("env", [SHM, GLOO, {"HPCOMM_EMULATE": "nccl"}], ids=["shm", "gloo", "one slot"])
+def test_a_refused_edge_ends_alone(env: dict[str, str]) -> None:
+    ranks.run(2, one_edge_is_refused, env=env)
+
+
+def used_after_close() -> None:
+    mesh = hpcomm.init(dp=1, pp=2)
+    channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    trees = [torch.zeros(1), torch.zeros(100_000), [torch.zeros(300), torch.zeros(400)], "no tensors"]
+    for tree in trees:
+        work = channel.send(tree)
+        channel.recv()
+        work.wait()
+    mesh.barrier()
+    mesh.close()
+    for tree in trees:
+        with pytest.raises(hpcomm.Closed):
+            channel.send(tree)
+    with pytest.raises(hpcomm.Closed):
+        channel.recv()
+
+
+@pytest.mark.parametrize("env", [SHM, GLOO], ids=["shm", "gloo"])
+def test_a_channel_of_a_closed_mesh(env: dict[str, str]) -> None:
+    ranks.run(2, used_after_close, env=env)
