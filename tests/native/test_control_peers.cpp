@@ -220,7 +220,11 @@ TEST(control_departures_are_told_once_each) {
   }));
   controls[0]->remove_listener(second);
   CHECK_EQ(number(), 2);
-  CHECK_THROWS(ErrorKind::kInvalidArgument, controls[0]->has_left(0), "has no peer 0");
+  CHECK_THROWS(ErrorKind::kInvalidArgument, controls[0]->has_ended(0), "has no peer 0");
+  // Of itself it knows what it did.
+  CHECK(!controls[0]->has_left(0));
+  controls[0]->close();
+  CHECK(controls[0]->has_left(0));
 }
 
 TEST(control_a_dead_rank_has_left_after_the_failure_is_told) {
