@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -464,6 +465,81 @@ def test_ranks_that_disagree_are_told_what_on_both_sides() -> None:
     first, second = ranks.run(2, disagreeing)
     for texts in (first, second):
         assert all("rank 0" in text and "rank 1" in text for text in texts)
+
+
+def equal_parts() -> tuple[list[float], list[str]]:
+    told = []
+    with world() as (rank, _):
+        received = torch.zeros(4)
+        splits = [2, 2] if rank == 1 else None  # the same parts, given or left out
+        dist.all_to_all_single(received, torch.arange(4.0) + 10.0**rank, splits, splits)
+        calls: list[Callable[[], object]] = [
+            lambda: dist.all_to_all_single(torch.zeros(4), torch.zeros(4), splits and [1, 3], splits and [3, 1]),
+            lambda: dist.all_to_all_single(torch.zeros(4 + 2 * rank), torch.zeros(4 + 2 * rank)),
+            lambda: dist.all_to_all_single(
+                torch.zeros(4).to(torch.float64 if rank else torch.float32),
+                torch.zeros(4).to(torch.float64 if rank else torch.float32),
+                splits,
+                splits,
+            ),
+        ]
+        for call in calls:
+            with pytest.raises(hpcomm.SchemaMismatch) as caught:
+                call()
+            told.append(str(caught.value))
+        # A rank whose own parts are all equal, beside one whose parts are not.
+        sizes = [3, 2] if rank == 0 else [2, 2]
+        uneven = torch.zeros(sum(sizes))
+        dist.all_to_all_single(uneven, torch.full((sum(sizes),), 3.0**rank), sizes, sizes)
+        assert uneven.tolist() == [1.0] * sizes[0] + [3.0] * 2
+    return received.tolist(), told
+
+
+def test_equal_parts_of_an_all_to_all_may_be_given_or_left_out() -> None:
+    (first, told), (second, also_told) = ranks.run(2, equal_parts)
+    assert first == [1.0, 2.0, 10.0, 11.0]
+    assert second == [3.0, 4.0, 12.0, 13.0]
+    for texts in (told, also_told):
+        assert "rank 0 called all_to_all with 2 Float elements for rank 1" in texts[0]
+        assert "rank 1 called all_to_all with 1 Float elements from rank 0" in texts[0]
+        assert all("rank 0 called" in text and "rank 1 called" in text for text in texts)
+        assert "Double" in texts[2]
+
+
+def destroyed_meanwhile() -> tuple[str, bool]:
+    dist.init_process_group("hpcomm", timeout=timedelta(seconds=60))
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() != 0:
+        store.wait(["over"])  # and never comes to the collective
+        dist.destroy_process_group()
+        return "", True
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    before = backend._get_sequence_number_for_group()
+    told = []
+
+    def wait() -> None:
+        with pytest.raises(RuntimeError) as caught:
+            dist.all_reduce(torch.zeros(3))
+        told.append(f"{type(caught.value).__name__}: {caught.value}")
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while backend._get_sequence_number_for_group() == before:
+        time.sleep(0.001)
+    began = time.monotonic()
+    dist.destroy_process_group()
+    thread.join()
+    at_once = time.monotonic() - began < 3  # what nobody waits for gets five seconds
+    store.set("over", "")
+    return told[0], at_once
+
+
+def test_destroying_a_group_ends_the_collective_of_another_thread() -> None:
+    (told, at_once), _ = ranks.run(2, destroyed_meanwhile)
+    assert told.startswith("Closed: ")
+    assert "the group was destroyed" in told
+    assert "all_reduce #0" in told
+    assert at_once
 
 
 def timing_out() -> str:

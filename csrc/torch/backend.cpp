@@ -334,15 +334,16 @@ void HpcommBackend::shutdown() {
   if (left_) {
     return;
   }
+  const Error destroyed(ErrorKind::kClosed, "the group was destroyed", communicator_->context("shutdown", -1, 0));
   const Event issued = communicator_->stream().record();
   const Deadline patience = Clock::now() + kShutdownWait;
-  // Operations of other threads run in those threads and not on the stream.
-  if (!issued.wait_until(patience) || !communicator_->idle_until(patience)) {
-    abort();
+  // Another thread inside a collective cannot mean it any more. What nobody waits for gets time to end.
+  if (inside_ > 0 || !issued.wait_until(patience) || !communicator_->idle_until(patience)) {
+    communicator_->abort(destroyed);
   }
   communicator_->close();
   // Messages that nobody has sent or received by now never will be.
-  communicator_->abort(Error(ErrorKind::kClosed, "the group was destroyed", communicator_->context("shutdown", -1, 0)));
+  communicator_->abort(destroyed);
   leave();
 }
 

@@ -83,7 +83,8 @@ class HpcommBackend final : public c10d::Backend {
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
-  // Finishes what was issued (within a few seconds), then leaves the job. Idempotent.
+  // Finishes what was issued (within a few seconds), then leaves the job. A collective that another thread is inside of
+  // ends at once, with kClosed. Idempotent.
   void shutdown() override;
   // Ends every operation, now.
   void abort() override;
@@ -116,6 +117,7 @@ class HpcommBackend final : public c10d::Backend {
   std::atomic<std::uint64_t> sequence_ = 0;
   std::atomic<std::uint64_t> monitored_barriers_ = 0;
   std::atomic<bool> left_ = false;
+  std::atomic<int> inside_ = 0;  // threads in a collective that they wait for
 
   std::mutex coalescing_mutex_;
   std::atomic<bool> coalescing_ = false;

@@ -32,10 +32,14 @@ void deliver(const at::Tensor& received, const at::Tensor& target) {
 struct Parts {
   Tensors send;
   Tensors recv;
+  // What they are parts of, where they lie behind each other; undefined where they are tensors of their own.
+  at::Tensor input = {};
+  at::Tensor output = {};
 };
 
 void all_to_all(Step& step, const Parts& parts) {
   const auto ranks = static_cast<std::size_t>(step.size());
+  const std::size_t words = 2 * ranks + 1;  // that each rank shows
   std::vector<std::int64_t> sizes;
   for (const auto* list : {&parts.send, &parts.recv}) {
     for (const auto& part : *list) {
@@ -43,12 +47,17 @@ void all_to_all(Step& step, const Parts& parts) {
       sizes.push_back((static_cast<std::int64_t>(part.numel()) << 8) | static_cast<std::int64_t>(part.scalar_type()));
     }
   }
+  sizes.push_back(parts.input.defined() ? 1 : 0);
+  // First of all, however a rank was called: equal parts may be given explicitly on one rank and left out on another.
   const auto all = step.show(sizes);
   // The verdict is a function of what everybody knows, so it is the same everywhere.
-  const auto sent = [&](std::size_t from, std::size_t to) { return all[from * 2 * ranks + to]; };
-  const auto expected = [&](std::size_t to, std::size_t from) { return all[to * 2 * ranks + ranks + from]; };
+  const auto sent = [&](std::size_t from, std::size_t to) { return all[from * words + to]; };
+  const auto expected = [&](std::size_t to, std::size_t from) { return all[to * words + ranks + from]; };
+  bool equal = true;  // parts everywhere, none of which lies apart
   for (std::size_t from = 0; from < ranks; ++from) {
+    equal = equal && all[from * words + 2 * ranks] != 0;
     for (std::size_t to = 0; to < ranks; ++to) {
+      equal = equal && sent(from, to) == sent(0, 0);
       if (sent(from, to) != expected(to, from)) {
         const auto text = [](std::int64_t part) {
           return str(part >> 8, " ", c10::toString(static_cast<at::ScalarType>(part & 0xff)), " elements");
@@ -57,6 +66,12 @@ void all_to_all(Step& step, const Parts& parts) {
                       str("all_to_all with ", text(expected(to, from)), " from rank ", from));
       }
     }
+  }
+  if (equal) {
+    const at::Tensor whole = receptacle(parts.output);
+    step.all_to_all(whole, direct(parts.input, "all_to_all"));
+    deliver(whole, parts.output);
+    return;
   }
   const auto self = static_cast<std::size_t>(step.rank());
   Tensors received;
@@ -210,17 +225,8 @@ HpcommBackend::C10dWork HpcommBackend::alltoall_base(at::Tensor& output, at::Ten
     const Call call{c10d::OpType::ALLTOALL_BASE, "all_to_all", "hpcomm:all_to_all", options.asyncOp, options.timeout};
     HPCOMM_REQUIRE(output.scalar_type() == input.scalar_type(), "all_to_all: the output is ", output.dtype().name(),
                    ", the input ", input.dtype().name());
-    if (output_splits.empty() && input_splits.empty()) {
-      HPCOMM_REQUIRE(output.numel() == input.numel(), "all_to_all: the output has ", output.numel(),
-                     " elements, the input ", input.numel());
-      (void)split_rows(input, {}, size_, call.name);
-      return compose(call, {input}, {output}, [to = lane_alias(output), from = lane_alias(input)](Step& step) {
-        const at::Tensor received = receptacle(to);
-        step.all_to_all(received, direct(from, "all_to_all"));
-        deliver(received, to);
-      });
-    }
-    Parts parts{split_rows(input, input_splits, size_, call.name), split_rows(output, output_splits, size_, call.name)};
+    Parts parts{split_rows(input, input_splits, size_, call.name), split_rows(output, output_splits, size_, call.name),
+                lane_alias(input), lane_alias(output)};
     return compose(call, {input}, {output}, [parts = std::move(parts)](Step& step) { all_to_all(step, parts); });
   });
 }

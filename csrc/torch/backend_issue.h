@@ -4,6 +4,7 @@
 #include <ATen/record_function.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <atomic>
 #include <utility>
 
 #include "torch/backend.h"
@@ -12,15 +13,38 @@
 
 namespace hpcomm {
 
+// Counts the threads that are inside of something.
+class Inside {
+ public:
+  // `count` may be null: then it counts nothing.
+  explicit Inside(std::atomic<int>* count) : count_(count) {
+    if (count_ != nullptr) {
+      ++*count_;
+    }
+  }
+  Inside(const Inside&) = delete;
+  Inside& operator=(const Inside&) = delete;
+  ~Inside() {
+    if (count_ != nullptr) {
+      --*count_;
+    }
+  }
+
+ private:
+  std::atomic<int>* const count_;
+};
+
 template <typename Start>
 HpcommBackend::C10dWork HpcommBackend::issue(const Call& call, const Tensors& inputs, Tensors results,
                                              const Start& start) {
   const WithoutGil scope;
-  const std::uint64_t sequence = sequence_++;
   const bool coalescing = coalescing_.load(std::memory_order_relaxed);
+  const bool waits = !call.async && !coalescing;
+  const Inside inside(waits ? &inside_ : nullptr);  // before it is counted: who sees the number may rely on it
+  const std::uint64_t sequence = sequence_++;
   const bool profiled = at::hasCallbacks();
   OpOptions options = op_options(call.timeout);
-  if (!call.async && !coalescing) {
+  if (waits) {
     options.inline_when_idle = true;
     options.poll = &poll_signals;
     // torch.distributed does without a Work when it has asked for none, except here.
