@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import peer.__main__ as peer
@@ -358,6 +360,9 @@ def misuse() -> None:
     x = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"mark a variable ready only once.*layer\.(weight|bias)"):
         reused(x).sum().backward()
+    logged = reused._get_ddp_logging_data()
+    assert logged["has_error"] == 1
+    assert "with name layer." in logged["error"]
     with pytest.raises(hpcomm.InvalidArgument, match="'auto'"):
         hpcomm.DistributedDataParallel(model(), bucket_cap_mb="large")
 
@@ -462,6 +467,106 @@ def order_is_learned() -> list[list[int]]:
 
 def test_the_order_of_buckets_is_that_of_the_backward() -> None:
     assert ranks.run(2, order_is_learned)[1] == [[2, 1, 0], [0, 1, 2], [0, 1, 2]]
+
+
+def shared_memory() -> tuple[float, float]:
+    """MiB of shared memory after the first step and after the buckets were rebuilt, in relation to the gradients."""
+
+    class Sizes(nn.Module):
+        """The learned order gives the large bucket more than the first guess did."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            shapes = (300_000, 500_000, 500_000, 100_000, 400_000)
+            self.parts = nn.ParameterList([nn.Parameter(torch.ones(n)) for n in shapes])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.parts[::-1]:
+                x = x + (part * x[0]).sum()
+            return x
+
+    def mapped() -> float:
+        status = Path("/proc/self/status").read_text()
+        return int(re.search(r"RssShmem:\s+(\d+)", status)[1]) / 1024  # type: ignore[index]
+
+    with hpcomm.init(dp=2) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(Sizes(), mesh=mesh)
+        seen = []
+        plans = set()
+        for _ in range(3):
+            wrapped.zero_grad()
+            wrapped(torch.ones(2)).sum().backward()
+            mesh.barrier()
+            seen.append(mapped())
+            plans.add(str(wrapped.reducer.plan.hash))
+        assert len(plans) == 2
+        return seen[0], seen[-1]
+
+
+def test_rebuilt_buckets_take_the_place_of_the_first_ones() -> None:
+    for before, after in ranks.run(2, shared_memory):
+        # Two ranks: its own 6.9 MiB of gradients, and half of its peer's.
+        assert before > 6.9
+        assert after < before + 2
+
+
+def profiled() -> list[str]:
+    with hpcomm.init(dp=2) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh, bucket_cap_mb=0.001)
+        x, y = shard(mesh.rank)
+        for _ in range(2):
+            loss_of(wrapped(x), y).backward()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            loss_of(wrapped(x), y).backward()
+        names = [event.name for event in profile.events() if event.is_async]
+        assert len(names) == wrapped.buckets > 1
+        return names
+
+
+def test_the_profiler_shows_each_reduction() -> None:
+    assert set(ranks.run(2, profiled)[0]) == {"hpcomm:all_reduce"}
+
+
+def beside_fsdp(backend: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    dist.init_process_group(backend)
+    rank = dist.get_rank()
+    plain, ours = model(), model()
+    # Two pairs of ranks, each with a middle layer of its own (as experts have); the rest is replicated over all four.
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    with torch.no_grad():
+        for module in (plain, ours):
+            module[2].weight.mul_(1 + rank // 2)
+    fully_shard(ours[2], mesh=pairs["shards"])
+    wrapped = hpcomm.DistributedDataParallel(ours)
+    assert not hasattr(ours, "_ddp_params_and_buffers_to_ignore")
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (wrapped, plain)]
+    x, y = shard(rank)
+    for _ in range(3):
+        for module, optimizer in zip((wrapped, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(module(x), y).backward()
+        for name, p in plain.named_parameters():  # what each of them should average over
+            assert p.grad is not None
+            group = pairs.get_group("shards") if name.startswith("2.") else None
+            dist.all_reduce(p.grad, group=group)
+            p.grad.div_(dist.get_world_size(group))
+        for optimizer in optimizers:
+            optimizer.step()
+    assert wrapped.reduction is not None
+    assert wrapped.reduction.under is Under.NATIVE, str(wrapped.reduction)
+    for (name, p), expected in zip(wrapped.module.named_parameters(), plain.parameters(), strict=True):
+        assert isinstance(p, DTensor) == name.startswith("2."), name
+        actual = p.full_tensor() if isinstance(p, DTensor) else p
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("backend", ["gloo", "hpcomm"])
+def test_parameters_under_fsdp2_are_left_alone(backend: str) -> None:
+    ranks.run(4, beside_fsdp, backend)
 
 
 # --- PyTorch's own suite ----------------------------------------------------------------------------------------------

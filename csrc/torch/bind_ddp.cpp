@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <c10/core/Allocator.h>
+#include <torch/csrc/distributed/c10d/logger.hpp>
 
 #include <array>
 
@@ -54,6 +55,13 @@ void release_bucket_memory(const c10d::Reducer& reducer) {
   }
 }
 
+DdpReducer::Log log_into(const std::shared_ptr<c10d::Logger>& logger) {
+  if (logger == nullptr) {
+    return nullptr;
+  }
+  return [logger](const std::string& error) { logger->set_error_and_log(error); };
+}
+
 }  // namespace
 
 void bind_ddp(py::module_& module) {
@@ -62,17 +70,18 @@ void bind_ddp(py::module_& module) {
       .def(py::init([](std::shared_ptr<Communicator> communicator, const std::vector<at::Tensor>& params,
                        const std::vector<std::string>& names, const std::vector<int>& order,
                        const std::vector<std::size_t>& limits, const std::optional<at::ScalarType>& wire,
-                       bool find_unused, bool bucket_views, bool shard, bool check_finite) {
+                       bool find_unused, bool bucket_views, bool shard, bool check_finite,
+                       const std::shared_ptr<c10d::Logger>& logger) {
              const BucketPlan plan = plan_of(params, order, limits, wire);
-             auto reducer = released_without_gil(
-                 std::make_shared<DdpReducer>(std::move(communicator), params, names, plan,
-                                              DdpOptions{find_unused, bucket_views, shard, check_finite}));
+             auto reducer = released_without_gil(std::make_shared<DdpReducer>(
+                 std::move(communicator), params, names, plan,
+                 DdpOptions{find_unused, bucket_views, shard, check_finite}, log_into(logger)));
              reducer->attach();
              return reducer;
            }),
            py::arg("communicator"), py::arg("params"), py::arg("names"), py::arg("order"), py::arg("limits"),
            py::kw_only(), py::arg("wire") = py::none(), py::arg("find_unused") = false, py::arg("bucket_views") = false,
-           py::arg("shard") = false, py::arg("check_finite") = false)
+           py::arg("shard") = false, py::arg("check_finite") = false, py::arg("logger") = py::none())
       .def("prepare", &DdpReducer::prepare, py::arg("outputs"), WithoutLock())
       .def("reset", &DdpReducer::reset, WithoutLock())
       .def("start", &DdpReducer::start, py::arg("bucket"), WithoutLock())

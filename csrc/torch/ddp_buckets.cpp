@@ -76,7 +76,22 @@ at::Tensor DdpReducer::memory(std::size_t bucket) const {
   return flat.defined() ? flat.view(scalar_type(plan_.buckets[bucket].dtype)) : flat;
 }
 
+// Room for all buckets in one piece, before the first of them: their sizes change once, when the order is learned. In
+// pieces of the old sizes the new ones would not fit, and a transport does not give its peers' memory back.
+void DdpReducer::reserve() {
+  constexpr std::size_t kPage = 4096;  // on which large blocks begin
+  if (std::exchange(reserved_, true) || communicator_->peer_memory() == nullptr) {
+    return;
+  }
+  std::size_t bytes = 2 * kPage;  // buckets may become two more
+  for (std::size_t b = 0; b < slots_.size(); ++b) {
+    bytes += memory_bytes(b) + kPage;
+  }
+  static_cast<void>(communicator_->allocate(bytes));
+}
+
 void DdpReducer::allocate(std::size_t index) {
+  reserve();
   Buffer buffer = communicator_->allocate(memory_bytes(index));
   slots_[index].owner = buffer.owner;
   slots_[index].flat = as_tensor(buffer.view, std::move(buffer.owner));

@@ -57,11 +57,12 @@ struct DdpReducer::Accumulator {
 };
 
 DdpReducer::DdpReducer(std::shared_ptr<Communicator> communicator, std::vector<at::Tensor> params,
-                       std::vector<std::string> names, BucketPlan plan, DdpOptions options)
+                       std::vector<std::string> names, BucketPlan plan, DdpOptions options, Log log)
     : communicator_(std::move(communicator)),
       params_(std::move(params)),
       names_(std::move(names)),
       options_(options),
+      log_(std::move(log)),
       alone_(communicator_->size() == 1 && !options.check_finite),
       carries_(!alone_ && !options.check_finite && communicator_->averages_well() && lane_lacks_core(*communicator_)),
       used_(at::zeros({static_cast<std::int64_t>(params_.size())}, at::kInt)) {

@@ -96,17 +96,9 @@ void DdpReducer::mark(int param, const at::Tensor& incoming) {
 
 void DdpReducer::mark_locked(int param, const at::Tensor& incoming) {
   const auto index = static_cast<std::size_t>(param);
-  TORCH_CHECK(
-      marked_[index] == 0,
-      "Expected to mark a variable ready only once. This error is caused by one of the following reasons: 1) Use "
-      "of a module parameter outside the `forward` function. Please make sure model parameters are not shared "
-      "across multiple concurrent forward-backward passes, or try to use _set_static_graph() as a workaround if "
-      "this module graph does not change during training loop. 2) Reused parameters in multiple reentrant "
-      "backward passes, for example, if you use multiple `checkpoint` functions to wrap the same part of your "
-      "model, it would result in the same set of parameters been used by different reentrant backward passes "
-      "multiple times, and hence marking a variable ready multiple times. 3) Incorrect unused parameter "
-      "detection. Parameter at index ",
-      param, " with name ", names_[index], " has been marked as ready twice.");
+  if (marked_[index] != 0) {
+    refuse_second_mark(index);
+  }
   marked_[index] = 1;
   order_.push_back(param);
   if (carries_) {
@@ -114,6 +106,23 @@ void DdpReducer::mark_locked(int param, const at::Tensor& incoming) {
   }
   --slots_[places_[index].bucket].missing;
   issue_complete(incoming);
+}
+
+void DdpReducer::refuse_second_mark(std::size_t param) const {
+  const std::string message =
+      str("Expected to mark a variable ready only once. This error is caused by one of the following reasons: 1) Use "
+          "of a module parameter outside the `forward` function. Please make sure model parameters are not shared "
+          "across multiple concurrent forward-backward passes, or try to use _set_static_graph() as a workaround if "
+          "this module graph does not change during training loop. 2) Reused parameters in multiple reentrant "
+          "backward passes, for example, if you use multiple `checkpoint` functions to wrap the same part of your "
+          "model, it would result in the same set of parameters been used by different reentrant backward passes "
+          "multiple times, and hence marking a variable ready multiple times. 3) Incorrect unused parameter "
+          "detection. Parameter at index ",
+          param, " with name ", names_[param], " has been marked as ready twice.");
+  if (log_) {
+    log_(message);
+  }
+  TORCH_CHECK(false, message);
 }
 
 void DdpReducer::issue_complete(const at::Tensor& incoming) {
@@ -172,7 +181,11 @@ void DdpReducer::issue_bucket(std::size_t index, const at::Tensor& incoming) {
     stats_.first_issued = now();
   }
   slot.checks.clear();
+  slot.event = ProfilerEvent::begin(options_.shard ? "hpcomm:reduce_scatter" : "hpcomm:all_reduce", slot.flat);
   slot.work = issue(*communicator_, reduction, index, &slot.checks);
+  if (slot.event != nullptr && communicator_->device().type == DeviceType::kCpu) {
+    communicator_->stream().enqueue([event = slot.event] { event->end(); });
+  }
   if (times_ != nullptr) {
     communicator_->stream().enqueue([times = times_, index] { times->at(index).reduced = now(); });
   }
@@ -199,6 +212,7 @@ void DdpReducer::drain() {
   };
   for (Slot& slot : slots_) {
     attempt([&] { wait(*slot.work); });
+    end_event(slot);
   }
   if (used_work_ != nullptr) {
     attempt([&] { wait(*std::exchange(used_work_, nullptr)); });
@@ -238,7 +252,14 @@ void DdpReducer::finish(std::size_t bucket) {
   HPCOMM_REQUIRE(bucket < slots_.size() && slots_[bucket].work != nullptr, "bucket ", bucket, " was not started");
   const WorkPtr work = std::exchange(slots_[bucket].work, nullptr);
   wait(*work);
+  end_event(slots_[bucket]);
   hand_out(bucket);
+}
+
+void DdpReducer::end_event(Slot& slot) {
+  if (const auto event = std::exchange(slot.event, nullptr)) {
+    event->end();
+  }
 }
 
 void DdpReducer::wait(const Work& work) const {

@@ -17,6 +17,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -26,6 +27,7 @@
 #include "comm/communicator.h"
 #include "engine/bucket_reduction.h"
 #include "plan/bucket_plan.h"
+#include "torch/profiler_event.h"
 
 namespace hpcomm {
 
@@ -38,9 +40,11 @@ struct DdpOptions {
 
 class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
  public:
-  // `names` are for messages. Takes no hooks yet: attach().
+  // Told of errors that come out of a backward, where the caller of the backward may not be who reads the log.
+  using Log = std::function<void(const std::string& error)>;
+  // `names` are for messages; `log` may be null. Takes no hooks yet: attach().
   DdpReducer(std::shared_ptr<Communicator> communicator, std::vector<at::Tensor> params, std::vector<std::string> names,
-             BucketPlan plan, DdpOptions options);
+             BucketPlan plan, DdpOptions options, Log log);
   DdpReducer(const DdpReducer&) = delete;
   DdpReducer& operator=(const DdpReducer&) = delete;
   ~DdpReducer();
@@ -121,6 +125,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
     Keepalive owner;          // of the same memory
     std::size_t missing = 0;  // gradients
     WorkPtr work;
+    std::shared_ptr<ProfilerEvent> event;  // of the reduction; null when nobody profiles
     std::vector<Fate> fates;
     std::vector<at::Tensor> staged;  // by entry, where the fate is kStaged, or what a missing gradient becomes
     std::vector<RunCheck> checks;
@@ -130,6 +135,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
 
   void mark(int param, const at::Tensor& incoming);
   void mark_locked(int param, const at::Tensor& incoming);
+  [[noreturn]] void refuse_second_mark(std::size_t param) const;
   void issue_complete(const at::Tensor& incoming);
   void issue_bucket(std::size_t index, const at::Tensor& incoming);
   void open(std::size_t index);
@@ -137,6 +143,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   [[nodiscard]] Contribution contribute(std::size_t index, std::size_t entry, const at::Tensor& incoming,
                                         std::vector<c10::Storage>& held);
   void hand_out(std::size_t index);
+  void reserve();
   void allocate(std::size_t index);
   [[nodiscard]] std::size_t memory_bytes(std::size_t index) const;
   [[nodiscard]] bool is_free(std::size_t index) const;
@@ -147,6 +154,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void at_end_of_backward();
   void drain();
   void wait(const Work& work) const;
+  static void end_event(Slot& slot);
   void search_unused(const std::vector<at::Tensor>& outputs);
   void agree_on_used();
   void report_not_finite();
@@ -158,6 +166,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   const std::vector<at::Tensor> params_;
   const std::vector<std::string> names_;
   const DdpOptions options_;
+  const Log log_;
   const bool alone_;    // one rank: gradients are averages already
   const bool carries_;  // gradients are packed one by one, where they are made
   std::vector<std::unique_ptr<Accumulator>> accumulators_;
@@ -175,7 +184,8 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   std::vector<int> unused_before_;
   std::uint64_t prepared_ = 0;
   std::atomic<bool> graph_static_ = true;
-  at::Tensor used_;  // int32 per parameter: received a gradient since the last reduction
+  bool reserved_ = false;  // room in the transport's memory for all buckets
+  at::Tensor used_;        // int32 per parameter: received a gradient since the last reduction
   at::Tensor used_by_any_;
   WorkPtr used_work_;
   Counts counts_;

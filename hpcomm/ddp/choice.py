@@ -7,7 +7,6 @@ import os
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from hpcomm.errors import InvalidArgument
 
@@ -58,8 +57,6 @@ def choose_lane(parameters: list[tuple[str, torch.nn.Parameter]], sparse: bool) 
     if sparse:
         return Choice(Under.TORCH, "a module produces sparse gradients")
     for name, parameter in parameters:
-        if isinstance(parameter, DTensor):
-            return Choice(Under.TORCH, f"parameter {name} is a DTensor")
         if parameter.dtype not in _NATIVE_DTYPES:
             return Choice(Under.TORCH, f"hpcomm does not sum gradients of {parameter.dtype} (parameter {name})")
     return None

@@ -89,6 +89,7 @@ class NativeReducer:
             bucket_views=bucket_views,
             shard=shard,
             check_finite=check_finite,
+            logger=logger,
         )
         # With unused parameters the order differs from step to step, and torch does not learn it either.
         # A sharded optimizer has pieces of the buckets as they are.

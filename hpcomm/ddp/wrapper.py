@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel.distributed import _find_tensors
 
 from hpcomm import _C
@@ -39,6 +41,9 @@ class DistributedDataParallel(_StockDDP):
 
     Gradients are views of their buckets. A bucket whose gradients somebody still holds in the next step is left to
     them, so ``.grad`` may be kept, also when the wrapper and its group are gone.
+
+    Parameters that are DTensors, such as those under FSDP2's ``fully_shard``, are left alone: neither broadcast nor
+    reduced. What they are averaged over is their mesh's business.
 
     Args:
         module: the same on every rank.
@@ -93,9 +98,11 @@ class DistributedDataParallel(_StockDDP):
                 "move it with module.to(mesh.device)"
             )
         group = mesh.group("dp") if mesh is not None else _group(process_group, kwargs.get("device_mesh"))
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        ignored |= {name for name, _ in kwargs.get("delay_all_reduce_named_params") or ()}
-        managed = [(name, p) for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
+        ignored = _to_ignore(module)
+        delayed = {name for name, _ in kwargs.get("delay_all_reduce_named_params") or ()}
+        managed = [
+            (name, p) for name, p in module.named_parameters() if p.requires_grad and name not in ignored | delayed
+        ]
         without_lane = choose_lane(managed, _has_sparse(module))
         lane = None
         if without_lane is None and managed:
@@ -103,12 +110,13 @@ class DistributedDataParallel(_StockDDP):
                 mesh.lane(mesh.ranks("dp"), "gradient") if mesh is not None else lane_over(group, managed[0][1].device)
             )
             if kwargs.get("init_sync", True):
-                agree_among(lane, "model", describe_parameters(module, ignored))
+                agree_among(lane, "model", describe_parameters(module, ignored | delayed))
         if kwargs.get("device_mesh") is None:
             kwargs["process_group"] = group
         if bucket_cap_mb == "auto":
             del kwargs["bucket_cap_mb"]
-        super().__init__(module, **kwargs)
+        with _ignoring(module, ignored):
+            super().__init__(module, **kwargs)
         self._hpcomm_sizes = _sizes(bucket_cap_mb, kwargs.get("bucket_cap_mb_list"))
         self._hpcomm_grad_dtype = grad_dtype
         self._hpcomm_check_finite = check_finite
@@ -389,6 +397,27 @@ def _group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.Pr
     if group is None:
         raise InvalidArgument("DistributedDataParallel: call hpcomm.init() first and pass mesh=")
     return group
+
+
+def _to_ignore(module: torch.nn.Module) -> set[str]:
+    """Names of what is not the wrapper's: what the caller excludes, and DTensors, which FSDP2 and others look after."""
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    dtensors = {name for name, tensor in tensors if isinstance(tensor, DTensor)}
+    return dtensors | set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+@contextmanager
+def _ignoring(module: torch.nn.Module, names: set[str]) -> Iterator[None]:
+    """Torch's constructor asks the module for the names, under an attribute."""
+    before = module.__dict__.get("_ddp_params_and_buffers_to_ignore")
+    module.__dict__["_ddp_params_and_buffers_to_ignore"] = names
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__["_ddp_params_and_buffers_to_ignore"]
+        else:
+            module.__dict__["_ddp_params_and_buffers_to_ignore"] = before
 
 
 def _has_sparse(module: torch.nn.Module) -> bool:
