@@ -3,6 +3,7 @@
     python -m benchmarks.ddp [--ranks 2] [--rounds 30] [--json ddp.json]
     python -m benchmarks.ddp --memory            peak memory of each variant, in processes of its own
     python -m benchmarks.ddp --parameters        what a wrapper costs by number of parameters
+    python -m benchmarks.ddp --hooks             what one hook costs the thread of the backward
     python -m benchmarks.ddp --plot ddp.svg --from ddp.json
 
 A step is zero_grad, forward, loss, backward. "compute only" is the same module without any wrapper. The floor is the
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 
 import hpcomm
+from benchmarks.ddp_hooks import hook_costs
 from benchmarks.ddp_memory import peak_memory
 from benchmarks.ddp_plot import draw
 from benchmarks.ddp_timeline import timelines
@@ -44,6 +46,7 @@ def main() -> None:
     parser.add_argument("--models", help="only models whose name contains this")
     parser.add_argument("--memory", action="store_true", help="peak memory instead of times")
     parser.add_argument("--parameters", action="store_true", help="overhead by number of parameters instead")
+    parser.add_argument("--hooks", action="store_true", help="CPU time of a hook instead")
     parser.add_argument("--minutes", type=float, default=15, help="all ranks end then")
     parser.add_argument("--json", help="write the samples here")
     parser.add_argument("--plot", help="write an SVG here")
@@ -84,7 +87,9 @@ def rank(arguments: argparse.Namespace) -> None:
         for key, value in environment(mesh).items():
             print(f"{key:<18} {value}")
     content: dict[str, Any] = {"arguments": vars(arguments)}
-    if arguments.parameters:
+    if arguments.hooks:
+        content["hooks"] = hook_costs(mesh, arguments.rounds)
+    elif arguments.parameters:
         content["parameters"] = by_parameters(mesh, arguments.rounds)
     else:
         content["seconds"] = {

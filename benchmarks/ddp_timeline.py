@@ -45,7 +45,7 @@ def _step(mesh: hpcomm.Mesh, module: nn.Module, x: torch.Tensor) -> tuple[float,
     end = time.monotonic()
     return start, [
         Span("compute", "forward", 0, middle - start),
-        Span("compute", "backward, and its wait at the end", middle - start, end - start),
+        Span("compute", "backward and wait", middle - start, end - start),
     ]
 
 

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -46,8 +46,17 @@ def find_mpiexec() -> str | None:
     return None
 
 
-def run_ranks(ranks: int, arguments: Sequence[str], *, mpiexec: str | None, deadline: float) -> None:
+def run_ranks(
+    ranks: int,
+    arguments: Sequence[str],
+    *,
+    mpiexec: str | None,
+    deadline: float,
+    extra: Mapping[str, str] | None = None,
+) -> None:
     """Runs ``python ARGUMENTS`` in ``ranks`` processes until ``deadline`` (of ``time.time()``).
+
+    ``extra`` goes on top of this process's environment.
 
     Raises:
         JobFailed: a rank failed or the deadline passed; no rank is left.
@@ -59,6 +68,7 @@ def run_ranks(ranks: int, arguments: Sequence[str], *, mpiexec: str | None, dead
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         **os.environ,
+        **(extra or {}),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
