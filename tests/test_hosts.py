@@ -1,0 +1,118 @@
+"""Ranks on two hosts that share no memory: what is found out, what runs over which transport, and what breaks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hosts
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from test_ddp import loss_of, model, one_process, shard
+
+import hpcomm
+
+pytestmark = pytest.mark.skipif(hosts.why_not() != "", reason=f"no namespaces of our own: {hosts.why_not()}")
+
+WORLD = 3  # ranks 0 and 2 on host 0, rank 1 on host 1
+
+
+def at_home(folder: Path) -> int:
+    rank = int(os.environ["RANK"])
+    hosts.enter(folder, rank, rank % 2, first=rank < 2)
+    return rank
+
+
+def at_work(folder: Path) -> dict[str, Any]:
+    rank = at_home(folder)
+    with hpcomm.init(dp=-1) as mesh:
+        seen: dict[str, Any] = {"transport": mesh.world.transport, "listening": hosts.listening()}
+        number = torch.tensor([10.0**rank])
+        mesh.world.all_reduce(number)
+        seen["sum"] = number.item()
+        wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh, bucket_cap_mb=0.002)
+        x, y = shard(rank)
+        for _ in range(2):
+            wrapped.zero_grad()
+            loss_of(wrapped(x), y).backward()
+        seen["reduction"] = str(wrapped.reduction)
+        seen["gradients"] = [p.grad for p in wrapped.parameters()]
+    return seen
+
+
+def test_a_step_over_two_hosts(tmp_path: Path) -> None:
+    seen = ranks.run(WORLD, at_work, tmp_path)
+    for one in seen:
+        assert one["transport"] == "c10d"
+        assert one["sum"] == 111.0
+        assert one["reduction"].startswith("hpcomm's reducer:")
+        for gradient, mine, expected in zip(one["gradients"], seen[0]["gradients"], one_process(WORLD), strict=True):
+            assert torch.equal(gradient, mine)
+            torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+    # Rank 1 is alone on its host: all that listens there is ours. (torch's store, on host 0, listens everywhere.)
+    assert seen[1]["listening"] == {hosts.address(1)}
+
+
+def backends(folder: Path) -> list[str]:
+    rank = at_home(folder)
+    dist.init_process_group("hpcomm")
+    groups = [dist.group.WORLD, dist.new_group([0, 2]), dist.new_group([0, 1])]
+    names = []
+    for group in groups:
+        if group is not None and group != dist.GroupMember.NON_GROUP_MEMBER:
+            number = torch.tensor([10.0**rank])
+            dist.all_reduce(number, group=group)
+            names.append(f"{group._get_backend(torch.device('cpu')).name()} {number.item():g}")
+    dist.barrier()
+    dist.destroy_process_group()
+    return names
+
+
+def test_who_shares_memory_is_found_by_trying(tmp_path: Path) -> None:
+    assert ranks.run(WORLD, backends, tmp_path) == [
+        ["gloo 111", "hpcomm 101", "gloo 11"],
+        ["gloo 111", "gloo 11"],
+        ["gloo 111", "hpcomm 101"],
+    ]
+
+
+def until_it_breaks(folder: Path, fault: Callable[[], None], when: int) -> None:
+    rank = at_home(folder)
+    mesh = hpcomm.init(dp=-1)
+    number = torch.ones(1000)
+    for step in range(100_000):
+        if rank == 1 and step == when:
+            fault()
+        mesh.world.all_reduce(number, "avg")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_of_the_other_host_is_killed(tmp_path: Path) -> None:
+    first, killed, third = ranks.run(WORLD, until_it_breaks, tmp_path, die, 5, expect_failure=True)
+    assert killed.signal == signal.SIGKILL
+    for outcome in (first, third):
+        assert outcome.exception == "RankFailed", outcome
+        assert "all_reduce" in outcome.message
+        assert "rank 1 is gone" in outcome.message
+
+
+def test_the_cable_is_pulled(tmp_path: Path) -> None:
+    """No packet says that a peer is gone; only its silence does."""
+    environment = {"HPCOMM_HEARTBEAT_TIMEOUT": "1"}
+    outcomes = ranks.run(
+        WORLD, until_it_breaks, tmp_path, hosts.unplug, 5, expect_failure=True, env=environment, timeout=30
+    )
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.exception == "RankFailed", outcome
+        assert "all_reduce" in outcome.message
+        others = (1,) if rank != 1 else (0, 2)
+        assert any(f"rank {r} is gone" in outcome.message for r in others), outcome.message
+        assert "no heartbeat for 1 s: its host or the link to it is down" in outcome.message
