@@ -23,6 +23,7 @@ def pretend() -> None:
     cuda.current_device = lambda: 0
     for name in ("set_device", "synchronize", "init", "empty_cache"):
         setattr(cuda, name, lambda *_, **__: None)
+    torch.accelerator.current_device_index = lambda: 0  # type: ignore[assignment]
     ddp = torch.nn.parallel.DistributedDataParallel
     construct = ddp.__init__
 
@@ -51,6 +52,8 @@ class _OnCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if isinstance(kwargs.get("device"), int):
             kwargs["device"] = torch.device("cpu")
+        if func is torch._C._nn._parse_to:  # Module.to()
+            args = tuple(torch.device("cpu") if type(value) is int else _moved(value) for value in args)
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], int):
             args = (args[0], torch.device("cpu"), *args[2:])
         args = tuple(_moved(value) for value in args) if func is torch.Tensor.to else args
