@@ -159,6 +159,8 @@ def a_collective_before_the_receipt() -> None:
         mesh.world.barrier()
     with pytest.raises(hpcomm.TimedOut, match="a collective must not stand between a send and the receipt"):
         work.wait()
+    # A rank that leaves while the other still waits would be what that one is told of.
+    mesh.control.exchange([0, 1], 99, b"", 20.0)
 
 
 def test_a_collective_between_send_and_receipt_times_out_with_the_reason() -> None:
