@@ -145,10 +145,11 @@ def c10d_communicator(
 class Neighbourhood:
     """The ranks of a job that share memory with this one; found out by trying (collective over the job).
 
-    ``host`` tells ranks apart that could share memory and shall not: only ranks with equal values do.
+    ``host`` tells ranks apart that could share memory and shall not: only ranks with equal values do. ``members`` are
+    the job's ranks, in order, where it has not all that ``control`` could have.
     """
 
-    def __init__(self, control: Control, timeout: float, host: str = "") -> None: ...
+    def __init__(self, control: Control, timeout: float, host: str = "", members: Sequence[int] = ()) -> None: ...
     @property
     def ranks(self) -> list[int]: ...
     def contains(self, ranks: Sequence[int]) -> bool: ...

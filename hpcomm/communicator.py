@@ -93,10 +93,12 @@ def job_secret() -> bytes | None:
     return None if secret is None else os.fsencode(secret)
 
 
-def start_control(store: Store, rank: int, size: int, *, timeout: float) -> Control:
+def start_control(store: Store, rank: int, size: int, *, timeout: float, names: Sequence[int] | None = None) -> Control:
     """Connects the Control of all ``size`` ranks that share ``store`` (collective).
 
     Over TCP; between ranks that share memory, messages travel through that, unless ``HPCOMM_CPU_TRANSPORT=gloo``.
+    With ``names`` its ranks are called by these numbers, which grow: those of a larger job that they are part of. A job
+    of one rank is called 0 all the same.
 
     Raises:
         TimedOut: a rank did not come within ``timeout`` seconds.
@@ -111,13 +113,17 @@ def start_control(store: Store, rank: int, size: int, *, timeout: float) -> Cont
     if secret is not None:
         # Who can read the store still cannot join; what comes from there keeps jobs with the same secret apart.
         token = hmac.digest(secret, b"hpcomm job" + token, "sha256")
+    called = list(range(size)) if names is None else list(names)
+    rank, size = called[rank], called[-1] + 1
     listener = _C.ControlListener(_listen_host(), rank, size, token)
     store.set(f"control/{rank}", listener.address)
-    addresses = [_get(store, f"control/{r}", f"rank {r}", timeout).decode() for r in range(size)]
+    addresses = [""] * size
+    for r in called:
+        addresses[r] = _get(store, f"control/{r}", f"rank {r}", timeout).decode()
     control = listener.connect(addresses, timeout, heartbeat)
     # All ranks take part, whatever they chose: whether they agree on it is asked through this Control.
     host = f"none, rank {rank} uses gloo" if transport == "gloo" else os.environ.get("HPCOMM_HOST", "")
-    return _C.near_control(control, _C.Neighbourhood(control, timeout, host), timeout)
+    return _C.near_control(control, _C.Neighbourhood(control, timeout, host, called), timeout)
 
 
 def first_communicator(
@@ -130,7 +136,7 @@ def first_communicator(
     timeout: float,
     device: torch.device,
 ) -> Communicator:
-    """A communicator of all ranks of ``control`` (collective).
+    """A communicator of all ranks of ``control`` (collective). ``ranks`` are these, in the communicator's order.
 
     For CPU tensors over shared memory, or gloo when the ranks span hosts; with ``HPCOMM_EMULATE`` it follows NCCL's
     rules, and so do all that are made from it. For CUDA tensors over NCCL; ``device`` has an index then.
@@ -139,10 +145,12 @@ def first_communicator(
         InvalidArgument: ``HPCOMM_CPU_TRANSPORT=shm`` and the ranks do not share memory; ``HPCOMM_EMULATE`` on a GPU.
         TransportError: NCCL cannot be loaded, or refuses (two ranks on one GPU before NCCL 2.30.3).
     """
+    members = list(ranks)
+    place = members.index(control.rank)
     config = _C.CommunicatorConfig(
         name=name,
-        ranks=list(ranks),
-        rank=control.rank,
+        ranks=members,
+        rank=place,
         lane=lane,
         control=control,
         timeout=timeout,
@@ -152,17 +160,17 @@ def first_communicator(
         if emulation():
             raise InvalidArgument("HPCOMM_EMULATE=nccl is for CPU transports; on a GPU NCCL itself follows its rules")
         return _C.nccl_communicator(config, limits=nccl_limits())
-    if control.size == 1:
+    if len(members) == 1:
         return _emulated(_C.solo_communicator(config))
     chosen = cpu_transport()
     factory = _gloo_factory(store, timeout)
     if chosen == "gloo":
-        return _emulated(_C.c10d_communicator(config, factory(name, control.rank, control.size), factory))
+        return _emulated(_C.c10d_communicator(config, factory(name, place, len(members)), factory))
     neighbourhood = _C.neighbourhood_of(control)
-    memory = over_shared_memory(config, neighbourhood, list(ranks), control.rank, chosen)
+    memory = over_shared_memory(config, neighbourhood, members, control.rank, chosen)
     if memory is not None:
         return _emulated(memory)
-    gloo = factory(name, control.rank, control.size)
+    gloo = factory(name, place, len(members))
     return _emulated(_C.c10d_communicator(config, gloo, factory, neighbourhood))
 
 

@@ -73,13 +73,15 @@ class Job:
         # One key per job: a store may outlive a process group, and its keys with it.
         generation = store.add(f"hpcomm/generation/{rank}", 1)
         private = PrefixStore(f"hpcomm/{generation}", store)
-        control = start_control(private, rank, len(ranks), timeout=timeout)
+        names = sorted(ranks)  # torch's new_group() may keep an order of the caller's
+        control = start_control(private, names.index(ranks[rank]), len(ranks), timeout=timeout, names=names)
         neighbourhood = _C.neighbourhood_of(control) if len(ranks) > 1 else None
         self.native = _C.BackendJob(control, neighbourhood)
 
     def communicator(self, ranks: list[int], rank: int, name: str, timeout: float) -> Communicator | None:
         """A communicator of ``ranks`` (global), or None where they do not share memory and need not."""
-        members = [self.ranks.index(member) for member in ranks]
+        # In a job of one rank there is nobody to tell it from.
+        members = ranks if len(self.ranks) > 1 else [0]
         config = _C.CommunicatorConfig(
             name=name,
             ranks=members,

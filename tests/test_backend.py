@@ -506,6 +506,34 @@ def test_equal_parts_of_an_all_to_all_may_be_given_or_left_out() -> None:
         assert "Double" in texts[2]
 
 
+def of_a_gloo_job() -> str:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    group = dist.new_group([2, 1], backend="hpcomm", timeout=timedelta(seconds=20))
+    message = ""
+    if rank > 0:
+        tensor = torch.tensor([10.0**rank])
+        dist.all_reduce(tensor, group=group)
+        assert tensor.item() == 110.0
+        with pytest.raises(hpcomm.SchemaMismatch, match=r"rank 1 .*rank 2") as caught:
+            dist.all_reduce(torch.zeros(rank), group=group)
+        assert caught.value.peer in (1, 2)
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(hpcomm.RankFailed) as failed:
+            dist.all_reduce(tensor, group=group)
+        assert failed.value.peer == 2
+        message = str(failed.value)
+    return message
+
+
+def test_a_group_of_a_gloo_job_names_global_ranks() -> None:
+    _, survivor, killed = ranks.run(3, of_a_gloo_job, expect_failure=True)
+    assert killed.signal == signal.SIGKILL
+    assert survivor.ok, survivor
+    assert "rank 2 is gone" in survivor.value
+
+
 def destroyed_meanwhile() -> tuple[str, bool]:
     dist.init_process_group("hpcomm", timeout=timedelta(seconds=60))
     store = dist.distributed_c10d._get_default_store()

@@ -40,6 +40,27 @@ def one_process(world: int) -> list[torch.Tensor]:
     return [p.grad for p in whole.parameters() if p.grad is not None]
 
 
+def over_a_part() -> str:
+    dist.init_process_group("gloo")
+    group = dist.new_group([2, 1])
+    if dist.get_rank() == 0:
+        return ""
+    wrapped = hpcomm.DistributedDataParallel(model(), process_group=group)
+    x, y = shard(dist.get_rank() - 1)
+    loss_of(wrapped(x), y).backward()
+    for p, expected in zip(wrapped.parameters(), one_process(2), strict=True):
+        torch.testing.assert_close(p.grad, expected, rtol=1e-12, atol=1e-12)
+    with pytest.raises(hpcomm.SchemaMismatch) as caught:
+        hpcomm.DistributedDataParallel(nn.Linear(2, dist.get_rank()), process_group=group)
+    return str(caught.value)
+
+
+def test_a_part_of_the_job_is_told_by_global_ranks() -> None:
+    for message in ranks.run(3, over_a_part)[1:]:
+        assert "rank 1 has 'weight (1, 2)" in message
+        assert "rank 2 has 'weight (2, 2)" in message
+
+
 def train(world: int, bucket_cap_mb: float) -> list[torch.Tensor]:
     with hpcomm.init(dp=-1) as mesh:
         wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh, bucket_cap_mb=bucket_cap_mb)

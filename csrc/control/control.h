@@ -84,10 +84,10 @@ class ControlListener {
 
   [[nodiscard]] const std::string& address() const noexcept { return address_; }  // "host:port"
 
-  // Connects to every lower rank and accepts every higher one; `addresses[r]` is rank r's. Strangers that connect
-  // meanwhile are dropped with a line on stderr for each kind of them. Throws kTimedOut with the ranks that are
-  // missing, kRankFailed when one goes away meanwhile. The listener is closed afterwards: nobody can join later.
-  // `heartbeat` limits the silence of a peer; 0 lets it be silent for ever. The same on every rank.
+  // Connects to every lower rank and accepts every higher one. `addresses[r]` is rank r's, empty when the job has no
+  // such rank. Strangers that connect meanwhile are dropped with a line on stderr for each kind of them. Throws
+  // kTimedOut with the ranks that are missing, kRankFailed when one goes away meanwhile. The listener is closed then:
+  // nobody can join later. `heartbeat` limits the silence of a peer; 0: for ever. The same on every rank.
   [[nodiscard]] std::shared_ptr<Control> connect(const std::vector<std::string>& addresses, Deadline deadline,
                                                  std::chrono::milliseconds heartbeat = kHeartbeatLimit);
 

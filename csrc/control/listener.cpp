@@ -55,7 +55,9 @@ class Rendezvous {
   std::shared_ptr<Control> run() {
     try {
       for (int lower = 0; lower < rank_; ++lower) {
-        pending_.push_back(open(lower, 1));
+        if (expects(static_cast<std::size_t>(lower))) {
+          pending_.push_back(open(lower, 1));
+        }
       }
       while (!missing_ranks().empty()) {
         if (Clock::now() >= deadline_) {
@@ -88,10 +90,13 @@ class Rendezvous {
     bool left = false;        // in order
   };
 
+  // Whether the job has this rank, and it is another one.
+  [[nodiscard]] bool expects(std::size_t r) const { return static_cast<int>(r) != rank_ && !addresses_[r].empty(); }
+
   [[nodiscard]] std::string missing_ranks() const {
     std::string names;
     for (std::size_t r = 0; r < peers_.size(); ++r) {
-      if (!peers_[r].fd.valid() && static_cast<int>(r) != rank_) {
+      if (!peers_[r].fd.valid() && expects(r)) {
         names += str(names.empty() ? "rank " : ", rank ", r);
       }
     }
@@ -206,6 +211,9 @@ class Rendezvous {
   bool settle(Pending& pending) {
     const auto r = static_cast<std::size_t>(pending.handshake.peer());
     Peer& peer = peers_[r];
+    if (!expects(r)) {
+      return refuse(pending, Refusal::kOtherJob, str("it belongs to another job: there is no rank ", r, " here"));
+    }
     if (peer.fd.valid()) {
       return refuse(pending, Refusal::kOtherJob, str("it belongs to another job: rank ", r, " is here already"));
     }

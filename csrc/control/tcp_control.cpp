@@ -44,7 +44,9 @@ TcpControl::TcpControl(int rank, std::vector<Fd> connections, std::vector<std::s
     throw Error(ErrorKind::kTransport, str("eventfd: ", std::strerror(errno)));
   }
   for (std::size_t r = 0; r < connections.size(); ++r) {
-    peers_.push_back(Peer{std::move(connections[r]), PeerState::kOpen, std::move(surplus[r]), {}, 0, false});
+    const bool open = connections[r].valid() || static_cast<int>(r) == rank;
+    peers_.push_back(Peer{
+        std::move(connections[r]), open ? PeerState::kOpen : PeerState::kLeft, std::move(surplus[r]), {}, 0, false});
   }
   thread_ = std::thread([this] { run(); });
   pthread_setname_np(thread_.native_handle(), "hpcomm:control");

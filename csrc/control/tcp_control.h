@@ -19,8 +19,8 @@ namespace hpcomm::control {
 
 class TcpControl final : public Control {
  public:
-  // `connections[r]` is the open connection to rank r (invalid at `rank`); `surplus[r]` are bytes that arrived
-  // behind the greeting. `heartbeat` as in ControlListener::connect.
+  // `connections[r]` is the open connection to rank r (invalid at `rank`, and where the job has no such rank);
+  // `surplus[r]` are bytes that arrived behind the greeting. `heartbeat` as in ControlListener::connect.
   [[nodiscard]] static std::shared_ptr<Control> make(int rank, std::vector<Fd> connections,
                                                      std::vector<std::string> surplus,
                                                      std::chrono::milliseconds heartbeat);

@@ -268,11 +268,13 @@ void bind_comm(py::module_& module) {
       py::arg("config"), py::arg("backend"), py::arg("factory") = py::none(), py::arg("neighbourhood") = py::none());
 
   py::class_<shm::Neighbourhood, std::shared_ptr<shm::Neighbourhood>>(module, "Neighbourhood")
-      .def(py::init([](std::shared_ptr<Control> control, double timeout, const std::string& host) {
+      .def(py::init([](std::shared_ptr<Control> control, double timeout, const std::string& host,
+                       const std::vector<int>& members) {
              const WithoutGil scope;
-             return released_without_gil(shm::Neighbourhood::discover(std::move(control), in_seconds(timeout), host));
+             return released_without_gil(
+                 shm::Neighbourhood::discover(std::move(control), in_seconds(timeout), host, members));
            }),
-           py::arg("control"), py::arg("timeout"), py::arg("host") = "")
+           py::arg("control"), py::arg("timeout"), py::arg("host") = "", py::arg("members") = std::vector<int>())
       .def_property_readonly("ranks", &shm::Neighbourhood::ranks)
       .def("contains", &shm::Neighbourhood::contains, py::arg("ranks"))
       .def("why_not", &shm::Neighbourhood::why_not, py::arg("rank"));

@@ -65,11 +65,12 @@ def lane_over(group: dist.ProcessGroup, device: torch.device) -> Communicator:
     generation = PrefixStore("hpcomm/ddp", group.get_group_store()).add(f"{rank}", 1)
     store = PrefixStore(f"hpcomm/ddp/{generation}", group.get_group_store())
     timeout = default_timeout()
-    control = start_control(store, rank, size, timeout=timeout)
+    names = sorted(ranks)
+    control = start_control(store, names.index(ranks[rank]), size, timeout=timeout, names=names)
     return first_communicator(
         store,
         control,
-        range(size),
+        ranks if size > 1 else [0],
         name=f"ddp{generation}:{ranks}",
         lane="gradient",
         timeout=timeout,

@@ -177,6 +177,34 @@ TEST(control_largest_message_arrives) {
   CHECK(!controls[0]->failure());
 }
 
+// A part of a larger job: ranks keep their numbers, and those in between do not exist.
+TEST(control_of_some_ranks_of_a_job) {
+  constexpr std::array<int, 2> kRanks{1, 3};
+  std::vector<std::unique_ptr<ControlListener>> listeners;
+  std::vector<std::string> addresses(4);
+  for (const int rank : kRanks) {
+    listeners.push_back(std::make_unique<ControlListener>("127.0.0.1", rank, 4, JobToken{7}));
+    addresses[static_cast<std::size_t>(rank)] = listeners.back()->address();
+  }
+  run_ranks(2, [&](int place) {
+    const auto control = listeners[static_cast<std::size_t>(place)]->connect(addresses, soon());
+    const int rank = kRanks[static_cast<std::size_t>(place)];
+    CHECK_EQ(control->rank(), rank);
+    const auto all = control->exchange({1, 3}, 5, str("rank ", rank), soon());
+    CHECK_EQ(all[0], "rank 1");
+    CHECK_EQ(all[1], "rank 3");
+    CHECK(control->has_left(2));
+    CHECK_THROWS(ErrorKind::kRankFailed, control->send(2, 5, "anybody?"), "rank 2 has left the job");
+    CHECK(!control->failure());
+    if (rank == 3) {
+      control->abort("enough");
+      return;
+    }
+    const auto error = error_from([&] { (void)control->receive(3, 5, soon()); });
+    check_kind(error, ErrorKind::kPeerError, "rank 3 failed");
+  });
+}
+
 // A rank whose process dies: its sockets close without a goodbye. Played by a peer that speaks the protocol by hand.
 TEST(control_names_a_rank_that_dies) {
   for (const bool hard : {false, true}) {

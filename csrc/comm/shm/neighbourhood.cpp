@@ -86,15 +86,14 @@ Neighbourhood::Neighbourhood(std::shared_ptr<Control> control) : control_(std::m
 }
 
 std::shared_ptr<Neighbourhood> Neighbourhood::discover(std::shared_ptr<Control> control, Deadline deadline,
-                                                       const std::string& host) {
+                                                       const std::string& host, const std::vector<int>& members) {
   const auto made = std::shared_ptr<Neighbourhood>(new Neighbourhood(std::move(control)));
-  made->meet(host, deadline);
+  made->meet(host, members.empty() ? everybody(made->control_->size()) : members, deadline);
   return made;
 }
 
-void Neighbourhood::meet(const std::string& host, Deadline deadline) {
+void Neighbourhood::meet(const std::string& host, const std::vector<int>& all, Deadline deadline) {
   const int self = control_->rank();
-  const std::vector<int> all = everybody(control_->size());
   const std::string page = text_of(random_key_word());
   std::shared_ptr<Segment> offered;
   if (obstacle_.empty()) {
@@ -109,11 +108,15 @@ void Neighbourhood::meet(const std::string& host, Deadline deadline) {
   const std::string greeting = join({boot_id(), host, courier_ ? courier_->address() : "",
                                      courier_ ? text_of(courier_->key_word()) : "", page, obstacle_});
   const std::vector<std::string> greetings = control_->exchange(all, kMeetChannel, greeting, deadline);
-  job_.resize(greetings.size());
-  std::string reach(greetings.size(), '0');
-  for (std::size_t r = 0; r < greetings.size(); ++r) {
-    const std::vector<std::string> fields = split(greetings[r]);
-    Neighbour& neighbour = job_[r];
+  job_.resize(static_cast<std::size_t>(control_->size()));
+  for (Neighbour& neighbour : job_) {
+    neighbour.obstacle = "the job has no such rank";
+  }
+  std::string reach(all.size(), '0');  // as greetings, by place among the ranks
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const std::vector<std::string> fields = split(greetings[i]);
+    const int r = all[i];
+    Neighbour& neighbour = job_[static_cast<std::size_t>(r)];
     if (fields.size() != 6 || (fields[5].empty() && fields[3].size() != std::tuple_size_v<KeyWord>)) {
       throw Error(ErrorKind::kProtocol, str("rank ", r, " greets its neighbours in another version"));
     }
@@ -130,7 +133,7 @@ void Neighbourhood::meet(const std::string& host, Deadline deadline) {
     } else {
       neighbour.obstacle = try_to_read(neighbour, fields[4], std::min(deadline, Clock::now() + kPatience));
     }
-    reach[r] = neighbour.obstacle.empty() || static_cast<int>(r) == self ? '1' : '0';
+    reach[i] = neighbour.obstacle.empty() || r == self ? '1' : '0';
   }
   const std::vector<std::string> reaches = control_->exchange(all, kReachChannel, reach, deadline);
   // A neighbourhood is a set of ranks in which everybody reads everybody and nobody reads more: the same on all of
@@ -142,13 +145,13 @@ void Neighbourhood::meet(const std::string& host, Deadline deadline) {
     }
     return row;
   };
-  const std::string mine = mutual(static_cast<std::size_t>(self));
-  for (std::size_t r = 0; r < reaches.size(); ++r) {
-    const bool near = static_cast<int>(r) == self || (mine[r] == '1' && mutual(r) == mine);
-    if (near) {
-      ranks_.push_back(static_cast<int>(r));
-    } else if (job_[r].obstacle.empty()) {
-      job_[r].obstacle = "memory is not shared both ways between all ranks of its host";
+  const std::string mine = mutual(static_cast<std::size_t>(std::find(all.begin(), all.end(), self) - all.begin()));
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    std::string& obstacle = job_[static_cast<std::size_t>(all[i])].obstacle;
+    if (all[i] == self || (mine[i] == '1' && mutual(i) == mine)) {
+      ranks_.push_back(all[i]);
+    } else if (obstacle.empty()) {
+      obstacle = "memory is not shared both ways between all ranks of its host";
     }
   }
   if (courier_ != nullptr) {

@@ -21,9 +21,11 @@ class Neighbourhood {
  public:
   // Collective over the job. `host` tells ranks apart that could share memory and shall not (a test, a NUMA node):
   // only ranks with equal values do. Never throws because memory cannot be shared: the neighbourhood is then smaller.
+  // `members` are the job's ranks, in order, where it has not all that `control` could have; empty for all of these.
   // Throws kTimedOut or the job's failure.
   [[nodiscard]] static std::shared_ptr<Neighbourhood> discover(std::shared_ptr<Control> control, Deadline deadline,
-                                                               const std::string& host = {});
+                                                               const std::string& host = {},
+                                                               const std::vector<int>& members = {});
 
   // The job's ranks in it, this one among them, in order. All of them find the same.
   [[nodiscard]] const std::vector<int>& ranks() const noexcept { return ranks_; }
@@ -57,7 +59,7 @@ class Neighbourhood {
   };
 
   explicit Neighbourhood(std::shared_ptr<Control> control);
-  void meet(const std::string& host, Deadline deadline);
+  void meet(const std::string& host, const std::vector<int>& members, Deadline deadline);
   [[nodiscard]] std::string try_to_read(Neighbour& neighbour, const std::string& page, Deadline deadline) const;
 
   std::shared_ptr<Control> control_;
