@@ -8,6 +8,9 @@ import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import ranks
+
+import hpcomm
 from benchmarks.ddp_plot import draw
 from benchmarks.ddp_variants import COMPUTE
 
@@ -33,6 +36,21 @@ def test_a_run_and_its_picture(tmp_path: Path) -> None:
     assert "x floor" in done.stdout
     words = [text.text for text in ET.parse(picture).iter(f"{SVG}text")]
     assert "hpcomm: pack" in words
+
+
+def few_hooks() -> dict[int, dict[str, dict[str, float]]]:
+    from benchmarks import ddp_hooks
+
+    ddp_hooks.COUNTS = (7,)
+    with hpcomm.init() as mesh:
+        return ddp_hooks.hook_costs(mesh, rounds=2)
+
+
+def test_the_cost_of_hooks_is_told_by_variant_and_kind() -> None:
+    (costs,) = ranks.run(2, few_hooks)[0].values()
+    assert {"stock, bucket views", "hpcomm"} <= set(costs)
+    assert all(set(kinds) == {"accumulate", "reduce"} for kinds in costs.values())
+    assert costs["hpcomm"]["reduce"] > 0
 
 
 def test_everything_lies_on_the_page() -> None:
