@@ -197,9 +197,11 @@ TEST(control_of_some_ranks_of_a_job) {
     CHECK_THROWS(ErrorKind::kRankFailed, control->send(2, 5, "anybody?"), "rank 2 has left the job");
     CHECK(!control->failure());
     if (rank == 3) {
+      CHECK_EQ(control->receive(1, 6, soon()), "checked");
       control->abort("enough");
       return;
     }
+    control->send(3, 6, "checked");
     const auto error = error_from([&] { (void)control->receive(3, 5, soon()); });
     check_kind(error, ErrorKind::kPeerError, "rank 3 failed");
   });
