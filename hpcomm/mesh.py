@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import math
 import os
 import sys
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from hpcomm.communicator import agree, cpu_transport, default_timeout, emulation, first_communicator, start_control
 from hpcomm.devices import pick_device
@@ -31,6 +33,12 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 AXES = ("pp", "dp", "tp")  # outermost to innermost
+# Groups of torch beside a default group that is not the mesh's: they end with it. torch names a group by its ranks, and
+# a second one of that name would read from the store what the first one left there; so the next mesh uses them again.
+_groups: dict[tuple[tuple[int, ...], str, float], dist.ProcessGroup] = {}
+# Default groups that this process has made. The store lives on from one to the next, so each has keys of its own.
+_made = itertools.count()
+
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -176,14 +184,8 @@ class Mesh:
         self._communicators.clear()
         self.control.close()
         self._forget_exit()
-        if not dist.is_initialized():
-            return
-        if self._owns_group:
+        if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
-        else:
-            for group in self._groups.values():
-                if group is not dist.group.WORLD:
-                    dist.destroy_process_group(group)
 
     def __enter__(self) -> Mesh:
         return self
@@ -207,6 +209,10 @@ class Mesh:
     def _new_group(self, row: list[int]) -> dist.ProcessGroup:
         if len(row) == self.size:
             return dist.group.WORLD  # type: ignore[return-value]
+        key = (tuple(row), self.device.type, self._timeout)
+        known = _groups.get(key)
+        if known is not None and known in dist.distributed_c10d._world.pg_map:
+            return known
         group = dist.new_group(
             row,
             timeout=timedelta(seconds=self._timeout),
@@ -214,6 +220,7 @@ class Mesh:
             use_local_synchronization=True,
         )
         assert isinstance(group, dist.ProcessGroup)
+        _groups[key] = group
         return group
 
     def _let_end_first(self, peer: int) -> None:
@@ -298,7 +305,14 @@ def init(
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         else:
             try:
-                dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
+                store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
+                dist.init_process_group(
+                    backend,
+                    store=PrefixStore(f"hpcomm/{next(_made)}", store),
+                    rank=rank,
+                    world_size=world,
+                    timeout=timedelta(seconds=seconds),
+                )
             except dist.DistError as error:
                 raise TimedOut(f"not all {world} ranks came within {seconds:.0f} s: {error}", rank=rank) from error
     return Mesh(sizes, _default_store(), rank, timeout=seconds, device=place, owns_group=owns_group)

@@ -150,3 +150,21 @@ def test_a_rank_that_never_comes() -> None:
     outcome = ranks.run(2, rank_one_never_comes, expect_failure=True)[0]
     assert outcome.exception == "TimedOut"
     assert "rank 1 did not come within 1 s" in outcome.message
+
+
+def several_meshes(own_group: bool) -> None:
+    if own_group:
+        dist.init_process_group("gloo")
+    for _ in range(3):
+        with hpcomm.init(dp=2, pp=2) as mesh:
+            value = torch.ones(1)
+            dist.all_reduce(value, group=mesh.group("dp"))
+            mesh.dp.all_reduce(value)
+            assert value.item() == 4
+    assert dist.is_initialized() == own_group
+
+
+@pytest.mark.parametrize("own_group", [False, True])
+def test_one_mesh_after_another(own_group: bool) -> None:
+    """With groups of the same names in a store that stays."""
+    ranks.run(4, several_meshes, own_group)
