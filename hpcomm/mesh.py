@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import math
 import os
 import sys
@@ -33,11 +32,12 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 AXES = ("pp", "dp", "tp")  # outermost to innermost
-# Groups of torch beside a default group that is not the mesh's: they end with it. torch names a group by its ranks, and
-# a second one of that name would read from the store what the first one left there; so the next mesh uses them again.
-_groups: dict[tuple[tuple[int, ...], str, float], dist.ProcessGroup] = {}
-# Default groups that this process has made. The store lives on from one to the next, so each has keys of its own.
-_made = itertools.count()
+# Groups that a closed mesh has left, beside a default group that was not its own, by ranks and kind of device. torch
+# names a group by its ranks, and one that is made after another of that name has been destroyed would read from the
+# store what that one left there; so the next mesh takes them, and they end with the default group.
+_idle: dict[tuple[tuple[int, ...], str], list[dist.ProcessGroup]] = {}
+# Default groups that this process has made. Their store may be one and the same, so each has keys of its own.
+_made = 0
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -184,8 +184,14 @@ class Mesh:
         self._communicators.clear()
         self.control.close()
         self._forget_exit()
-        if self._owns_group and dist.is_initialized():
+        if not dist.is_initialized():
+            return
+        if self._owns_group:
             dist.destroy_process_group()
+        elif self.control.failure() is None:
+            for axis, group in self._groups.items():
+                if group is not dist.group.WORLD:
+                    _idle.setdefault((tuple(self._rows[axis]), self.device.type), []).append(group)
 
     def __enter__(self) -> Mesh:
         return self
@@ -209,18 +215,17 @@ class Mesh:
     def _new_group(self, row: list[int]) -> dist.ProcessGroup:
         if len(row) == self.size:
             return dist.group.WORLD  # type: ignore[return-value]
-        key = (tuple(row), self.device.type, self._timeout)
-        known = _groups.get(key)
-        if known is not None and known in dist.distributed_c10d._world.pg_map:
-            return known
+        timeout = timedelta(seconds=self._timeout)
+        idle = _idle.get((tuple(row), self.device.type), [])
+        while idle:
+            group = idle.pop()
+            if group in dist.distributed_c10d._world.pg_map:  # or it has ended with its default group
+                dist.distributed_c10d._set_pg_timeout(timeout, group)
+                return group
         group = dist.new_group(
-            row,
-            timeout=timedelta(seconds=self._timeout),
-            backend=_torch_backend(self.device),
-            use_local_synchronization=True,
+            row, timeout=timeout, backend=_torch_backend(self.device), use_local_synchronization=True
         )
         assert isinstance(group, dist.ProcessGroup)
-        _groups[key] = group
         return group
 
     def _let_end_first(self, peer: int) -> None:
@@ -290,6 +295,7 @@ def init(
         SchemaMismatch: ranks passed different axes, or are on different kinds of device.
         TimedOut, RankFailed: a rank did not come.
     """
+    global _made  # noqa: PLW0603
     seconds = default_timeout() if timeout is None else timeout
     rank, world = _job()
     if (dp, pp, tp) == (1, 1, 1):
@@ -308,13 +314,14 @@ def init(
                 store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
                 dist.init_process_group(
                     backend,
-                    store=PrefixStore(f"hpcomm/{next(_made)}", store),
+                    store=PrefixStore(f"hpcomm/{_made}", store),
                     rank=rank,
                     world_size=world,
                     timeout=timedelta(seconds=seconds),
                 )
             except dist.DistError as error:
                 raise TimedOut(f"not all {world} ranks came within {seconds:.0f} s: {error}", rank=rank) from error
+            _made += 1
     return Mesh(sizes, _default_store(), rank, timeout=seconds, device=place, owns_group=owns_group)
 
 

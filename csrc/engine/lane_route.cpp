@@ -145,7 +145,7 @@ class LaneSend final : public SendRoute {
                                                                 views = std::move(views),
                                                                 items = std::move(items)](DeviceSlot::Place& place) {
       const auto check = [&] {
-        refusal->check_sometimes();
+        refusal->check_on_lane();
         if (auto why = lane.aborted()) {
           throw Error(*why);
         }
@@ -160,7 +160,8 @@ class LaneSend final : public SendRoute {
       } catch (const Error& error) {
         lane.abort(error);  // the messages behind it would meet the wrong ones
         work->fail(std::current_exception());
-      } catch (...) {
+      } catch (const std::exception& error) {
+        lane.abort(Error(ErrorKind::kTransport, error.what(), work->what()));  // the peer may be at it already
         work->fail(std::current_exception());
       }
     });

@@ -16,6 +16,7 @@
 #include "engine/joint_work.h"
 #include "engine/loans.h"
 #include "engine/route.h"
+#include "engine/shared_first.h"
 #include "engine/slots.h"
 
 namespace hpcomm {
@@ -66,10 +67,10 @@ class MailSend final : public SendRoute {
     // Behind what waits already, or the order would be lost.
     if (state.waiting->load(std::memory_order_acquire) == 0) {
       if (!lends) {
-        return state.issue(message, std::nullopt);
+        return state.issue(message, std::nullopt, state.refusal);
       }
       if (const auto loan = state.loans.lend(message.known->parcel.packed.bytes())) {
-        return state.issue(message, loan);
+        return state.issue(message, loan, state.refusal);
       }
     }
     // The receiver has all blocks: the rest happens on the lane, when it gives one back.
@@ -78,12 +79,21 @@ class MailSend final : public SendRoute {
         nullptr, [waiting = state.waiting](const void*) { waiting->fetch_sub(1, std::memory_order_release); });
     const auto queued = std::make_shared<Outgoing>(std::move(message));
     return host_.run_in_order(queued->what, [state = state_, queued, counted, lends, &host = host_](Deadline deadline) {
+      const auto look = [&state, &host] {
+        try {
+          state->refusal->check_on_lane();
+        } catch (const Error& refused) {
+          host.abort(refused);
+          throw;
+        }
+      };
       std::optional<LoanPool::Loan> loan;
       if (lends) {
-        loan = state->wait_for_loan(*queued, host, deadline);
+        loan = state->wait_for_loan(*queued, host, deadline, look);
       }
-      const WorkPtr work = state->issue(*queued, loan);
+      const WorkPtr work = state->issue(*queued, loan, nullptr);
       while (!work->wait_until(std::min(deadline, Clock::now() + kLook))) {
+        look();
         if (Clock::now() >= deadline) {
           throw Error(
               ErrorKind::kTimedOut,
@@ -115,12 +125,13 @@ class MailSend final : public SendRoute {
     }
 
     // Everything that a message is, in order. Nothing of it waits for the receiver here.
-    WorkPtr issue(Outgoing& message, const std::optional<LoanPool::Loan>& loan) {
+    // `refused` is looked at by who waits for the Work.
+    WorkPtr issue(Outgoing& message, const std::optional<LoanPool::Loan>& loan, std::shared_ptr<Refusal> refused) {
       const KnownSchema& known = *message.known;
       const Parcel& parcel = known.parcel;
       std::vector<WorkPtr> mails;
       if (message.header && is_inline(parcel)) {
-        return send_inline(message);
+        return send_inline(message, std::move(refused));
       }
       try {
         Keepalive packed;
@@ -163,11 +174,11 @@ class MailSend final : public SendRoute {
         work->complete();
         return work;
       }
-      return std::make_shared<JointWork>(message.what, std::move(mails), refusal);
+      return std::make_shared<JointWork>(message.what, std::move(mails), std::move(refused));
     }
 
     // Header and tensors in one mail: nobody waits for the second.
-    WorkPtr send_inline(Outgoing& message) {
+    WorkPtr send_inline(Outgoing& message, std::shared_ptr<Refusal> refused) {
       const KnownSchema& known = *message.known;
       const auto envelope = seal(*message.header);
       char* const payload = envelope->data() + kHeaderBytes;
@@ -183,7 +194,7 @@ class MailSend final : public SendRoute {
       }
       std::vector<WorkPtr> mails;
       post_head(mails, message, envelope);
-      return std::make_shared<JointWork>(std::move(message.what), std::move(mails), refusal);
+      return std::make_shared<JointWork>(std::move(message.what), std::move(mails), std::move(refused));
     }
 
     [[nodiscard]] static std::shared_ptr<Envelope> seal(const MessageHeader& header) {
@@ -207,8 +218,9 @@ class MailSend final : public SendRoute {
       mails.push_back(mailbox->send(bytes_at(const_cast<void*>(data), bytes), peer, tag, options));
     }
 
-    [[nodiscard]] LoanPool::Loan wait_for_loan(const Outgoing& message, const HostCommunicator& host,
-                                               Deadline deadline) {
+    template <typename Look>
+    [[nodiscard]] LoanPool::Loan wait_for_loan(const Outgoing& message, const HostCommunicator& host, Deadline deadline,
+                                               const Look& look) {
       auto nap = std::chrono::microseconds(5);
       for (;;) {
         if (const auto loan = loans.lend(message.known->parcel.packed.bytes())) {
@@ -217,7 +229,7 @@ class MailSend final : public SendRoute {
         if (auto why = host.aborted()) {
           throw Error(*why);
         }
-        refusal->check_sometimes();
+        look();
         if (Clock::now() >= deadline) {
           throw Error(ErrorKind::kTimedOut,
                       str(message.what.operation, " #", message.what.sequence, ": rank ", message.what.peer,
@@ -277,7 +289,8 @@ class MailRecv final : public RecvRoute {
         : mailbox(std::move(means.mailbox)),
           memory(std::move(means.memory)),
           inbound(std::move(edge)),
-          slots(std::move(allocator), config.slots),
+          slots(allocator, config.slots),
+          filled(std::make_shared<SharedFirst>(memory, allocator), config.slots),
           most_kept(static_cast<int>(config.slots / 2)) {}
 
     void run(std::uint64_t sequence, int microbatch, Incoming& message, Deadline deadline) {
@@ -317,11 +330,11 @@ class MailRecv final : public RecvRoute {
       if (header && header->lent) {
         borrow(*header->lent, message, deadline);
       } else if (parcel.packed.bytes() > 0) {
-        message.packed = slots.acquire(parcel.packed.bytes()).buffer;
+        message.packed = filled.acquire(parcel.packed.bytes()).buffer;
         take(message.packed, 0, parcel.packed.bytes(), sequence, deadline);
       }
       if (parcel.direct_bytes > 0) {
-        message.direct = slots.acquire(parcel.direct_bytes).buffer;
+        message.direct = filled.acquire(parcel.direct_bytes).buffer;
         std::vector<MailPtr> mails;  // all at once: none waits for another
         for (const Parcel::Direct& one : parcel.direct) {
           mails.push_back(post(message.direct, one.offset, one.bytes));
@@ -418,7 +431,8 @@ class MailRecv final : public RecvRoute {
     const std::shared_ptr<Mailbox> mailbox;
     const std::shared_ptr<PeerMemory> memory;
     const std::shared_ptr<Inbound> inbound;
-    SlotPool slots;
+    SlotPool slots;   // that this rank writes
+    SlotPool filled;  // that the sender may write
     const int most_kept;
     // Of the sender's blocks, by tensors that this program holds.
     const std::shared_ptr<std::atomic<int>> kept = std::make_shared<std::atomic<int>>(0);

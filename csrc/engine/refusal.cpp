@@ -33,7 +33,9 @@ void Refusal::tell(const Error& why) noexcept {
   }
 }
 
-void Refusal::check() {
+void Refusal::check() { look(false); }
+
+void Refusal::look(bool on_lane) {
   const std::lock_guard lock(mutex_);
   if (!told_) {
     std::optional<std::string> body;
@@ -49,23 +51,35 @@ void Refusal::check() {
     told_ = Error(damaged ? ErrorKind::kProtocol : ErrorKind::kSchemaMismatch,
                   str("rank ", peer_, " refused a message of this rank: ", body->substr(body->empty() ? 0 : 1)),
                   {self_, peer_, -1, "send"});
-    if (const auto communicator = communicator_.lock()) {
-      communicator->abort(*told_);
+    if (!on_lane) {
+      if (const auto communicator = communicator_.lock()) {
+        communicator->abort(*told_);
+      }
     }
   }
   throw Error(*told_);
 }
 
-void Refusal::check_sometimes() {
-  {
-    const std::lock_guard lock(mutex_);
-    const Deadline now = Clock::now();
-    if (!told_ && now < next_look_) {
-      return;
-    }
-    next_look_ = now + kLookEvery;
+bool Refusal::is_time() {
+  const std::lock_guard lock(mutex_);
+  const Deadline now = Clock::now();
+  if (!told_ && now < next_look_) {
+    return false;
   }
-  check();
+  next_look_ = now + kLookEvery;
+  return true;
+}
+
+void Refusal::check_sometimes() {
+  if (is_time()) {
+    look(false);
+  }
+}
+
+void Refusal::check_on_lane() {
+  if (is_time()) {
+    look(true);
+  }
 }
 
 }  // namespace hpcomm

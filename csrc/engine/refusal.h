@@ -21,12 +21,19 @@ class Refusal {
   // At the receiver: tells the sender of a mismatch, or of damage.
   void tell(const Error& why) noexcept;
   // At the sender: throws what the receiver told, once it has come, and ends the communicator's operations, which
-  // nobody meets any more. From any thread; also when the communicator is gone.
+  // nobody meets any more. From any thread but the communicator's own; also when the communicator is gone.
   void check();
   // The same, but looks no more than a few hundred times a second: for every message.
   void check_sometimes();
+  // The same for a task on the communicator's lane, which has to end the operations itself: were this the last to hold
+  // the communicator, its end would wait for its own lane.
+  void check_on_lane();
 
  private:
+  // Throws what has come.
+  void look(bool on_lane);
+  [[nodiscard]] bool is_time();
+
   const std::weak_ptr<Communicator> communicator_;
   const std::shared_ptr<Control> control_;
   const int self_;

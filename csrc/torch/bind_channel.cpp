@@ -5,7 +5,6 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "comm/communicator_allocator.h"
-#include "comm/peer_memory.h"
 #include "engine/edge.h"
 #include "engine/structure.h"
 #include "torch/bindings.h"
@@ -33,33 +32,11 @@ EdgeConfig make_config(std::shared_ptr<Communicator> communicator, int peer, boo
   return config;
 }
 
-// For messages on CPUs: memory of torch's, but large buffers where a peer can write to them, so that their bytes are
-// copied once. Where that memory has come to its end, torch's serves as well.
-class ReceiveAllocator final : public Allocator {
- public:
-  explicit ReceiveAllocator(std::shared_ptr<PeerMemory> shared) : shared_(std::move(shared)) {}
-
-  Buffer allocate(std::size_t bytes) override {
-    if (shared_ != nullptr && bytes >= kSharedFrom) {
-      try {
-        return shared_->allocate(bytes);
-      } catch (const Error&) {
-      }
-    }
-    return own_->allocate(bytes);
-  }
-
- private:
-  // As of comm/shm/rendezvous.cpp: less goes through a ring anyway.
-  static constexpr std::size_t kSharedFrom = std::size_t{2} << 20;
-  const std::shared_ptr<PeerMemory> shared_;
-  const std::shared_ptr<Allocator> own_ = make_torch_allocator();
-};
-
-// On a GPU what the transport can write into at once.
+// On CPU from torch, because shared memory is for what others read or write; on a GPU what the transport can write into
+// at once.
 std::shared_ptr<Allocator> receive_allocator(const std::shared_ptr<Communicator>& communicator) {
   if (communicator->device().type == DeviceType::kCpu) {
-    return std::make_shared<ReceiveAllocator>(communicator->peer_memory());
+    return make_torch_allocator();
   }
   return std::make_shared<CommunicatorAllocator>(communicator);
 }

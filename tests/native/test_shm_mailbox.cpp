@@ -353,6 +353,69 @@ TEST(shm_an_abort_ends_large_mail_on_both_sides) {
   });
 }
 
+TEST(shm_large_mail_of_a_rank_that_leaves_at_once_arrives) {
+  const ShmJob job(2);
+  std::atomic<int> stage = 0;
+  run_ranks(2, [&](int rank) {
+    // The first is offered. What is left of the second, when the offer is taken up, fills the ring to its last byte:
+    // the word that the first is in its place finds no room behind it.
+    const std::size_t ring = shm::Geometry::for_ranks(2).ring_bytes;
+    const std::size_t second = ring - 2 * sizeof(shm::Frame) - shm::kOfferHead + ring;
+    std::vector<std::int64_t> values = letter(0, 1, 1000000);
+    std::vector<char> filler(second, 'x');
+    const BufferView rest{filler.data(), second, second, DType::kUInt8, {}};
+    const auto world = job.communicator(rank);
+    const auto mailbox = world->mailbox();
+    if (rank == 0) {
+      const MailPtr large = mailbox->send(view_of(values), 1, 1);
+      const MailPtr other = mailbox->send(rest, 1, 2);
+      stage = 1;
+      large->wait();
+      other->wait();
+      job.control(rank)->close();
+      stage = 2;
+      CHECK(eventually([&] { return stage.load() == 3; }, 20s));
+      return;
+    }
+    CHECK(eventually([&] { return stage.load() == 1; }, 20s));
+    const Buffer memory = world->allocate(values.size() * 8);
+    const MailPtr large = mailbox->recv({memory.view.data, 8000000, 1000000, DType::kInt64, {}}, 0, 1);
+    CHECK(eventually([&] { return stage.load() == 2; }, 20s));
+    std::this_thread::sleep_for(20ms);
+    large->wait();
+    CHECK(std::memcmp(memory.view.data, values.data(), 8000000) == 0);
+    mailbox->recv(rest, 0, 2)->wait();
+    stage = 3;
+  });
+}
+
+TEST(shm_an_offer_of_a_rank_that_has_left_is_not_waited_for) {
+  const ShmJob job(2);
+  std::atomic<bool> left = false;
+  std::atomic<bool> over = false;
+  run_ranks(2, [&](int rank) {
+    std::vector<std::int64_t> large(1000000, 1);  // what is never taken ends with the communicator
+    std::vector<std::int64_t> small(1, 2);
+    const auto world = job.communicator(rank);
+    if (rank == 0) {
+      const MailPtr offered = world->mailbox()->send(view_of(large), 1, 1);
+      world->mailbox()->send(view_of(small), 1, 2)->wait();
+      CHECK(eventually([&] { return over.load(); }, 20s));
+      job.control(rank)->close();
+      left = true;
+      CHECK(eventually([&] { return !over.load(); }, 20s));
+      return;
+    }
+    world->mailbox()->recv(view_of(small), 0, 2)->wait();  // and the head of the other is taken as well
+    over = true;
+    CHECK(eventually([&] { return left.load(); }, 20s));
+    std::this_thread::sleep_for(50ms);
+    const auto error = error_of(*world->mailbox()->recv(view_of(large), 0, 1));
+    CHECK(error && error->kind() == ErrorKind::kRankFailed && error->context().peer == 0);
+    over = false;
+  });
+}
+
 TEST(shm_large_mail_that_nobody_takes_times_out) {
   const ShmJob job(2);
   std::atomic<bool> over = false;

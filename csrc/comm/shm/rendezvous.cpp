@@ -91,12 +91,19 @@ void ShmMailbox::deposit(int to, std::uint64_t number, const Frame& place) {
   } catch (const Error&) {
     return send_rest(to, number, offer.mail);  // no memory for the mapping, perhaps: the ring is there
   }
+  if (setup_.region->bell(static_cast<std::size_t>(to)).gone.load(std::memory_order_seq_cst) != 0) {
+    ErrorContext what = offer.mail->what_;
+    offer.mail->error_ = std::make_exception_ptr(Error(ErrorKind::kPeerError,
+                                                       str("send #", what.sequence, " on lane ", setup_.lane, ": rank ",
+                                                           what.peer, " gave this message up before it had arrived"),
+                                                       what));
+    offer.rest_sent = true;
+    return settle(to, number);
+  }
   Outgoing done;
   done.frame.kind = FrameKind::kDeposited;
   done.frame.number = number;
   peer_at(to).outgoing.push_back(std::move(done));
-  offer.rest_sent = true;
-  settle(to, number);
 }
 
 void ShmMailbox::send_rest(int to, std::uint64_t number, const Held& mail) {

@@ -113,9 +113,9 @@ MailPtr ShmMailbox::recv(const BufferView& buffer, int peer, std::uint64_t tag, 
     if (!take_early(mail)) {
       posted_.push_back(mail);
       progress();
-      if (std::any_of(peers_.begin(), peers_.end(), [](const Peer& other) { return other.departed; })) {
-        bury();
-      }
+    }
+    if (std::any_of(peers_.begin(), peers_.end(), [](const Peer& other) { return other.departed; })) {
+      bury();  // also of an offer whose rest nobody will send
     }
     waits = pending();
   }
@@ -192,6 +192,8 @@ void ShmMailbox::push(int to) {
         settle(to, next.frame.number);
         break;
       case FrameKind::kRest:
+      case FrameKind::kDeposited:
+        // Not before: a rank whose sends have ended may leave, and what it has not said is never said.
         peer.offers.at(next.frame.number).rest_sent = true;
         settle(to, next.frame.number);
         break;
@@ -199,7 +201,6 @@ void ShmMailbox::push(int to) {
       case FrameKind::kRefusal:
       case FrameKind::kPlace:
       case FrameKind::kNoPlace:
-      case FrameKind::kDeposited:
         break;
     }
     peer.outgoing.pop_front();
