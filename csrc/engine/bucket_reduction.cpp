@@ -72,7 +72,8 @@ class Issue {
       for (std::size_t e = run.begin; e < run.end; ++e) {
         sources.push_back(reduction_.entries[e].source);
       }
-      pack(stream(), part(layout_, run), sources, memory_of(run), scale_, reduction_.held, check_of(run));
+      pack(stream(), part(layout_, run), sources, memory_of(run), scale_, reduction_.held, check_of(run),
+           communicator_.size() > 1 ? Reader::kOthers : Reader::kThisCore);
     }
     for (const Run& run : runs(reduction_.entries, true)) {
       if (scale_.factor == nullptr && !reduction_.make_check) {

@@ -120,7 +120,7 @@ std::vector<CopyItem> pack_items(const Outgoing& message, char* target) {
     if (source.strided != nullptr) {
       source.strided->write(target + entry.offset, entry.wire);
     } else {
-      items.push_back({source.data, target + entry.offset, entry.count, entry.dtype, entry.wire});
+      items.push_back({source.data, target + entry.offset, entry.count, entry.dtype, entry.wire, Reader::kOthers});
     }
   }
   return items;
@@ -273,9 +273,9 @@ RecvEdge::RecvEdge(EdgeConfig config, std::shared_ptr<Allocator> allocator) : co
 
 RecvEdge::~RecvEdge() = default;
 
-Receipt RecvEdge::recv(int microbatch, const OpOptions& options) {
+Receipt RecvEdge::recv(int microbatch, const OpOptions& options, const OnPlaced& placed) {
   require_in_job(*config_.communicator, config_.communicator->context("recv", config_.peer, sequence_));
-  Receipt receipt = route_->recv(sequence_, microbatch, options);
+  Receipt receipt = route_->recv(sequence_, microbatch, options, placed);
   ++sequence_;
   return receipt;
 }

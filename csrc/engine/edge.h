@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -110,6 +111,9 @@ struct Receipt {
   std::shared_ptr<const Incoming> message;
 };
 
+// Called with a message whose places are known while its bytes are still on their way: time to make tensors of them.
+using OnPlaced = std::function<void(const Incoming&)>;
+
 class RecvEdge {
  public:
   // `allocator` for messages that are not read where the sender has them.
@@ -121,8 +125,9 @@ class RecvEdge {
 
   // Issues the receipt of the next message. `microbatch` >= 0 is checked against the header. Messages have no way to
   // be skipped, so once a receipt failed all later ones fail with its error. Of `options`, inline_when_idle and poll
-  // count: a caller that is going to wait anyway may do the work itself.
-  [[nodiscard]] Receipt recv(int microbatch, const OpOptions& options = {});
+  // count: a caller that is going to wait anyway may do the work itself. `placed` is called in it, at most once, from
+  // within this call: not at all where the lane receives, or knows the places no earlier than the bytes.
+  [[nodiscard]] Receipt recv(int microbatch, const OpOptions& options = {}, const OnPlaced& placed = nullptr);
   // From now on messages must have this structure, these dtypes and shapes: any other is a kSchemaMismatch here and at
   // the sender. Wire types, requires_grad and values in the structure may be others.
   void expect(std::shared_ptr<const Schema> schema);

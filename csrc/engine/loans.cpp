@@ -66,13 +66,21 @@ std::optional<LoanPool::Loan> LoanPool::lend(std::size_t bytes) {
       return std::nullopt;
     }
   }
-  found->flag().lent.store(1, std::memory_order_relaxed);  // the header that names it comes later
+  // Relaxed: the header that names it comes later.
+  found->flag().filled.store(0, std::memory_order_relaxed);
+  found->flag().lent.store(1, std::memory_order_relaxed);
   return Loan{static_cast<char*>(found->buffer.view.data) + sizeof(LoanFlag), found->place};
 }
 
-void LoanPool::take_back(const Loan& loan) noexcept {
-  reinterpret_cast<LoanFlag*>(loan.payload - sizeof(LoanFlag))->lent.store(0, std::memory_order_release);
-}
+namespace {
+
+LoanFlag& flag_of(const LoanPool::Loan& loan) { return *reinterpret_cast<LoanFlag*>(loan.payload - sizeof(LoanFlag)); }
+
+}  // namespace
+
+void LoanPool::fill(const Loan& loan) noexcept { flag_of(loan).filled.store(1, std::memory_order_release); }
+
+void LoanPool::take_back(const Loan& loan) noexcept { flag_of(loan).lent.store(0, std::memory_order_release); }
 
 std::size_t LoanPool::bytes() const {
   const std::lock_guard lock(mutex_);

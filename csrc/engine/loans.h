@@ -21,6 +21,9 @@ struct alignas(64) LoanFlag {
   // 1 from the moment the block is lent until its receiver stores 0, with memory_order_release: the last of its reads
   // come before it. Lies in memory that two processes share.
   std::atomic<std::uint32_t> lent{0};
+  // 0 while the sender still writes the block, whose receiver may know of it already; then 1, with
+  // memory_order_release.
+  std::atomic<std::uint32_t> filled{0};
 };
 static_assert(sizeof(LoanFlag) == 64 && std::atomic<std::uint32_t>::is_always_lock_free);
 
@@ -39,6 +42,8 @@ class LoanPool {
   };
   // A block with room for `bytes`, lent from here on; nothing when all are lent.
   [[nodiscard]] std::optional<Loan> lend(std::size_t bytes);
+  // The receiver may read it.
+  static void fill(const Loan& loan) noexcept;
   // Takes back what nobody was told of.
   static void take_back(const Loan& loan) noexcept;
   // Of all blocks.

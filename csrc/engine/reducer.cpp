@@ -217,7 +217,7 @@ WorkPtr Reducer::issue(std::size_t index) {
   }
   if (!in_place) {
     const std::vector<const void*> sources(pending.gradients.begin(), pending.gradients.end());
-    pack(stream, bucket.layout, sources, buffer, scale_, held);
+    pack(stream, bucket.layout, sources, buffer, scale_, held, {}, Reader::kOthers);
   } else if (scale_.factor != nullptr) {
     scale(stream, {view}, scale_, held);
   }

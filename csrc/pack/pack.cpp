@@ -50,13 +50,14 @@ void launch(Stream& stream, std::vector<CopyItem> items, const Scale& scale, Kee
 }  // namespace
 
 void pack(Stream& stream, const Layout& layout, const std::vector<const void*>& tensors, const BufferView& buffer,
-          const Scale& scale, Keepalive keepalive, const FiniteCheck& check) {
+          const Scale& scale, Keepalive keepalive, const FiniteCheck& check, Reader reader) {
   require_buffer(layout, tensors.size(), buffer);
   std::vector<CopyItem> items;
   items.reserve(tensors.size());
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     const Layout::Entry& entry = layout.entries()[i];
-    items.push_back({tensors[i], static_cast<char*>(buffer.data) + entry.offset, entry.count, entry.dtype, entry.wire});
+    items.push_back(
+        {tensors[i], static_cast<char*>(buffer.data) + entry.offset, entry.count, entry.dtype, entry.wire, reader});
   }
   launch(stream, std::move(items), scale, std::move(keepalive), check);
 }

@@ -25,6 +25,10 @@ struct FiniteCheck {
   std::shared_ptr<std::int32_t> first_bad;
 };
 
+// Who reads what a kernel writes. Other cores do not find it in the cache of this one: for them the CPU's kernel writes
+// large tensors past it. Makes no difference on GPUs.
+enum class Reader : std::uint8_t { kThisCore, kOthers };
+
 // Copies contiguous tensors into `buffer` at the places of `layout`. `tensors[i]` may be null when its entry is to be
 // filled with zeros (a parameter without a gradient). Floating point tensors are multiplied by `scale` in the wider
 // of float32 and the two types, then cast to the wire type: rounded to nearest, ties to even; what is too large becomes
@@ -33,7 +37,8 @@ struct FiniteCheck {
 // The memory must stay valid until the stream has passed this call: `keepalive` is held until then.
 // Throws kInvalidArgument when counts differ, the buffer is too short, or a cast is not supported.
 void pack(Stream& stream, const Layout& layout, const std::vector<const void*>& tensors, const BufferView& buffer,
-          const Scale& scale = {}, Keepalive keepalive = nullptr, const FiniteCheck& check = {});
+          const Scale& scale = {}, Keepalive keepalive = nullptr, const FiniteCheck& check = {},
+          Reader reader = Reader::kThisCore);
 
 // The way back: entry i of `buffer` to `tensors[i]`; null skips an entry. Scaled and cast likewise.
 void unpack(Stream& stream, const Layout& layout, const BufferView& buffer, const std::vector<void*>& tensors,
@@ -53,6 +58,7 @@ struct CopyItem {
   std::size_t count = 0;
   DType source_dtype = DType::kFloat32;
   DType target_dtype = DType::kFloat32;
+  Reader reader = Reader::kThisCore;
 };
 
 // Each item in one launch: what pack() does for a Layout, where sources and targets lie anywhere. Items without

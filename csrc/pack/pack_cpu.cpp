@@ -1,5 +1,6 @@
 // The pack kernel for CPUs: plain loops that the compiler vectorises, in three instruction sets chosen at run time.
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 
@@ -7,10 +8,16 @@
 #include "pack/element.h"
 #include "pack/isa.h"
 #include "pack/pack.h"
+#include "pack/reduce_kernels.h"
 
 namespace hpcomm {
 
 namespace {
+
+Isa isa_of_this_cpu() {
+  static const Isa isa = detect_isa();
+  return isa;
+}
 
 template <typename From, typename To>
 [[gnu::always_inline]] inline void convert(const CopyItem& item, double factor) {
@@ -72,8 +79,7 @@ HPCOMM_AVX512 bool is_bad_avx512(const void* elements, std::size_t count, double
 // The one of three that this machine runs best.
 template <typename Function>
 Function best(Function base, Function avx2, Function avx512) {
-  static const Isa isa = detect_isa();
-  switch (isa) {
+  switch (isa_of_this_cpu()) {
     case Isa::kAvx512:
       return avx512;
     case Isa::kAvx2:
@@ -194,7 +200,35 @@ Check find_check(DType from, DType to) {
   return nullptr;
 }
 
-void run_copy(const CopyItem& item, double scale) {
+// What other cores read goes past the caches of this one from here on. It saves the fetch of each line that is about to
+// be overwritten, and the detour of each line through the cache of the core that wrote it: measured with two ranks that
+// pack and then reduce, half the time from 1 MB to 24 MB in total.
+constexpr std::size_t kStream = std::size_t{16} << 10;
+
+// Converted within the first-level cache, then copied past it.
+void stream_converted(Kernel kernel, const CopyItem& item, double scale) {
+  alignas(64) std::array<unsigned char, 4096> block;
+  const std::size_t source_size = size_of(item.source_dtype);
+  const std::size_t target_size = size_of(item.target_dtype);
+  const std::size_t per_block = block.size() / target_size;
+  CopyItem piece = item;
+  piece.target = block.data();
+  for (std::size_t done = 0; done < item.count; done += per_block) {
+    piece.source = static_cast<const char*>(item.source) + done * source_size;
+    piece.count = std::min(per_block, item.count - done);
+    kernel(piece, scale);
+    kernels::stream_copy(isa_of_this_cpu(), static_cast<char*>(item.target) + done * target_size, block.data(),
+                         piece.count * target_size);
+  }
+}
+
+bool goes_past_caches(const CopyItem& item) {
+  return item.reader == Reader::kOthers && item.source != item.target &&
+         item.count * size_of(item.target_dtype) >= kStream;
+}
+
+// `streams`: past the caches, and kernels::stream_fence() has to follow.
+void run_copy(const CopyItem& item, double scale, bool streams) {
   const std::size_t bytes = item.count * size_of(item.target_dtype);
   if (bytes == 0) {
     return;  // memcpy must not see the null pointers of empty tensors
@@ -205,7 +239,13 @@ void run_copy(const CopyItem& item, double scale) {
   } else if (arithmetic) {
     const Kernel kernel = find_kernel(item.source_dtype, item.target_dtype);
     HPCOMM_ASSERT(kernel != nullptr, "scale of ", to_string(item.source_dtype));
-    kernel(item, scale);
+    if (streams) {
+      stream_converted(kernel, item, scale);
+    } else {
+      kernel(item, scale);
+    }
+  } else if (streams) {
+    kernels::stream_copy(isa_of_this_cpu(), item.target, item.source, bytes);
   } else if (item.source != item.target) {
     std::memcpy(item.target, item.source, bytes);
   }
@@ -216,6 +256,7 @@ void run_copy(const CopyItem& item, double scale) {
 // pair.
 bool run_checked_copy(const CopyItem& item, double scale, Check check) {
   constexpr std::size_t kPiece = 2048;  // elements
+  const bool streams = goes_past_caches(item);
   const std::size_t source_size = size_of(item.source_dtype);
   const std::size_t target_size = size_of(item.target_dtype);
   bool bad = false;
@@ -225,7 +266,7 @@ bool run_checked_copy(const CopyItem& item, double scale, Check check) {
     piece.target = static_cast<char*>(item.target) + done * target_size;
     piece.count = std::min(kPiece, item.count - done);
     bad = check(piece.source, piece.count, scale) || bad;  // first: scaling may be in place
-    run_copy(piece, scale);
+    run_copy(piece, scale, streams);
   }
   return bad;
 }
@@ -246,12 +287,13 @@ void run_copies_cpu(const std::vector<CopyItem>& items, const double* factor, st
     const bool checked = i < unchecked && !found && item.source != nullptr;
     const Check check = checked ? find_check(item.source_dtype, item.target_dtype) : nullptr;
     if (check == nullptr) {
-      run_copy(item, scale);
+      run_copy(item, scale, goes_past_caches(item));
     } else if (run_checked_copy(item, scale, check)) {
       *first_bad = static_cast<std::int32_t>(i);
       found = true;
     }
   }
+  kernels::stream_fence();
 }
 
 }  // namespace hpcomm

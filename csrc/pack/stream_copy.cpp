@@ -17,12 +17,23 @@ namespace kernels {
 namespace {
 
 constexpr std::size_t kLine = 64;
+// Large copies advance in several places at once, a turn of a few lines in each. One place keeps too few requests under
+// way to use all of the memory's rate: hardware prefetchers follow a run of addresses only as far as its page goes.
+// Measured on Zen 4 with 24 MB: 19 % less time with 4 places, 26 % with 8, 15 % with 12; turns of one line or of eight
+// and stretches of 16 KiB are worse.
+constexpr std::size_t kPlaces = 8;
+constexpr std::size_t kTurn = 4;                                       // lines
+constexpr std::size_t kStretch = (std::size_t{256} << 10) / kLine;     // lines in one place, at most
+constexpr std::size_t kShortStretch = (std::size_t{8} << 10) / kLine;  // and at least
 
 #if defined(__x86_64__)
-// `lines` whole cache lines to an aligned target. A line that is written in part leaves the write-combining buffer in
-// several transfers, which costs more than an ordinary store: hence never less than a line at a time.
-void lines_base(char* target, const char* source, std::size_t lines) noexcept {
-  for (; lines > 0; --lines, target += kLine, source += kLine) {
+#define HPCOMM_AVX2 __attribute__((target("avx2")))
+#define HPCOMM_AVX512 __attribute__((target("avx512f")))
+
+// A whole cache line to an aligned target. One that is written in part leaves the write-combining buffer in several
+// transfers, which costs more than an ordinary store: hence never less than a line at a time.
+struct LineBase {
+  [[gnu::always_inline]] static inline void copy(char* target, const char* source) noexcept {
     auto* to = reinterpret_cast<__m128i*>(target);
     const auto* from = reinterpret_cast<const __m128i*>(source);
     const __m128i a = _mm_loadu_si128(from);
@@ -34,10 +45,10 @@ void lines_base(char* target, const char* source, std::size_t lines) noexcept {
     _mm_stream_si128(to + 2, c);
     _mm_stream_si128(to + 3, d);
   }
-}
+};
 
-__attribute__((target("avx2"))) void lines_avx2(char* target, const char* source, std::size_t lines) noexcept {
-  for (; lines > 0; --lines, target += kLine, source += kLine) {
+struct LineAvx2 {
+  HPCOMM_AVX2 static inline void copy(char* target, const char* source) noexcept {
     auto* to = reinterpret_cast<__m256i*>(target);
     const auto* from = reinterpret_cast<const __m256i*>(source);
     const __m256i a = _mm256_loadu_si256(from);
@@ -45,13 +56,47 @@ __attribute__((target("avx2"))) void lines_avx2(char* target, const char* source
     _mm256_stream_si256(to, a);
     _mm256_stream_si256(to + 1, b);
   }
-}
+};
 
-__attribute__((target("avx512f"))) void lines_avx512(char* target, const char* source, std::size_t lines) noexcept {
-  for (; lines > 0; --lines, target += kLine, source += kLine) {
+struct LineAvx512 {
+  HPCOMM_AVX512 static inline void copy(char* target, const char* source) noexcept {
     _mm512_stream_si512(reinterpret_cast<__m512i*>(target), _mm512_loadu_si512(source));
   }
+};
+
+template <typename Line>
+[[gnu::always_inline]] inline void copy_in_places(char* target, const char* source, std::size_t lines) noexcept {
+  while (lines >= kPlaces * kShortStretch) {
+    const std::size_t stretch = std::min(kStretch, lines / kPlaces / kTurn * kTurn);
+    for (std::size_t turn = 0; turn < stretch; turn += kTurn) {
+      for (std::size_t place = 0; place < kPlaces; ++place) {
+        const std::size_t at = (place * stretch + turn) * kLine;
+        for (std::size_t line = 0; line < kTurn; ++line) {
+          Line::copy(target + at + line * kLine, source + at + line * kLine);
+        }
+      }
+    }
+    target += kPlaces * stretch * kLine;
+    source += kPlaces * stretch * kLine;
+    lines -= kPlaces * stretch;
+  }
+  for (; lines > 0; --lines, target += kLine, source += kLine) {
+    Line::copy(target, source);
+  }
 }
+
+void lines_base(char* target, const char* source, std::size_t lines) noexcept {
+  copy_in_places<LineBase>(target, source, lines);
+}
+HPCOMM_AVX2 void lines_avx2(char* target, const char* source, std::size_t lines) noexcept {
+  copy_in_places<LineAvx2>(target, source, lines);
+}
+HPCOMM_AVX512 void lines_avx512(char* target, const char* source, std::size_t lines) noexcept {
+  copy_in_places<LineAvx512>(target, source, lines);
+}
+
+#undef HPCOMM_AVX2
+#undef HPCOMM_AVX512
 
 void copy_lines(Isa isa, char* target, const char* source, std::size_t lines) noexcept {
   switch (isa) {

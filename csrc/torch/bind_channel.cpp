@@ -221,22 +221,35 @@ class TreeReceiver {
     return edge_.recv(microbatch);
   }
 
-  // The next message, received by this thread where nothing is before it.
+  // The next message, received by this thread where nothing is before it. Tensors are made while the sender packs.
   py::object take(int microbatch) {
+    std::optional<py::object> tree;
+    std::exception_ptr unfit;  // the message's own fault, not the edge's: the next one may be read
+    const auto build = [&](const Incoming& message) {
+      const py::gil_scoped_acquire gil;
+      try {
+        tree = to_tree(message);
+      } catch (...) {
+        unfit = std::current_exception();
+      }
+    };
     Receipt receipt;
     {
       const WithoutGil scope;
       OpOptions options;
       options.inline_when_idle = true;
       options.poll = check_signals;
-      receipt = edge_.recv(microbatch, options);
+      receipt = edge_.recv(microbatch, options, build);
     }
     if (receipt.work->device().type == DeviceType::kCpu && receipt.work->done()) {
       (void)receipt.work->wait_until({});  // throws its error
     } else {
       wait_for(*receipt.work, -1);
     }
-    return to_tree(*receipt.message);
+    if (unfit) {
+      std::rethrow_exception(unfit);
+    }
+    return tree ? std::move(*tree) : to_tree(*receipt.message);
   }
 
   void expect(const py::object& tree) {

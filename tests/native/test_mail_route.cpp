@@ -1,4 +1,4 @@
-// engine/mail_route and engine/loans: messages through memory that both ends see.
+// engine/mail_send, engine/mail_recv and engine/loans: messages through memory that both ends see.
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -323,6 +323,65 @@ TEST(mail_headers_that_do_not_fit_are_refused) {
       }
     });
   }
+}
+
+// The receiver hears of a block while the sender still fills it: it is told the places, and waits for the bytes.
+TEST(mail_names_a_block_before_it_is_full) {
+  const Schema schema = of_sizes({1000, 3000});
+  const std::string body = encode_schema(schema);
+  const ShmJob job(2);
+  run_ranks(2, [&](int rank) {
+    const auto world = job.communicator(rank);
+    if (rank == 0) {
+      const std::uint64_t id = world->next_edge_id(0, 1);
+      const Parcel parcel(schema);
+      LoanPool pool(world->peer_memory(), 2, parcel.packed.bytes());
+      for (const bool fills : {true, false}) {
+        const auto loan = pool.lend(parcel.packed.bytes());
+        MessageHeader header{id, fills ? 0U : 1U, -1, schema.fingerprint(), parcel.bytes(), 0, std::nullopt};
+        header.schema_bytes = fills ? static_cast<std::uint32_t>(body.size()) : 0;
+        header.lent = MessageHeader::Lent{loan->place.segment, loan->place.offset};
+        std::string first = encode_header(header) + std::string(192, 'x');
+        std::string second = body;
+        const auto post = [&](std::string& bytes) {
+          world->mailbox()->send({bytes.data(), bytes.size(), bytes.size(), DType::kUInt8, {}}, 1, id, {})->wait();
+        };
+        post(first);
+        if (fills) {
+          post(second);
+        }
+        (void)job.control(0)->receive(1, 1, Clock::now() + 20s);  // it knows the places
+        if (!fills) {
+          break;
+        }
+        std::this_thread::sleep_for(3ms);
+        const auto blocks = blocks_of(schema, 5);
+        for (std::size_t i = 0; i < blocks->size(); ++i) {
+          std::memcpy(loan->payload + parcel.packed.entries()[i].offset, (*blocks)[i].data(), (*blocks)[i].size());
+        }
+        LoanPool::fill(*loan);
+      }
+      job.control(0)->abort("it fell over its own feet");
+    } else {
+      EdgeConfig config;
+      config.communicator = world;
+      config.peer = 0;
+      RecvEdge edge(config, heap());
+      OpOptions here;
+      here.inline_when_idle = true;
+      const void* place = nullptr;
+      const auto placed = [&](const Incoming& incoming) {
+        place = incoming.data(1);
+        job.control(1)->send(0, 1, "placed");
+      };
+      const Receipt full = edge.recv(-1, here, placed);
+      full.work->wait();
+      CHECK(is_message(*full.message, schema, 5));
+      CHECK_EQ(full.message->data(1), place);
+      const Receipt empty = edge.recv(-1, here, placed);
+      CHECK_THROWS(ErrorKind::kPeerError, empty.work->wait(), "it fell over its own feet");
+    }
+  });
 }
 
 TEST(mail_says_so_when_a_header_comes_again) {

@@ -18,6 +18,7 @@
 #include "pack/element.h"
 #include "pack/isa.h"
 #include "pack/pack.h"
+#include "pack/reduce_kernels.h"
 #include "pack/step_math.h"
 
 // The kernel chooses its instruction set once, by asking the CPU. To see the paths that this machine would not take,
@@ -271,6 +272,11 @@ void check_convert(const Path& path, DType from, DType to, const Bytes& source, 
   const double value = factor.value_or(0);
   path.run({{source.data(), target.data(), count, from, to}}, factor ? &value : nullptr, nullptr);
   CHECK(target.intact());
+  // The same bytes past the caches, from where the target is not aligned either.
+  const Guarded streamed(count * size_of(to));
+  path.run({{source.data(), streamed.data(), count, from, to, Reader::kOthers}}, factor ? &value : nullptr, nullptr);
+  CHECK(streamed.intact());
+  CHECK(count == 0 || std::memcmp(streamed.data(), target.data(), count * size_of(to)) == 0);
   int wrong = 0;
   for (std::size_t i = 0; i < count && wrong < 3; ++i) {
     const double input = decode(from, source.data() + i * size_of(from));
@@ -552,20 +558,23 @@ TEST(pack_finds_the_first_bad_tensor) {
             run_copies_cpu({{&value, bad.data() + place * size_of(from), 1, DType::kFloat64, from}}, nullptr);
             const Guarded target(5 * kCount * size_of(to));
             const Guarded unchecked(5 * kCount * size_of(to));
-            const auto items = [&](const Guarded& into) {
+            const auto items = [&](const Guarded& into, Reader reader) {
               const std::array<const void*, 5> sources{good.data(), nullptr, bad.data(), good.data(), bad.data()};
               std::vector<CopyItem> list;
               for (std::size_t i = 0; i < sources.size(); ++i) {
-                list.push_back({sources[i], into.data() + i * kCount * size_of(to), kCount, from, to});
+                list.push_back({sources[i], into.data() + i * kCount * size_of(to), kCount, from, to, reader});
               }
               return list;
             };
-            path.run(items(unchecked), &factor, nullptr);
+            path.run(items(unchecked, Reader::kThisCore), &factor, nullptr);
             for (const std::int32_t before : {kNone, 2, 1}) {
-              std::int32_t first_bad = before;
-              path.run(items(target), &factor, &first_bad);
-              CHECK_EQ(first_bad, std::min(before, 2));
-              CHECK(std::memcmp(target.data(), unchecked.data(), 5 * kCount * size_of(to)) == 0);
+              for (const Reader reader : {Reader::kThisCore, Reader::kOthers}) {
+                std::memset(target.data(), 0x33, 5 * kCount * size_of(to));
+                std::int32_t first_bad = before;
+                path.run(items(target, reader), &factor, &first_bad);
+                CHECK_EQ(first_bad, std::min(before, 2));
+                CHECK(std::memcmp(target.data(), unchecked.data(), 5 * kCount * size_of(to)) == 0);
+              }
             }
           }
         }

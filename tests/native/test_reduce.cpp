@@ -527,3 +527,24 @@ TEST(stream_copy_is_a_copy) {
     }
   }
 }
+
+// Large ones advance in several places; no byte may be left out where they meet.
+TEST(stream_copy_of_much_is_a_copy) {
+  constexpr std::size_t kMost = (std::size_t{5} << 20) + 100;
+  Bytes source(kMost + 128);
+  std::mt19937 random(6);
+  std::generate(source.begin(), source.end(), [&random] { return static_cast<unsigned char>(random()); });
+  for (const Isa isa : isas()) {
+    for (const std::size_t bytes : {std::size_t{65535}, std::size_t{65536}, std::size_t{65536 + 127},
+                                    std::size_t{100003}, std::size_t{600001}, std::size_t{2} << 20, kMost}) {
+      for (const std::size_t to : {0, 1, 63}) {
+        Bytes target(bytes + 128, 0xa5);
+        kernels::stream_copy(isa, target.data() + to, source.data() + 5, bytes);
+        kernels::stream_fence();
+        CHECK(std::memcmp(target.data() + to, source.data() + 5, bytes) == 0);
+        CHECK(to == 0 || target[to - 1] == 0xa5);
+        CHECK_EQ(target[to + bytes], 0xa5);
+      }
+    }
+  }
+}

@@ -18,8 +18,8 @@ constexpr std::size_t kSmall = std::size_t{32} << 10;
 constexpr std::size_t kDirect = std::size_t{16} << 10;
 // From here on results are not expected to stay in a third-level cache that ranks share.
 constexpr std::size_t kStream = std::size_t{16} << 20;
-// Results are spread over several buffers in blocks that stay in the first-level cache.
-constexpr std::size_t kBlock = std::size_t{16} << 10;
+// Results are spread over several buffers in blocks that stay in the first-level cache beside what they come from.
+constexpr std::size_t kBlock = std::size_t{4} << 10;
 
 // A run of elements.
 struct Range {

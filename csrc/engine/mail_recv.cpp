@@ -1,0 +1,256 @@
+// The receiving end of a mail route (engine/mail_route.h).
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include "base/error.h"
+#include "engine/loans.h"
+#include "engine/mail_route.h"
+#include "engine/route.h"
+#include "engine/shared_first.h"
+#include "engine/slots.h"
+
+namespace hpcomm {
+
+namespace mail_route {
+
+namespace {
+
+// A block is about to be filled when its receiver hears of it.
+constexpr auto kSpin = std::chrono::microseconds(50);
+
+class MailRecv final : public RecvRoute {
+ public:
+  MailRecv(const EdgeConfig& config, Means means, std::shared_ptr<Allocator> allocator,
+           std::shared_ptr<Inbound> inbound)
+      : RecvRoute(inbound),
+        host_(*means.host),
+        state_(std::make_shared<State>(config, std::move(means), std::move(allocator), std::move(inbound))) {}
+
+  Receipt recv(std::uint64_t sequence, int microbatch, const OpOptions& options, const OnPlaced& placed) override {
+    auto message = std::make_shared<Incoming>();
+    ErrorContext what = inbound_->communicator.context("recv", inbound_->peer, sequence);
+    const auto caller = std::this_thread::get_id();
+    OpOptions how;
+    how.inline_when_idle = options.inline_when_idle;
+    const auto body = [state = std::weak_ptr<State>(state_), message, sequence, microbatch, caller, poll = options.poll,
+                       placed](Deadline deadline) {
+      const auto edge = state.lock();
+      if (edge == nullptr) {
+        throw Error(ErrorKind::kClosed, "the channel was closed before the message came");
+      }
+      // They belong to the thread that asked.
+      const bool called = std::this_thread::get_id() == caller;
+      edge->poll = called ? poll : nullptr;
+      edge->run(sequence, microbatch, *message, deadline, called ? placed : nullptr);
+    };
+    return {host_.run_in_order(std::move(what), body, how), message};
+  }
+
+ private:
+  struct State {
+    State(const EdgeConfig& config, Means means, std::shared_ptr<Allocator> allocator, std::shared_ptr<Inbound> edge)
+        : mailbox(std::move(means.mailbox)),
+          memory(std::move(means.memory)),
+          inbound(std::move(edge)),
+          slots(allocator, config.slots),
+          filled(std::make_shared<SharedFirst>(memory, allocator), config.slots),
+          most_kept(static_cast<int>(config.slots / 2)) {}
+
+    void run(std::uint64_t sequence, int microbatch, Incoming& message, Deadline deadline, const OnPlaced& placed) {
+      if (inbound->broken) {
+        std::rethrow_exception(inbound->broken);
+      }
+      try {
+        receive(sequence, microbatch, message, deadline, placed);
+      } catch (const Error&) {
+        inbound->fail(std::current_exception());
+        throw;
+      } catch (...) {
+        inbound->fail(std::current_exception());
+        // The caller's poll() threw: a signal, most likely. The sender may have gone on without us.
+        inbound->communicator.abort(Error(ErrorKind::kClosed,
+                                          str(inbound->name(), ": recv #", sequence, " was interrupted on this rank"),
+                                          inbound->communicator.context("recv", inbound->peer, sequence)));
+        throw;
+      }
+    }
+
+    void receive(std::uint64_t sequence, int microbatch, Incoming& message, Deadline deadline, const OnPlaced& placed) {
+      std::optional<MessageHeader> header;
+      if (inbound->needs_header(sequence)) {
+        header = next_header(sequence, microbatch, deadline);
+      }
+      message.known = inbound->current;
+      const Parcel& parcel = message.known->parcel;
+      if (parcel.cast_bytes > 0) {
+        message.cast = slots.acquire(parcel.cast_bytes).buffer;
+      }
+      if (header && is_inline(parcel)) {
+        if (header->lent) {
+          throw Error(ErrorKind::kProtocol, inbound->name() + ": a message is lent that is too short for it");
+        }
+        message.packed = message.direct = {bytes_at(head->data() + kHeaderBytes, parcel.bytes()), head};
+        message.direct.view.data = head->data() + kHeaderBytes + parcel.packed.bytes();
+        return cast_back(message);
+      }
+      std::vector<MailPtr> mails;  // all at once: none waits for another
+      std::optional<Borrowed> block;
+      if (header && header->lent) {
+        block = borrow(*header->lent, message, deadline);
+      } else if (parcel.packed.bytes() > 0) {
+        message.packed = filled.acquire(parcel.packed.bytes()).buffer;
+        mails.push_back(post(message.packed, 0, parcel.packed.bytes()));
+      }
+      if (parcel.direct_bytes > 0) {
+        message.direct = filled.acquire(parcel.direct_bytes).buffer;
+        for (const Parcel::Direct& one : parcel.direct) {
+          mails.push_back(post(message.direct, one.offset, one.bytes));
+        }
+      }
+      if (placed != nullptr) {
+        placed(message);
+      }
+      if (block) {
+        wait_for(*block, sequence, deadline);
+        if (block->copied) {
+          run_copies_cpu(
+              {{block->payload, message.packed.view.data, parcel.packed.bytes(), DType::kUInt8, DType::kUInt8}},
+              nullptr);
+        }
+      }
+      for (const MailPtr& mail : mails) {
+        wait(*mail, sequence, deadline);
+      }
+      cast_back(message);
+    }
+
+    void cast_back(Incoming& message) {
+      const Parcel& parcel = message.known->parcel;
+      if (parcel.cast_bytes > 0) {
+        run_copies_cpu(cast_items(message), nullptr);
+        if (parcel.packed_tensors.size() == cast_count(*message.known)) {
+          message.packed = {};  // nobody looks at it any more
+        }
+      }
+    }
+
+    MessageHeader next_header(std::uint64_t sequence, int microbatch, Deadline deadline) {
+      if (head.use_count() != 1) {
+        // Tensors of the last message, or a mail that ended early, hold the old one.
+        head = std::make_shared<Envelope>();
+      }
+      const Buffer buffer{bytes_at(head->data(), head->size()), head};
+      take(buffer, 0, head->size(), sequence, deadline);
+      const MessageHeader header = parse_header({head->data(), kHeaderBytes});
+      inbound->require_due(header, sequence);  // or there may be no schema behind it to wait for
+      std::string_view schema;
+      Buffer body;
+      if (header.schema_bytes > 0) {
+        body = slots.acquire(header.schema_bytes).buffer;
+        take(body, 0, header.schema_bytes, sequence, deadline);
+        schema = {static_cast<const char*>(body.view.data), header.schema_bytes};
+      }
+      (void)inbound->accept(header, schema, sequence, microbatch);
+      return header;
+    }
+
+    // A block of the sender, until the last of its owners is gone.
+    struct Borrowed {
+      const LoanFlag* flag;
+      char* payload;
+      Keepalive owner;
+      bool copied;  // this rank keeps many blocks already: a program that keeps its messages must not stop the sender
+    };
+
+    Borrowed borrow(const MessageHeader::Lent& lent, Incoming& message, Deadline deadline) {
+      const std::size_t bytes = message.known->parcel.packed.bytes();
+      if (lent.offset % alignof(LoanFlag) != 0) {
+        throw Error(ErrorKind::kProtocol, inbound->name() + ": lent memory is not aligned");
+      }
+      const auto mapped = memory->map(inbound->peer, {lent.segment, lent.offset}, sizeof(LoanFlag) + bytes, deadline);
+      auto* const flag = reinterpret_cast<LoanFlag*>(mapped.get());
+      char* const payload = mapped.get() + sizeof(LoanFlag);
+      Borrowed block{flag, payload, nullptr, kept->fetch_add(1, std::memory_order_relaxed) >= most_kept};
+      block.owner = Keepalive(payload, [mapped, flag, count = kept](const void*) {
+        count->fetch_sub(1, std::memory_order_relaxed);
+        // Release: this rank's last reads of the block come before the sender's next write.
+        flag->lent.store(0, std::memory_order_release);
+      });
+      message.packed = block.copied ? slots.acquire(bytes).buffer : Buffer{bytes_at(payload, bytes), block.owner};
+      return block;
+    }
+
+    // Until the sender has packed. It is at it: the header came from the same call.
+    void wait_for(const Borrowed& block, std::uint64_t sequence, Deadline deadline) {
+      const auto is_filled = [&] { return block.flag->filled.load(std::memory_order_acquire) != 0; };
+      for (const Deadline spun = Clock::now() + kSpin; !is_filled() && Clock::now() < spun;) {
+      }
+      Deadline look = Clock::now() + kLook;
+      for (auto nap = kShortestNap; !is_filled(); nap = std::min(2 * nap, kLongestNap)) {
+        inbound->check(sequence, deadline);
+        if (poll != nullptr && Clock::now() >= look) {
+          poll();
+          look = Clock::now() + kLook;
+        }
+        std::this_thread::sleep_for(nap);
+      }
+    }
+
+    static std::size_t cast_count(const KnownSchema& known) {
+      return static_cast<std::size_t>(
+          std::count_if(known.schema.tensors.begin(), known.schema.tensors.end(),
+                        [](const TensorSchema& t) { return t.is_cast() && t.count() > 0; }));
+    }
+
+    MailPtr post(const Buffer& buffer, std::size_t offset, std::size_t bytes) {
+      OpOptions options;
+      options.keepalive = buffer.owner;
+      options.timeout = inbound->communicator.timeout() + kGrace;
+      return mailbox->recv(bytes_at(static_cast<char*>(buffer.view.data) + offset, bytes), inbound->peer, inbound->id,
+                           options);
+    }
+
+    void wait(const Work& mail, std::uint64_t sequence, Deadline deadline) {
+      while (!mail.wait_until(std::min(deadline, Clock::now() + kLook))) {
+        inbound->check(sequence, deadline);
+        if (poll != nullptr) {
+          poll();
+        }
+      }
+    }
+
+    void take(const Buffer& buffer, std::size_t offset, std::size_t bytes, std::uint64_t sequence, Deadline deadline) {
+      const MailPtr mail = post(buffer, offset, bytes);
+      wait(*mail, sequence, deadline);
+    }
+
+    const std::shared_ptr<Mailbox> mailbox;
+    const std::shared_ptr<PeerMemory> memory;
+    const std::shared_ptr<Inbound> inbound;
+    SlotPool slots;   // that this rank writes
+    SlotPool filled;  // that the sender may write
+    const int most_kept;
+    // Of the sender's blocks, by tensors that this program holds.
+    const std::shared_ptr<std::atomic<int>> kept = std::make_shared<std::atomic<int>>(0);
+    std::shared_ptr<Envelope> head = std::make_shared<Envelope>();
+    void (*poll)() = nullptr;
+  };
+
+  HostCommunicator& host_;
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace
+
+}  // namespace mail_route
+
+std::unique_ptr<RecvRoute> make_mail_recv(const EdgeConfig& config, std::shared_ptr<Allocator> allocator,
+                                          std::shared_ptr<Inbound> inbound) {
+  mail_route::Means means(*config.communicator);
+  return means.complete() ? std::make_unique<mail_route::MailRecv>(config, std::move(means), std::move(allocator),
+                                                                   std::move(inbound))
+                          : nullptr;
+}
+
+}  // namespace hpcomm

@@ -1,0 +1,233 @@
+// The sending end of a mail route (engine/mail_route.h).
+#include <cstring>
+#include <thread>
+#include <utility>
+
+#include "base/error.h"
+#include "engine/joint_work.h"
+#include "engine/loans.h"
+#include "engine/mail_route.h"
+#include "engine/route.h"
+#include "engine/slots.h"
+
+namespace hpcomm {
+
+namespace mail_route {
+
+namespace {
+
+class MailSend final : public SendRoute {
+ public:
+  MailSend(const EdgeConfig& config, Means means, std::shared_ptr<Allocator> allocator, std::uint64_t edge,
+           std::shared_ptr<Refusal> refusal)
+      : host_(*means.host),
+        state_(std::make_shared<State>(config, std::move(means), std::move(allocator), edge, std::move(refusal))) {}
+
+  WorkPtr send(Outgoing message) override {
+    State& state = *state_;
+    const bool lends = state.lends(message);
+    // Behind what waits already, or the order would be lost.
+    if (state.waiting->load(std::memory_order_acquire) == 0) {
+      if (!lends) {
+        return state.issue(message, std::nullopt, state.refusal);
+      }
+      if (const auto loan = state.loans.lend(message.known->parcel.packed.bytes())) {
+        return state.issue(message, loan, state.refusal);
+      }
+    }
+    // The receiver has all blocks: the rest happens on the lane, when it gives one back.
+    state.waiting->fetch_add(1, std::memory_order_relaxed);
+    const std::shared_ptr<const void> counted(
+        nullptr, [waiting = state.waiting](const void*) { waiting->fetch_sub(1, std::memory_order_release); });
+    const auto queued = std::make_shared<Outgoing>(std::move(message));
+    return host_.run_in_order(queued->what, [state = state_, queued, counted, lends, &host = host_](Deadline deadline) {
+      const auto look = [&state, &host] {
+        try {
+          state->refusal->check_on_lane();
+        } catch (const Error& refused) {
+          host.abort(refused);
+          throw;
+        }
+      };
+      std::optional<LoanPool::Loan> loan;
+      if (lends) {
+        loan = state->wait_for_loan(*queued, host, deadline, look);
+      }
+      const WorkPtr work = state->issue(*queued, loan, nullptr);
+      while (!work->wait_until(std::min(deadline, Clock::now() + kLook))) {
+        look();
+        if (Clock::now() >= deadline) {
+          throw Error(
+              ErrorKind::kTimedOut,
+              str(queued->what.operation, " #", queued->what.sequence, ": the receiver did not take it in time"),
+              queued->what);
+        }
+      }
+    });
+  }
+
+  [[nodiscard]] std::size_t slot_bytes() const override { return state_->loans.bytes() + state_->slots.bytes(); }
+
+ private:
+  // Shared with tasks of the lane; owns no communicator.
+  struct State {
+    State(const EdgeConfig& config, Means means, std::shared_ptr<Allocator> allocator, std::uint64_t edge,
+          std::shared_ptr<Refusal> refused)
+        : mailbox(std::move(means.mailbox)),
+          peer(config.peer),
+          tag(edge),
+          limit(config.communicator->timeout() + kGrace),
+          refusal(std::move(refused)),
+          loans(std::move(means.memory), config.slots, config.slot_bytes),
+          slots(std::move(allocator), config.slots) {}
+
+    [[nodiscard]] static bool lends(const Outgoing& message) {
+      const Parcel& parcel = message.known->parcel;
+      return message.header.has_value() && parcel.packed.bytes() > 0 && !is_inline(parcel);
+    }
+
+    // Everything that a message is, in order. Nothing of it waits for the receiver here.
+    // `refused` is looked at by who waits for the Work.
+    WorkPtr issue(Outgoing& message, const std::optional<LoanPool::Loan>& loan, std::shared_ptr<Refusal> refused) {
+      const KnownSchema& known = *message.known;
+      const Parcel& parcel = known.parcel;
+      std::vector<WorkPtr> mails;
+      if (message.header && is_inline(parcel)) {
+        return send_inline(message, std::move(refused));
+      }
+      if (loan) {
+        issue_lent(mails, message, *loan);
+      } else {
+        if (message.header) {
+          post_head(mails, message, seal(*message.header));
+        }
+        if (parcel.packed.bytes() > 0) {
+          const Buffer slot = slots.acquire(parcel.packed.bytes()).buffer;
+          run_copies_cpu(pack_items(message, static_cast<char*>(slot.view.data)), nullptr);
+          post(mails, slot.view.data, parcel.packed.bytes(), slot.owner);
+        }
+      }
+      for (const Parcel::Direct& one : parcel.direct) {
+        const Source& source = message.sources[one.tensor];
+        if (source.strided != nullptr) {
+          const Buffer slot = slots.acquire(one.bytes).buffer;
+          source.strided->write(slot.view.data, known.schema.tensors[one.tensor].dtype);
+          post(mails, slot.view.data, one.bytes, slot.owner);
+        } else {
+          post(mails, source.data, one.bytes, message.keepalive);
+        }
+      }
+      if (mails.empty()) {  // of a frozen edge, without elements
+        auto work = std::make_shared<HostWork>(message.what);
+        work->complete();
+        return work;
+      }
+      return std::make_shared<JointWork>(message.what, std::move(mails), std::move(refused));
+    }
+
+    void issue_lent(std::vector<WorkPtr>& mails, Outgoing& message, const LoanPool::Loan& loan) {
+      std::vector<CopyItem> items;
+      try {
+        items = pack_items(message, loan.payload);
+        message.header->lent = MessageHeader::Lent{loan.place.segment, loan.place.offset};
+        post_head(mails, message, seal(*message.header));
+      } catch (...) {
+        LoanPool::take_back(loan);  // before anybody heard of it
+        throw;
+      }
+      run_copies_cpu(items, nullptr);
+      LoanPool::fill(loan);
+    }
+
+    // Header and tensors in one mail: nobody waits for the second.
+    WorkPtr send_inline(Outgoing& message, std::shared_ptr<Refusal> refused) {
+      const KnownSchema& known = *message.known;
+      const auto envelope = seal(*message.header);
+      char* const payload = envelope->data() + kHeaderBytes;
+      run_copies_cpu(pack_items(message, payload), nullptr);
+      for (const Parcel::Direct& one : known.parcel.direct) {
+        const Source& source = message.sources[one.tensor];
+        char* const target = payload + known.parcel.packed.bytes() + one.offset;
+        if (source.strided != nullptr) {
+          source.strided->write(target, known.schema.tensors[one.tensor].dtype);
+        } else {
+          std::memcpy(target, source.data, one.bytes);
+        }
+      }
+      std::vector<WorkPtr> mails;
+      post_head(mails, message, envelope);
+      return std::make_shared<JointWork>(std::move(message.what), std::move(mails), std::move(refused));
+    }
+
+    [[nodiscard]] static std::shared_ptr<Envelope> seal(const MessageHeader& header) {
+      auto envelope = std::make_shared<Envelope>();
+      write_header(header, envelope->data());
+      return envelope;
+    }
+
+    void post_head(std::vector<WorkPtr>& mails, const Outgoing& message, const std::shared_ptr<Envelope>& envelope) {
+      post(mails, envelope->data(), envelope->size(), envelope);
+      if (message.header->schema_bytes > 0) {
+        post(mails, message.known->bytes.data(), message.known->bytes.size(), message.known);
+      }
+    }
+
+    void post(std::vector<WorkPtr>& mails, const void* data, std::size_t bytes, const Keepalive& keepalive) {
+      OpOptions options;
+      options.keepalive = keepalive;
+      options.timeout = limit;
+      // const_cast: a BufferView serves both directions, and a send only reads.
+      mails.push_back(mailbox->send(bytes_at(const_cast<void*>(data), bytes), peer, tag, options));
+    }
+
+    template <typename Look>
+    [[nodiscard]] LoanPool::Loan wait_for_loan(const Outgoing& message, const HostCommunicator& host, Deadline deadline,
+                                               const Look& look) {
+      auto nap = kShortestNap;
+      for (;;) {
+        if (const auto loan = loans.lend(message.known->parcel.packed.bytes())) {
+          return *loan;
+        }
+        if (auto why = host.aborted()) {
+          throw Error(*why);
+        }
+        look();
+        if (Clock::now() >= deadline) {
+          throw Error(ErrorKind::kTimedOut,
+                      str(message.what.operation, " #", message.what.sequence, ": rank ", message.what.peer,
+                          " has not taken the messages before it; is it still computing?"),
+                      message.what);
+        }
+        std::this_thread::sleep_for(nap);
+        nap = std::min(2 * nap, kLongestNap);
+      }
+    }
+
+    const std::shared_ptr<Mailbox> mailbox;
+    const int peer;
+    const std::uint64_t tag;
+    const std::chrono::milliseconds limit;
+    const std::shared_ptr<Refusal> refusal;
+    LoanPool loans;
+    SlotPool slots;  // of tensors that are no dense block, and of frozen edges
+    // Messages that wait on the lane for a block.
+    const std::shared_ptr<std::atomic<int>> waiting = std::make_shared<std::atomic<int>>(0);
+  };
+
+  HostCommunicator& host_;
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace
+
+}  // namespace mail_route
+
+std::unique_ptr<SendRoute> make_mail_send(const EdgeConfig& config, std::shared_ptr<Allocator> allocator,
+                                          std::uint64_t edge, std::shared_ptr<Refusal> refusal) {
+  mail_route::Means means(*config.communicator);
+  return means.complete() ? std::make_unique<mail_route::MailSend>(config, std::move(means), std::move(allocator), edge,
+                                                                   std::move(refusal))
+                          : nullptr;
+}
+
+}  // namespace hpcomm
