@@ -1,6 +1,7 @@
 // Issue order, deadlines, abort and close for blocking transports.
 #include "comm/host_communicator.h"
 
+#include <functional>
 #include <utility>
 
 #include "base/fork.h"
@@ -48,26 +49,38 @@ void HostCommunicator::require_open(const ErrorContext& what) const {
 template <typename Body, typename MakeQueued>
 WorkPtr HostCommunicator::submit_body(ErrorContext what, const OpOptions& options, const Body& body,
                                       const MakeQueued& make_queued) {
-  auto work = std::make_shared<HostWork>(std::move(what));
   // Nested issue (a task of this lane that sends what it has just packed) runs in place: it is next in order.
   const bool nested = in_operation();
   const bool on_lane = !nested && stream().is_current();
   if (nested) {
-    require_composite(work->what());
+    require_composite(what);
   }
   if (nested || on_lane) {
-    throw_if_aborted(work->what());
+    throw_if_aborted(what);
   }
-  if (nested || on_lane || enter(work->what(), options, [&] {
-        OpOptions queued = options;
-        queued.poll = nullptr;  // it belongs to the calling thread
-        stream().enqueue([this, queued = std::move(queued), queued_body = make_queued(), work] {
-          run(queued_body, queued, *work, Place::kCounted);
-        });
-      })) {
-    run(body, options, *work, nested ? Place::kNested : (on_lane ? Place::kLane : Place::kCounted));
+  std::shared_ptr<HostWork> work;
+  const auto enqueue = [&] {
+    work = std::make_shared<HostWork>(what);
+    OpOptions queued = options;
+    queued.poll = nullptr;  // it belongs to the calling thread
+    stream().enqueue([this, queued = std::move(queued), queued_body = make_queued(), work] {
+      if (std::exception_ptr error = run(queued_body, queued, work->what(), Place::kCounted)) {
+        work->fail(std::move(error));
+      } else {
+        work->complete();
+      }
+    });
+  };
+  if (!nested && !on_lane && !enter(what, options, std::ref(enqueue))) {
+    return work;
   }
-  return work;
+  const Place place = nested ? Place::kNested : (on_lane ? Place::kLane : Place::kCounted);
+  if (std::exception_ptr error = run(body, options, what, place)) {
+    work = std::make_shared<HostWork>(std::move(what));
+    work->fail(std::move(error));
+    return work;
+  }
+  return std::make_shared<DoneWork>(std::move(what));
 }
 
 WorkPtr HostCommunicator::submit(Operation operation) {
@@ -105,7 +118,8 @@ void HostCommunicator::require_composite(const ErrorContext& what) const {
 }
 
 template <typename Body>
-void HostCommunicator::run(const Body& body, const OpOptions& options, HostWork& work, Place place) {
+std::exception_ptr HostCommunicator::run(const Body& body, const OpOptions& options, const ErrorContext& what,
+                                         Place place) {
   std::exception_ptr error;
   {
     std::unique_lock<std::mutex> order;
@@ -114,7 +128,7 @@ void HostCommunicator::run(const Body& body, const OpOptions& options, HostWork&
       runner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
     }
     try {
-      throw_if_aborted(work.what());
+      throw_if_aborted(what);
       const auto limit = options.timeout.count() > 0 ? options.timeout : timeout();
       body(deadline_after(limit));
     } catch (...) {
@@ -128,11 +142,7 @@ void HostCommunicator::run(const Body& body, const OpOptions& options, HostWork&
     std::lock_guard lock(mutex_);
     --pending_;
   }
-  if (error) {
-    work.fail(std::move(error));
-  } else {
-    work.complete();
-  }
+  return error;
 }
 
 std::optional<Error> HostCommunicator::aborted() const {

@@ -53,8 +53,10 @@ class HostCommunicator : public Communicator {
   [[nodiscard]] bool in_operation() const noexcept;
   // Takes a place in the order; true when nothing is before it and the caller shall run it itself.
   [[nodiscard]] bool enter(const ErrorContext& what, const OpOptions& options, const std::function<void()>& enqueue);
+  // What `body` threw, if it did.
   template <typename Body>
-  void run(const Body& body, const OpOptions& options, HostWork& work, Place place);
+  [[nodiscard]] std::exception_ptr run(const Body& body, const OpOptions& options, const ErrorContext& what,
+                                       Place place);
   // `body` runs here and now if it can; if not, what `make_queued()` returns runs on the lane.
   template <typename Body, typename MakeQueued>
   WorkPtr submit_body(ErrorContext what, const OpOptions& options, const Body& body, const MakeQueued& make_queued);

@@ -77,6 +77,20 @@ class HostWork final : public Work {
   ErrorContext what_;
 };
 
+// The Work of an operation that has ended well before it could be handed out.
+class DoneWork final : public Work {
+ public:
+  explicit DoneWork(ErrorContext what) : what_(std::move(what)) {}
+
+  [[nodiscard]] const ErrorContext& what() const noexcept override { return what_; }
+  [[nodiscard]] bool done() const override { return true; }
+  [[nodiscard]] bool wait_until(Deadline) const override { return true; }
+  [[nodiscard]] Event event() const override { return {}; }
+
+ private:
+  ErrorContext what_;
+};
+
 // A Work that is handed out before its operation can be issued (a receipt, whose size comes with a header): it ends
 // when that operation has ended.
 class RelayWork final : public Work {

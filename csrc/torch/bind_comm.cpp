@@ -53,7 +53,7 @@ struct Call {
     return options;
   }
   template <typename Issue>
-  WorkPtr run(const Issue& issue) const {
+  [[nodiscard]] WorkPtr issue_and_wait(const Issue& issue) const {
     WorkPtr work;
     {
       const WithoutGil scope;
@@ -69,67 +69,82 @@ struct Call {
     }
     return work;
   }
+  template <typename Issue>
+  [[nodiscard]] py::object run(const Issue& issue) const {
+    const WorkPtr work = issue_and_wait(issue);
+    return async_op || self.device().type == DeviceType::kCuda ? py::cast(work) : ended();
+  }
+  // What a call returns that has waited: one object for all of them, for making one takes longer than a small
+  // operation. Never let go of, as a static object would be without an interpreter.
+  [[nodiscard]] static py::object ended() {
+    static PyObject* const work =
+        py::cast(WorkPtr(std::make_shared<DoneWork>(ErrorContext{-1, -1, -1, "ended"}))).release().ptr();
+    return py::reinterpret_borrow<py::object>(work);
+  }
 };
 
 Keepalive keep_both(const at::Tensor& a, const at::Tensor& b) {
   return std::make_shared<const std::pair<Keepalive, Keepalive>>(keep(a), keep(b));
 }
 
-WorkPtr all_reduce(Communicator& self, const at::Tensor& tensor, const std::string& op, bool async_op, double timeout) {
+py::object all_reduce(Communicator& self, const at::Tensor& tensor, const std::string& op, bool async_op,
+                      double timeout) {
   const BufferView view = view_of(tensor, "all_reduce", self.device());
   const Call call{self, async_op, timeout};
   return call.run([&] { return self.all_reduce(view, parse_op(op), call.options(keep(tensor))); });
 }
 
-WorkPtr reduce_scatter(Communicator& self, const at::Tensor& output, const at::Tensor& input, const std::string& op,
-                       bool async_op, double timeout) {
+py::object reduce_scatter(Communicator& self, const at::Tensor& output, const at::Tensor& input, const std::string& op,
+                          bool async_op, double timeout) {
   const BufferView to = view_of(output, "reduce_scatter output", self.device());
   const BufferView from = view_of(input, "reduce_scatter input", self.device());
   const Call call{self, async_op, timeout};
   return call.run([&] { return self.reduce_scatter(to, from, parse_op(op), call.options(keep_both(output, input))); });
 }
 
-WorkPtr all_gather(Communicator& self, const at::Tensor& output, const at::Tensor& input, bool async_op,
-                   double timeout) {
+py::object all_gather(Communicator& self, const at::Tensor& output, const at::Tensor& input, bool async_op,
+                      double timeout) {
   const BufferView to = view_of(output, "all_gather output", self.device());
   const BufferView from = view_of(input, "all_gather input", self.device());
   const Call call{self, async_op, timeout};
   return call.run([&] { return self.all_gather(to, from, call.options(keep_both(output, input))); });
 }
 
-WorkPtr all_to_all(Communicator& self, const at::Tensor& output, const at::Tensor& input, bool async_op,
-                   double timeout) {
+py::object all_to_all(Communicator& self, const at::Tensor& output, const at::Tensor& input, bool async_op,
+                      double timeout) {
   const BufferView to = view_of(output, "all_to_all output", self.device());
   const BufferView from = view_of(input, "all_to_all input", self.device());
   const Call call{self, async_op, timeout};
   return call.run([&] { return self.all_to_all(to, from, call.options(keep_both(output, input))); });
 }
 
-WorkPtr broadcast(Communicator& self, const at::Tensor& tensor, int root, bool async_op, double timeout) {
+py::object broadcast(Communicator& self, const at::Tensor& tensor, int root, bool async_op, double timeout) {
   const BufferView view = view_of(tensor, "broadcast", self.device());
   const Call call{self, async_op, timeout};
   return call.run([&] { return self.broadcast(view, root, call.options(keep(tensor))); });
 }
 
-WorkPtr send(Communicator& self, const at::Tensor& tensor, int peer, bool async_op, double timeout) {
+py::object send(Communicator& self, const at::Tensor& tensor, int peer, bool async_op, double timeout) {
   const BufferView view = view_of(tensor, "send", self.device());
   const Call call{self, async_op, timeout};
   return call.run([&] { return self.send(view, peer, call.options(keep(tensor))); });
 }
 
-WorkPtr recv(Communicator& self, const at::Tensor& tensor, int peer, bool async_op, double timeout) {
+py::object recv(Communicator& self, const at::Tensor& tensor, int peer, bool async_op, double timeout) {
   const BufferView view = view_of(tensor, "recv", self.device());
   const Call call{self, async_op, timeout};
   return call.run([&] { return self.recv(view, peer, call.options(keep(tensor))); });
 }
 
-WorkPtr barrier(Communicator& self, bool async_op, double timeout) {
+py::object barrier(Communicator& self, bool async_op, double timeout) {
   const Call call{self, async_op, timeout};
-  const WorkPtr work = call.run([&] { return self.barrier(call.options(nullptr)); });
-  if (!async_op) {
-    block_on(*work, -1);  // the one operation for which the host itself waits, on every device
+  const auto issue = [&] { return self.barrier(call.options(nullptr)); };
+  if (async_op || self.device().type == DeviceType::kCpu) {
+    return call.run(issue);
   }
-  return work;
+  const WorkPtr work = call.issue_and_wait(issue);
+  block_on(*work, -1);  // the one operation for which the host itself waits, on every device
+  return py::cast(work);
 }
 
 at::ScalarType to_scalar_type(const py::object& dtype) {
