@@ -3,8 +3,10 @@
     python -m benchmarks.pack                                # 1 MB to 64 MB, 4 to 4,096 tensors, with and without cast
     python -m benchmarks.pack --totals 16 --rounds 25 --json result.json
 
-One process, one thread. Variants take turns in every round: hpcomm's pack and unpack, torch.cat or a _foreach_copy_ of
-the same tensors, and one copy_ of as many bytes, which is the memory-copy rate of this machine at this moment. A rate
+One process, one thread. Variants take turns in every round: hpcomm's kernels, with the addresses in a list as the
+Reducer and the Channel have them; the same from Python, where every tensor of every call is looked up first; a
+_foreach_copy_ of the same tensors; and one copy_ of as many bytes, which is the memory-copy rate of this machine at this
+moment. A rate
 counts the bytes that are read and those that are written; the share is ours over that of the copy, the median of the
 rounds' own. Float32 tensors, as they are or as bfloat16 in the buffer. Sets of buffers are used in turn, so that 64 MB
 do not come from a cache. Contents are compared with torch's before and after the timing. GPUs: benchmarks.gpu.
@@ -45,14 +47,21 @@ class Tensors:
         self.places = [
             self.buffer[offset : offset + length * self.wire.itemsize].view(self.wire) for offset in self.layout.offsets
         ]
+        self.list = _C.CopyList(self.layout, self.tensors, self.buffer)
         self.source, self.target = torch.ones(total // 4), torch.zeros(total // 4)
         self.moved = number * length * (4 + self.wire.itemsize)
         self.copied = total * 2
 
     def pack(self) -> None:
-        _C.pack(self.layout, self.tensors, self.buffer)
+        self.list.pack()
 
     def unpack(self) -> None:
+        self.list.unpack()
+
+    def python_pack(self) -> None:
+        _C.pack(self.layout, self.tensors, self.buffer)
+
+    def python_unpack(self) -> None:
         _C.unpack(self.layout, self.buffer, self.tensors)
 
     def foreach_pack(self) -> None:
@@ -84,6 +93,8 @@ def measure(sets: list[Tensors], rounds: int) -> dict[str, list[float]]:
     variants: dict[str, Callable[[Tensors], None]] = {
         "pack": Tensors.pack,
         "unpack": Tensors.unpack,
+        "python pack": Tensors.python_pack,
+        "python unpack": Tensors.python_unpack,
         "foreach pack": Tensors.foreach_pack,
         "foreach unpack": Tensors.foreach_unpack,
         "copy": Tensors.copy,
@@ -126,7 +137,8 @@ def run(arguments: argparse.Namespace) -> int:
     with hpcomm.init() as mesh:
         described = environment(mesh)
     print("".join(f"# {key:<18} {value}\n" for key, value in described.items()))
-    print(f"{'':<34}{'copy GB/s':>10}{'pack':>8}{'unpack':>8}{'foreach':>9}{'back':>7}   shares of the copy rate")
+    print(f"{'':<28}{'':>10}{'kernels':>16}{'from Python':>16}{'foreach':>16}   shares of the copy rate")
+    print(f"{'':<28}{'copy GB/s':>10}" + f"{'pack':>8}{'unpack':>8}" * 3)
     for total in (int(float(text) * MB) for text in arguments.totals.split(",")):
         for number in map(int, arguments.counts.split(",")):
             for wire in (None, torch.bfloat16):
@@ -137,10 +149,9 @@ def run(arguments: argparse.Namespace) -> int:
                 shares = {name: share(rates, name) for name in rates}
                 name = f"{number} x {total / number / 1024:g} KB" + (", as bfloat16" if wire else "")
                 cells = "".join(
-                    f"{100 * shares[key]:>{width}.0f} %"
-                    for key, width in (("pack", 6), ("unpack", 6), ("foreach pack", 7), ("foreach unpack", 5))
+                    f"{100 * shares[way + end]:>6.0f} %" for way in ("", "python ", "foreach ") for end in ("pack", "unpack")
                 )
-                print(f"{name:<34}{statistics.median(rates['copy']) / 1e9:>10.2f}{cells}", flush=True)
+                print(f"{name:<28}{statistics.median(rates['copy']) / 1e9:>10.2f}{cells}", flush=True)
                 rows.append({"case": name, "total": total, "tensors": number, "rates": rates, "shares": shares})
     print(f"\n# tensors that were wrong: {wrong}")
     if arguments.json:

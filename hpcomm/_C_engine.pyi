@@ -19,6 +19,16 @@ class Layout:
     @property
     def offsets(self) -> list[int]: ...
 
+class CopyList:
+    """``tensors`` and their places in ``buffer``, looked up once, on the CPU: the kernels alone, as benchmarks time them.
+
+    Throws: ValueError when a tensor or the buffer does not fit ``layout``.
+    """
+
+    def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor | None], buffer: torch.Tensor) -> None: ...
+    def pack(self) -> None: ...
+    def unpack(self) -> None: ...
+
 def pack(
     layout: Layout,
     tensors: Sequence[torch.Tensor | None],

@@ -91,6 +91,33 @@ void unpack_tensors(const Layout& layout, const at::Tensor& buffer, const std::v
          {number<const double>(scale, DType::kFloat64, device, "unpack scale")}, keep_all(tensors, buffer));
 }
 
+// The tensors of a buffer, looked up once: what the kernel of the CPU takes without the way from Python to it.
+class CopyList {
+ public:
+  CopyList(const Layout& layout, const std::vector<MaybeTensor>& tensors, const at::Tensor& buffer)
+      : keepalive_(keep_all(tensors, buffer)) {
+    const BufferView view = view_of(buffer, "copy list buffer", {});
+    HPCOMM_REQUIRE(view.bytes >= layout.bytes(), "copy list: the layout needs ", layout.bytes(),
+                   " bytes, the buffer has ", view.bytes);
+    const auto found = pointers<void*>(layout, tensors, {}, "copy list");
+    for (std::size_t i = 0; i < found.size(); ++i) {
+      const Layout::Entry& entry = layout.entries()[i];
+      char* const place = static_cast<char*>(view.data) + entry.offset;
+      packing_.push_back({found[i], place, entry.count, entry.dtype, entry.wire});
+      if (found[i] != nullptr) {
+        unpacking_.push_back({place, found[i], entry.count, entry.wire, entry.dtype});
+      }
+    }
+  }
+  void pack() const { run_copies_cpu(packing_, nullptr); }
+  void unpack() const { run_copies_cpu(unpacking_, nullptr); }
+
+ private:
+  Keepalive keepalive_;
+  std::vector<CopyItem> packing_;
+  std::vector<CopyItem> unpacking_;
+};
+
 }  // namespace
 
 void bind_pack(py::module_& module) {
@@ -104,6 +131,11 @@ void bind_pack(py::module_& module) {
         }
         return offsets;
       });
+  py::class_<CopyList>(module, "CopyList")
+      .def(py::init<const Layout&, const std::vector<MaybeTensor>&, const at::Tensor&>(), py::arg("layout"),
+           py::arg("tensors"), py::arg("buffer"))
+      .def("pack", &CopyList::pack)
+      .def("unpack", &CopyList::unpack);
   module.def("pack", &pack_tensors, py::arg("layout"), py::arg("tensors"), py::arg("buffer"), py::kw_only(),
              py::arg("scale") = py::none(), py::arg("first_bad") = py::none());
   module.def("unpack", &unpack_tensors, py::arg("layout"), py::arg("buffer"), py::arg("tensors"), py::kw_only(),

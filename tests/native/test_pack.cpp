@@ -14,6 +14,10 @@
 #include <thread>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "native/check.h"
 #include "pack/element.h"
 #include "pack/isa.h"
