@@ -239,9 +239,13 @@ class Mesh:
     def _watch_exit(self) -> None:
         """Ends in order at exit; tells the peers when an exception ends this process."""
         myself = weakref.ref(self)
+        owned = weakref.ref(dist.group.WORLD) if self._owns_group else None
         previous = sys.excepthook
+        failed = False
 
         def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            nonlocal failed
+            failed = True
             mesh = myself()
             with contextlib.suppress(Exception):  # whatever goes wrong here must not hide the program's own error
                 if mesh is not None and not mesh._closed:
@@ -256,6 +260,11 @@ class Mesh:
             if mesh is not None and mesh.control.failure() is None:
                 with contextlib.suppress(Exception):
                     mesh.close()
+            # A mesh that was dropped: torch's NCCL complains of a group that nobody destroys.
+            if mesh is None and owned is not None and not failed and dist.is_initialized():
+                with contextlib.suppress(Exception):
+                    if dist.group.WORLD is owned():
+                        dist.destroy_process_group()
 
         def forget() -> None:
             if sys.excepthook is report:  # somebody else's later hook calls ours, which then does nothing

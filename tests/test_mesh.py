@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import subprocess
@@ -168,3 +169,15 @@ def several_meshes(own_group: bool) -> None:
 def test_one_mesh_after_another(own_group: bool) -> None:
     """With groups of the same names in a store that stays."""
     ranks.run(4, several_meshes, own_group)
+
+
+def dropped_mesh() -> None:
+    # Registered first, so run last.
+    atexit.register(lambda: print("a group is left" if dist.is_initialized() else "no group is left"))
+    hpcomm.init(dp=2, timeout=20.0)
+
+
+def test_a_mesh_that_was_dropped_leaves_no_group_of_torchs_behind() -> None:
+    for outcome in ranks.run(2, dropped_mesh, expect_failure=True, full_exit=True):
+        assert outcome.ok, outcome
+        assert outcome.output.splitlines()[-1:] == ["no group is left"]
