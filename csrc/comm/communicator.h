@@ -95,6 +95,8 @@ class Communicator {
   [[nodiscard]] virtual bool can_poll() const noexcept { return false; }
   // True when kAverage costs no pass of its own and 16-bit floats are summed in float32: no need to scale before.
   [[nodiscard]] virtual bool averages_well() const noexcept { return false; }
+  // True when kSum may be faster than kAverage: what is packed before anyway had better be scaled there.
+  [[nodiscard]] virtual bool sums_faster() const noexcept { return false; }
   // Tagged messages beside the operations above (comm/mailbox.h); null when the transport has none.
   [[nodiscard]] virtual std::shared_ptr<Mailbox> mailbox() { return nullptr; }
   // Memory from allocate() that peers use in place (comm/peer_memory.h); null when the transport has none.

@@ -60,9 +60,23 @@ class Issue {
         checks_(checks),
         casts_(!layout_.entries().empty() && layout_.entries().front().wire != layout_.entries().front().dtype) {
     // A cast loses range, so what is cast is scaled before. Otherwise the average costs nothing where the transport
-    // forms it, and as little in the pack kernel.
-    if (communicator.size() > 1 && (casts_ || !communicator.averages_well())) {
-      scale_.factor = std::make_shared<const double>(1.0 / communicator.size());
+    // forms it, and as little in the pack kernel, through which nearly all gradients go. The choice is the same on all
+    // ranks: it does not look at where this one has its gradients.
+    scales_ = communicator.size() > 1 && (casts_ || !communicator.averages_well() || communicator.sums_faster());
+    if (scales_) {
+      scale_.constant = 1.0 / communicator.size();
+    }
+  }
+
+  // Before the lane waits for the caller's stream, where the numbers are written: an overflow that a late INT32_MAX
+  // wipes out would be lost.
+  void make_checks() {
+    for (const bool in_place : {false, true}) {
+      for (const Run& run : runs(reduction_.entries, in_place)) {
+        if (reduction_.make_check) {
+          checks_->push_back({run.begin, reduction_.make_check()});
+        }
+      }
     }
   }
 
@@ -76,7 +90,7 @@ class Issue {
            communicator_.size() > 1 ? Reader::kOthers : Reader::kThisCore);
     }
     for (const Run& run : runs(reduction_.entries, true)) {
-      if (scale_.factor == nullptr && !reduction_.make_check) {
+      if (!scales_ && !reduction_.make_check) {
         continue;
       }
       std::vector<BufferView> views;
@@ -171,7 +185,7 @@ class Issue {
   }
 
  private:
-  [[nodiscard]] ReduceOp op() const { return scale_.factor == nullptr ? ReduceOp::kAverage : ReduceOp::kSum; }
+  [[nodiscard]] ReduceOp op() const { return scales_ ? ReduceOp::kSum : ReduceOp::kAverage; }
   [[nodiscard]] Stream& stream() const { return communicator_.stream(); }
 
   [[nodiscard]] BufferView memory_of(const Run& run) const {
@@ -180,12 +194,15 @@ class Issue {
             DType::kUInt8, reduction_.memory.device};
   }
 
-  [[nodiscard]] FiniteCheck check_of(const Run& run) {
-    if (!reduction_.make_check) {
-      return {};
+  [[nodiscard]] FiniteCheck check_of(const Run& run) const {
+    if (reduction_.make_check) {
+      for (const RunCheck& check : *checks_) {
+        if (check.first_entry == run.begin) {
+          return {check.first_bad};
+        }
+      }
     }
-    checks_->push_back({run.begin, reduction_.make_check()});
-    return {checks_->back().first_bad};
+    return {};
   }
 
   Communicator& communicator_;
@@ -193,6 +210,7 @@ class Issue {
   const Layout& layout_;
   std::vector<RunCheck>* checks_;
   bool casts_;
+  bool scales_ = false;
   Scale scale_;
 };
 
@@ -202,9 +220,10 @@ WorkPtr issue(Communicator& communicator, const BucketReduction& reduction, std:
               std::vector<RunCheck>* checks) {
   HPCOMM_ASSERT(reduction.entries.size() == reduction.bucket->layout.entries().size(), "one contribution per entry");
   HPCOMM_ASSERT(!reduction.make_check || checks != nullptr, "checks need a place");
+  Issue steps(communicator, reduction, checks);
+  steps.make_checks();
   // The gradients are the backward's, which may still run.
   communicator.stream().wait(communicator.compute()->record());
-  Issue steps(communicator, reduction, checks);
   if (reduction.begun) {
     communicator.stream().enqueue(reduction.begun);
   }

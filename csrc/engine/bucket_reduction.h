@@ -32,7 +32,8 @@ struct BucketReduction {
   BufferView memory;                  // as long as the bucket's layout, or longer, to a multiple of the ranks
   std::vector<Contribution> entries;  // one for each of the layout's
   Keepalive held;                     // memory and gradients
-  // Makes numbers for the checks, on the communicator's device, set to INT32_MAX; null: no checks.
+  // Makes numbers for the checks, on the communicator's device, which the caller's stream sets to INT32_MAX; null: no
+  // checks.
   std::function<std::shared_ptr<std::int32_t>()> make_check;
   // Rank r gets part r of the memory, and nothing is copied back; not with casts.
   bool scatter = false;

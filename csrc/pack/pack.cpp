@@ -38,13 +38,15 @@ void launch(Stream& stream, std::vector<CopyItem> items, const Scale& scale, Kee
   }
   HPCOMM_REQUIRE(check.first_bad == nullptr || items.size() < INT32_MAX, "too many tensors to number them");
   const auto shared = std::make_shared<const std::vector<CopyItem>>(std::move(items));
-  const double* const factor = scale.factor.get();
   std::int32_t* const first_bad = check.first_bad.get();
   using Memory = std::tuple<std::shared_ptr<const double>, std::shared_ptr<std::int32_t>, Keepalive>;
   run_on(
       stream, std::make_shared<const Memory>(scale.factor, check.first_bad, std::move(keepalive)),
-      [&] { launch_copies_cuda(stream, *shared, factor, first_bad); },
-      [shared, factor, first_bad] { run_copies_cpu(*shared, factor, first_bad); });
+      [&] { launch_copies_cuda(stream, *shared, scale, first_bad); },
+      [shared, scale, first_bad] {
+        const double* const constant = scale.is_one() ? nullptr : &scale.constant;
+        run_copies_cpu(*shared, scale.factor != nullptr ? scale.factor.get() : constant, first_bad);
+      });
 }
 
 }  // namespace

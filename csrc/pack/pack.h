@@ -11,10 +11,15 @@
 
 namespace hpcomm {
 
-// A factor that is read when the kernel runs, not when it is issued: the 1 / weight of a step is known only after
-// the last loss. Lives on the device of the stream. An empty Scale means 1.
+// What numbers are multiplied by. A default-made Scale means 1.
 struct Scale {
+  // Read when the kernel runs, not when it is issued: the 1 / weight of a step is known only after the last loss. Lives
+  // on the device of the stream.
   std::shared_ptr<const double> factor;
+  // Where there is no such factor: known when the kernel is issued, and travels with it.
+  double constant = 1.0;
+
+  [[nodiscard]] bool is_one() const noexcept { return factor == nullptr && constant == 1.0; }
 };
 
 // Where a kernel reports infinities and NaNs that it meets; lives on the device of the stream. The caller sets it to
@@ -67,11 +72,11 @@ void copy(Stream& stream, std::vector<CopyItem> items, Keepalive keepalive = nul
 
 // The kernel behind them all, one twin per device. `factor` and `first_bad` may be null.
 void run_copies_cpu(const std::vector<CopyItem>& items, const double* factor, std::int32_t* first_bad = nullptr);
-// Launched on the stream's native handle; pointers, `factor` and `first_bad` included, are the device's. Allocates
-// nothing, waits for nothing, may be captured into a graph. pack_cuda.cu, and pack_no_cuda.cpp in builds without CUDA.
-// Throws kInvalidArgument when a tensor does not start at a multiple of its element size, kTransport with the words of
-// the CUDA runtime.
-void launch_copies_cuda(Stream& stream, const std::vector<CopyItem>& items, const double* factor,
+// Launched on the stream's native handle; pointers, those in `scale` and `first_bad` included, are the device's.
+// Allocates nothing, waits for nothing, may be captured into a graph. pack_cuda.cu, and pack_no_cuda.cpp in builds
+// without CUDA. Throws kInvalidArgument when a tensor does not start at a multiple of its element size, kTransport with
+// the words of the CUDA runtime.
+void launch_copies_cuda(Stream& stream, const std::vector<CopyItem>& items, const Scale& scale,
                         std::int32_t* first_bad);
 // Loads every kernel of pack/ onto the current device. Until then, CUDA may load a kernel when it is first launched,
 // and wait for the device while it does: behind a collective that waits for this rank that is a deadlock. Call it

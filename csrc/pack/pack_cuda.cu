@@ -30,7 +30,8 @@ constexpr std::uint32_t kThreads = 256;
 // smaller kernel.
 template <std::uint32_t kCapacity>
 struct TaskTable {
-  const double* factor;
+  const double* factor;  // null: `constant`
+  double constant;
   std::int32_t* first_bad;
   std::uint32_t count;
   CopyTask tasks[kCapacity];
@@ -44,7 +45,7 @@ static_assert(sizeof(TaskTable<kManyTasks>) <= kParameterBytes && sizeof(TaskTab
 // Four blocks on a multiprocessor: with four loads of 16 bytes in flight a thread, 64 KB are on their way.
 template <std::uint32_t kCapacity>
 __global__ void __launch_bounds__(kThreads, 4) copy_kernel(const __grid_constant__ TaskTable<kCapacity> table) {
-  const double factor = table.factor == nullptr ? 1.0 : *table.factor;
+  const double factor = table.factor == nullptr ? table.constant : *table.factor;
   const bool check = table.first_bad != nullptr;
   const bool bad = copy_chunk(table.tasks[task_of(table.tasks, table.count, blockIdx.x)], blockIdx.x,
                               {threadIdx.x, kThreads}, PlainAccess{}, factor, check);
@@ -86,9 +87,10 @@ void launch(void (*kernel)(Parameters...), std::uint32_t blocks, std::uint32_t t
 }
 
 template <std::uint32_t kCapacity>
-void launch_copies(Stream& stream, const ChunkMap& map, const double* factor, std::int32_t* first_bad) {
+void launch_copies(Stream& stream, const ChunkMap& map, const Scale& scale, std::int32_t* first_bad) {
   TaskTable<kCapacity> table;  // what lies beyond the tasks is never read
-  table.factor = factor;
+  table.factor = scale.factor.get();
+  table.constant = scale.constant;
   table.first_bad = first_bad;
   table.count = static_cast<std::uint32_t>(map.tasks.size());
   std::copy(map.tasks.begin(), map.tasks.end(), table.tasks);
@@ -127,7 +129,7 @@ void load(const void* kernel, int device) {
 
 }  // namespace
 
-void launch_copies_cuda(Stream& stream, const std::vector<CopyItem>& items, const double* factor,
+void launch_copies_cuda(Stream& stream, const std::vector<CopyItem>& items, const Scale& scale,
                         std::int32_t* first_bad) {
   // Chunks for each multiprocessor: four blocks fit at a time, and eight times as many leave none idle at the end.
   constexpr std::size_t kChunksEach = 32;
@@ -136,9 +138,9 @@ void launch_copies_cuda(Stream& stream, const std::vector<CopyItem>& items, cons
   const auto wanted = static_cast<std::size_t>(multiprocessors(device)) * kChunksEach;
   for (const ChunkMap& map : map_chunks(items, kManyTasks, wanted)) {
     if (map.tasks.size() <= kFewTasks) {
-      launch_copies<kFewTasks>(stream, map, factor, first_bad);
+      launch_copies<kFewTasks>(stream, map, scale, first_bad);
     } else {
-      launch_copies<kManyTasks>(stream, map, factor, first_bad);
+      launch_copies<kManyTasks>(stream, map, scale, first_bad);
     }
   }
 }

@@ -5,7 +5,7 @@
 
 namespace hpcomm {
 
-void launch_copies_cuda(Stream&, const std::vector<CopyItem>&, const double*, std::int32_t*) {
+void launch_copies_cuda(Stream&, const std::vector<CopyItem>&, const Scale&, std::int32_t*) {
   HPCOMM_ASSERT(false, "a CUDA stream in a build without CUDA");
 }
 

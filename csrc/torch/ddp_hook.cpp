@@ -18,7 +18,7 @@ namespace {
 class DdpHook final : public c10d::CommHookInterface {
  public:
   explicit DdpHook(std::shared_ptr<Communicator> communicator)
-      : communicator_(std::move(communicator)), average_{std::make_shared<const double>(1.0 / communicator_->size())} {}
+      : communicator_(std::move(communicator)), average_{nullptr, 1.0 / communicator_->size()} {}
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
     const at::Tensor& flat = bucket.getBuffer();

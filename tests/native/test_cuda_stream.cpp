@@ -855,12 +855,12 @@ TEST(cuda_stream_packs_and_unpacks_as_the_cpu_does) {
   };
 
   const auto cpu = make_caller_stream();
-  const auto expected = run(*cpu, *cpu, {std::make_shared<const double>(0.25)}, nullptr).first;
+  const auto expected = run(*cpu, *cpu, {nullptr, 0.25}, nullptr).first;
   const Lane first;
   const Lane second;
   for (int i = 0; i < 20; ++i) {
     // The factor is known only when the kernel runs; buffer and factor belong to nobody but the streams.
-    auto factor = std::make_shared<double>(0);
+    auto factor = device_memory<double>(1);
     const auto gate = first.gate();
     first.launch([at = factor.get()] { *at = 0.25; });
     auto token = std::make_shared<int>(i);

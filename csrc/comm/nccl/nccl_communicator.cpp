@@ -69,6 +69,8 @@ class NcclCommunicator final : public Communicator {
   [[nodiscard]] const char* transport() const noexcept override { return "nccl"; }
   [[nodiscard]] Device device() const noexcept override { return {DeviceType::kCuda, session_->device}; }
   [[nodiscard]] bool averages_well() const noexcept override { return true; }
+  // NVSwitches add (NVLS), and multiply by nothing: an average of floats is summed by the GPUs.
+  [[nodiscard]] bool sums_faster() const noexcept override { return true; }
   [[nodiscard]] Buffer allocate(std::size_t bytes) override {
     require_open(context("allocate", -1, 0));
     return nccl::allocate(session_, bytes);

@@ -24,14 +24,34 @@ void launch(const Stream& stream, std::function<void()> kernel) {
   }
 }
 
+// A kernel that is given host memory is an illegal access on a GPU.
+void require_on_device(const void* memory) {
+  if (memory != nullptr && !fake_cuda::on_device(memory)) {
+    throw Error(ErrorKind::kTransport, "pack kernel: an illegal memory access was encountered (host memory)");
+  }
+}
+
 }  // namespace
 
-void launch_copies_cuda(Stream& stream, const std::vector<CopyItem>& items, const double* factor,
+void launch_copies_cuda(Stream& stream, const std::vector<CopyItem>& items, const Scale& scale,
                         std::int32_t* first_bad) {
-  launch(stream, [items, factor, first_bad] { run_copies_cpu(items, factor, first_bad); });
+  for (const CopyItem& item : items) {
+    if (item.count > 0) {
+      require_on_device(item.source);
+      require_on_device(item.target);
+    }
+  }
+  require_on_device(scale.factor.get());
+  require_on_device(first_bad);
+  // As the real launch does: the constant is copied, the factor is read by the kernel.
+  launch(stream, [items, factor = scale.factor.get(), constant = scale.constant, first_bad] {
+    run_copies_cpu(items, factor != nullptr ? factor : &constant, first_bad);
+  });
 }
 
 void launch_finish_loss_cuda(Stream& stream, double* sums, double* factor, bool accumulate) {
+  require_on_device(sums);
+  require_on_device(factor);
   launch(stream, [sums, factor, accumulate] { run_finish_loss(sums, factor, accumulate); });
 }
 

@@ -1,7 +1,8 @@
 // The functions of libcudart that hpcomm and its tests call, under their real names and signatures.
 #include <cstdlib>
 #include <cstring>
-#include <unordered_map>
+#include <functional>
+#include <map>
 #include <utility>
 
 #include "native/fake/cuda/machine.h"
@@ -24,7 +25,7 @@ namespace {
 
 struct Memory {
   std::mutex mutex;
-  std::unordered_map<void*, std::size_t> blocks;
+  std::map<const void*, std::size_t, std::less<>> blocks;
   std::uint64_t bytes = 0;
 };
 
@@ -78,6 +79,16 @@ cudaError_t release(void* pointer) {
 std::uint64_t fake_cuda::live_bytes() {
   const std::lock_guard lock(memory().mutex);
   return memory().bytes;
+}
+
+bool fake_cuda::on_device(const void* address) {
+  const std::lock_guard lock(memory().mutex);
+  const auto next = memory().blocks.upper_bound(address);
+  if (next == memory().blocks.begin()) {
+    return false;
+  }
+  const auto& [begin, bytes] = *std::prev(next);
+  return static_cast<const char*>(address) < static_cast<const char*>(begin) + bytes;
 }
 
 cudaError_t fake_cuda_enqueue(cudaStream_t handle, std::function<void()> kernel) {

@@ -62,6 +62,7 @@ void break_communicators(int device, int result);
 [[nodiscard]] std::size_t live_allocations();    // of ncclMemAlloc
 [[nodiscard]] std::size_t live_registrations();  // of ncclCommRegister
 [[nodiscard]] std::size_t live_operators();      // of ncclRedOpCreatePreMulSum
+[[nodiscard]] std::uint64_t averages();          // reductions issued with ncclAvg since reset()
 [[nodiscard]] std::size_t largest_group();       // operations in one ncclGroupStart and ncclGroupEnd
 
 // What the last communicator was told by its config.

@@ -70,6 +70,7 @@ void reset(const Rules& wanted) {
     h.allocations.clear();
     h.operators.clear();
     h.largest_group = 0;
+    h.averages = 0;
     h.registrations = 0;
   }
   Calls& made = calls_made();
@@ -152,6 +153,11 @@ std::size_t live_operators() {
 std::size_t largest_group() {
   const std::lock_guard lock(host().mutex);
   return host().largest_group;
+}
+
+std::uint64_t averages() {
+  const std::lock_guard lock(host().mutex);
+  return host().averages;
 }
 
 SeenConfig last_config() {

@@ -54,6 +54,7 @@ struct Host {
   int next_operator = ncclNumOps;
   std::size_t registrations = 0;
   std::size_t largest_group = 0;
+  std::uint64_t averages = 0;
   SeenConfig config;
 };
 Host& host();

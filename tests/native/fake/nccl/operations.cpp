@@ -146,6 +146,9 @@ ncclResult_t issue(const char* function, ncclComm_t comm, cudaStream_t stream, O
         operation.kind == Kind::kSend || operation.kind == Kind::kRecv || operation.kind == Kind::kBroadcast;
     if (operation.count > 0 && ((reads && operation.input == nullptr) || (writes && operation.output == nullptr))) {
       refuse("a buffer is null");
+    } else if (operation.count > 0 && ((reads && !fake_cuda::on_device(operation.input)) ||
+                                       (writes && !fake_cuda::on_device(operation.output)))) {
+      refuse("a buffer is not memory of a device");  // NCCL looks only when asked to; its kernel would crash
     } else if (operation.type < 0 || operation.type >= ncclNumTypes) {
       refuse("no such type");
     } else if (reduces && !resolve(comm, operation.op)) {
@@ -155,6 +158,9 @@ ncclResult_t issue(const char* function, ncclComm_t comm, cudaStream_t stream, O
     } else if (reduces && operation.op >= ncclNumOps) {
       const std::lock_guard lock(host().mutex);
       operation.scalar = scalars()[operation.op];
+    } else if (reduces && operation.op == ncclAvg) {
+      const std::lock_guard lock(host().mutex);
+      ++host().averages;
     }
   }
   Group& mine = group();
