@@ -63,6 +63,7 @@ class Communicator {
   [[nodiscard]] const std::string& name() const noexcept { return config_.name; }
   [[nodiscard]] const std::string& lane() const noexcept { return config_.lane; }
   [[nodiscard]] Stream& stream() const noexcept { return *config_.stream; }
+  [[nodiscard]] const std::shared_ptr<Stream>& shared_stream() const noexcept { return config_.stream; }
   [[nodiscard]] const std::shared_ptr<Stream>& compute() const noexcept { return config_.compute; }
   [[nodiscard]] Control& control() const noexcept { return *config_.control; }
   [[nodiscard]] const std::shared_ptr<Control>& shared_control() const noexcept { return config_.control; }

@@ -27,6 +27,10 @@ BufferView bytes_at(const Communicator& communicator, void* data, std::size_t by
   return {data, bytes, bytes, DType::kUInt8, communicator.device()};
 }
 
+// Whether what is enqueued on the lane comes in its order, and is issued when the call returns: then a slot may be used
+// by the next message while the device is at this one. A host lane runs its tasks later, and holds their slots.
+bool in_stream_order(const Communicator& communicator) { return communicator.device().type == DeviceType::kCuda; }
+
 // Null where messages keep their place in the order of issue.
 std::shared_ptr<const Rendezvous> make_rendezvous(const EdgeConfig& config, std::uint64_t edge) {
   return config.movable && config.communicator->device_slot() != nullptr
@@ -71,7 +75,8 @@ class LaneSend final : public SendRoute {
         peer_(config.peer),
         edge_(edge),
         refusal_(std::move(refusal)),
-        slots_(std::move(allocator), config.slots),
+        in_order_(in_stream_order(communicator_)),
+        slots_(std::move(allocator), config.slots, in_order_ ? communicator_.shared_stream() : nullptr),
         rendezvous_(make_rendezvous(config, edge)) {
     slots_.reserve(config.slots, config.slot_bytes);
   }
@@ -83,8 +88,13 @@ class LaneSend final : public SendRoute {
     for (const Parcel::Direct& one : parcel.direct) {
       bytes += message.sources[one.tensor].strided != nullptr ? line(one.bytes) : 0;
     }
-    const Buffer slot = bytes > 0 ? slots_.acquire(bytes).buffer : Buffer{};
+    SlotPool::Slot lent = bytes > 0 ? slots_.acquire(bytes) : SlotPool::Slot{};
+    const Buffer& slot = lent.buffer;
     auto* const memory = static_cast<char*>(slot.view.data);
+    if (in_order_ && std::any_of(message.sources.begin(), message.sources.end(),
+                                 [](const Source& source) { return source.strided != nullptr; })) {
+      communicator_.compute()->wait(lent.free);  // they are written from there, and the lane may still read
+    }
     std::vector<BufferView> views;
     std::vector<CopyItem> items;
     if (parcel.packed.bytes() > 0) {
@@ -121,7 +131,7 @@ class LaneSend final : public SendRoute {
     communicator_.stream().wait(communicator_.compute()->record());
     using Held = std::pair<Keepalive, Keepalive>;
     OpOptions options;
-    options.keepalive = std::make_shared<const Held>(std::move(message.keepalive), slot.owner);
+    options.keepalive = std::make_shared<const Held>(std::move(message.keepalive), in_order_ ? nullptr : slot.owner);
     if (!items.empty()) {
       // Held by the copy as well: the send may be refused while the copy is already on its way.
       copy(communicator_.stream(), std::move(items), options.keepalive);
@@ -176,6 +186,7 @@ class LaneSend final : public SendRoute {
   const int peer_;
   const std::uint64_t edge_;
   std::shared_ptr<Refusal> refusal_;
+  const bool in_order_;
   SlotPool slots_;
   const std::shared_ptr<const Rendezvous> rendezvous_;  // null where the order of issue counts
 };
@@ -223,7 +234,9 @@ class LaneRecv final : public RecvRoute {
   struct State {
     State(const EdgeConfig& config, std::shared_ptr<Allocator> allocator, std::shared_ptr<Inbound> edge)
         : inbound(std::move(edge)),
-          slots(std::move(allocator), config.slots, config.communicator->compute()),
+          in_order(in_stream_order(*config.communicator)),
+          slots(std::move(allocator), config.slots, config.communicator->compute(),
+                in_order ? config.communicator->shared_stream() : nullptr),
           rendezvous(make_rendezvous(config, inbound->id)) {
       slots.reserve(config.slots, config.slot_bytes);
     }
@@ -254,7 +267,7 @@ class LaneRecv final : public RecvRoute {
         views.push_back(bytes_at(lane, static_cast<char*>(message->direct.view.data) + one.offset, one.bytes));
       }
       OpOptions options;
-      options.keepalive = slot.buffer.owner;
+      options.keepalive = in_order ? nullptr : slot.buffer.owner;
       if (place != nullptr) {
         rendezvous->meet(*place, work.what(), deadline, [&] { inbound->check(sequence, Deadline::max()); });
       }
@@ -281,7 +294,7 @@ class LaneRecv final : public RecvRoute {
         lane.stream().wait(target.free);
         message->cast = target.buffer;
         using Held = std::pair<Keepalive, Keepalive>;
-        const auto held = std::make_shared<const Held>(slot.buffer.owner, target.buffer.owner);
+        const auto held = in_order ? nullptr : std::make_shared<const Held>(slot.buffer.owner, target.buffer.owner);
         copy(lane.stream(), cast_items(*message), held);
         received = lane.follow(received, work.what(), held);
       }
@@ -305,6 +318,7 @@ class LaneRecv final : public RecvRoute {
     }
 
     std::shared_ptr<Inbound> inbound;
+    const bool in_order;
     SlotPool slots;
     const std::shared_ptr<const Rendezvous> rendezvous;
   };

@@ -7,10 +7,12 @@
 
 namespace hpcomm {
 
-SlotPool::SlotPool(std::shared_ptr<Allocator> allocator, std::size_t max_free, std::shared_ptr<Stream> reader)
+SlotPool::SlotPool(std::shared_ptr<Allocator> allocator, std::size_t max_free, std::shared_ptr<Stream> reader,
+                   std::shared_ptr<Stream> lane)
     : allocator_(std::move(allocator)), free_(std::make_shared<Free>()) {
   free_->max_free = max_free;
   free_->reader = std::move(reader);
+  free_->lane = std::move(lane);
 }
 
 SlotPool::Slot SlotPool::acquire(std::size_t bytes) {
@@ -29,6 +31,10 @@ SlotPool::Slot SlotPool::acquire(std::size_t bytes) {
   }
   if (!slot) {
     slot = make(bytes);
+  } else if (slot->free.captured()) {
+    // Let go of inside a capture, whose event nobody outside can wait for. The graph's launches are on the reader's
+    // stream: what comes behind it now comes behind those that were.
+    slot->free = free_->reader->record();
   }
   Slot lent;
   lent.free = std::move(slot->free);
@@ -61,18 +67,43 @@ std::size_t SlotPool::bytes() const {
   return free_->bytes;
 }
 
+SlotPool::Free::~Free() {
+  for (const Slot& slot : slots) {
+    give_up(slot.buffer);
+  }
+}
+
 void SlotPool::Free::take_back(const Buffer& buffer) noexcept {
   try {
     Slot slot{buffer, reader == nullptr ? Event() : reader->record()};
-    std::lock_guard lock(mutex);
-    // The oldest gives way: its size may be one that nobody asks for any more.
-    slots.push_back(std::move(slot));
-    if (slots.size() > max_free) {
-      bytes -= slots.front().buffer.view.bytes;
-      slots.erase(slots.begin());
+    std::optional<Slot> oldest;
+    {
+      std::lock_guard lock(mutex);
+      slots.push_back(std::move(slot));
+      // The oldest gives way: its size may be one that nobody asks for any more.
+      if (slots.size() > max_free) {
+        oldest = std::move(slots.front());
+        bytes -= oldest->buffer.view.bytes;
+        slots.erase(slots.begin());
+      }
+    }
+    if (oldest) {
+      give_up(oldest->buffer);
     }
   } catch (...) {
     // The device is gone, or there is no memory for the list: the slot is let go of.
+    give_up(buffer);
+  }
+}
+
+void SlotPool::Free::give_up(const Buffer& buffer) noexcept {
+  for (const auto& stream : {reader, lane}) {
+    try {
+      if (stream != nullptr) {
+        stream->hold(buffer.owner);
+      }
+    } catch (...) {  // the device is gone: the stream keeps it for ever
+    }
   }
 }
 

@@ -15,7 +15,10 @@ class SlotPool {
  public:
   // Keeps up to `max_free` released slots. `reader` is the stream that works on lent slots: the host lets go of a slot
   // when it has issued the last use of it, and the slot is free when that has run. Null: users wait before they let go.
-  SlotPool(std::shared_ptr<Allocator> allocator, std::size_t max_free, std::shared_ptr<Stream> reader = nullptr);
+  // `lane` is a stream that uses slots in its own order, without being asked when: it may still do so when the host
+  // lets go. Memory that the pool gives up is held by both.
+  SlotPool(std::shared_ptr<Allocator> allocator, std::size_t max_free, std::shared_ptr<Stream> reader = nullptr,
+           std::shared_ptr<Stream> lane = nullptr);
 
   struct Slot {
     Buffer buffer;
@@ -32,13 +35,17 @@ class SlotPool {
  private:
   [[nodiscard]] Slot make(std::size_t bytes);
   struct Free {
+    ~Free();
     std::mutex mutex;
     std::size_t bytes = 0;  // of all slots
     std::size_t max_free;
     std::vector<Slot> slots;
     std::shared_ptr<Stream> reader;
+    std::shared_ptr<Stream> lane;
     // What a deleter does: it may run while the process ends, and must not throw.
     void take_back(const Buffer& buffer) noexcept;
+    // Lets go of memory behind what the streams have been given.
+    void give_up(const Buffer& buffer) noexcept;
   };
   std::shared_ptr<Allocator> allocator_;
   std::shared_ptr<Free> free_;

@@ -27,6 +27,7 @@ class CudaEvent final : public EventState {
   // Asks again and again: at once, then between yields, then between naps of up to a millisecond.
   [[nodiscard]] bool wait_until(Deadline deadline) const override;
   [[nodiscard]] void* native_handle() const noexcept override { return event_; }
+  [[nodiscard]] bool captured() const noexcept override { return captured_; }
 
  private:
   CudaEventPool& pool_;

@@ -25,6 +25,8 @@ class EventState {
   [[nodiscard]] virtual bool wait_until(Deadline deadline) const = 0;
   // The cudaEvent_t that a CUDA stream can wait for without the host; null for events of host threads.
   [[nodiscard]] virtual void* native_handle() const noexcept { return nullptr; }
+  // Recorded inside a CUDA graph capture: it is an edge of that graph, and orders nothing outside of it.
+  [[nodiscard]] virtual bool captured() const noexcept { return false; }
 };
 
 // A cheap value. A default-made Event has already happened.
@@ -38,6 +40,7 @@ class Event {
   [[nodiscard]] bool done() const { return state_ == nullptr || state_->done(); }
   [[nodiscard]] bool wait_until(Deadline deadline) const { return state_ == nullptr || state_->wait_until(deadline); }
   [[nodiscard]] void* native_handle() const noexcept { return state_ == nullptr ? nullptr : state_->native_handle(); }
+  [[nodiscard]] bool captured() const noexcept { return state_ != nullptr && state_->captured(); }
   void wait() const {
     while (!wait_until(Clock::now() + std::chrono::hours(1))) {
     }

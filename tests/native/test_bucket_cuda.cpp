@@ -9,6 +9,7 @@
 
 #include "comm/communicator_allocator.h"
 #include "engine/bucket_reduction.h"
+#include "engine/slots.h"
 #include "native/nccl_job.h"
 
 using namespace hpcomm;
@@ -29,6 +30,18 @@ struct Rank {
 
   std::shared_ptr<Stream> compute;
   std::shared_ptr<Communicator> lane;
+};
+
+// A kernel that ends when it is let go.
+struct Gate {
+  std::shared_ptr<std::atomic<bool>> open = std::make_shared<std::atomic<bool>>(false);
+  [[nodiscard]] std::function<void()> kernel() const {
+    return [open = open] {
+      while (!*open) {
+        std::this_thread::yield();
+      }
+    };
+  }
 };
 
 }  // namespace
@@ -106,6 +119,75 @@ TEST(cuda_checks_are_set_before_they_are_looked_at) {
       CHECK_EQ(*check.first_bad, bad ? 0 : INT32_MAX);
     }
     checks.clear();
+    gpu.lane->close();
+  });
+}
+
+TEST(cuda_memory_is_freed_behind_the_kernels_that_were_issued_before) {
+  const NcclJob job(1);
+  job.run_threads([&](int rank) {
+    const Rank gpu(job, rank);
+    const std::size_t before = fake_nccl::live_allocations();
+    Buffer memory = gpu.lane->allocate(64);
+    auto* const bytes = static_cast<unsigned char*>(memory.view.data);
+    std::memset(bytes, 7, 64);
+    const Gate gate;
+    std::atomic<int> wrong = 0;
+    CHECK_EQ(fake_cuda_enqueue(gpu.stream(), gate.kernel()), cudaSuccess);
+    CHECK_EQ(fake_cuda_enqueue(gpu.stream(), [bytes, &wrong] { wrong += bytes[63] != 7; }), cudaSuccess);
+    memory = {};
+    (void)gpu.compute->record();
+    CHECK_EQ(fake_nccl::live_allocations(), before + 1);
+    *gate.open = true;
+    gpu.compute->synchronize();
+    CHECK_EQ(wrong.load(), 0);
+    CHECK(eventually([&] {
+      (void)gpu.compute->record();  // lets go of what has been passed
+      return fake_nccl::live_allocations() == before;
+    }));
+    gpu.lane->close();
+  });
+}
+
+TEST(cuda_memory_outlives_a_device_that_failed) {
+  NcclJob job(1);
+  job.expect_leaks();  // kernels of a broken device may still write to it
+  job.expect_violations();
+  job.run_threads([&](int rank) {
+    const Rank gpu(job, rank);
+    Buffer memory = gpu.lane->allocate(64);
+    fake_cuda::break_device(rank);
+    memory = {};  // does not throw
+    fake_cuda::reset();
+  });
+}
+
+TEST(cuda_slots_let_go_of_in_a_capture_serve_after_it) {
+  const NcclJob job(1);
+  job.run_threads([&](int rank) {
+    const Rank gpu(job, rank);
+    SlotPool slots(std::make_shared<CommunicatorAllocator>(gpu.lane), 2, gpu.compute);
+    SlotPool::Slot slot = slots.acquire(256);
+    const void* const place = slot.buffer.view.data;
+    gpu.compute->synchronize();
+    CHECK_EQ(cudaStreamBeginCapture(gpu.stream(), cudaStreamCaptureModeGlobal), cudaSuccess);
+    CHECK_EQ(fake_cuda_enqueue(gpu.stream(), [] {}), cudaSuccess);
+    slot = {};  // a tensor over it dies while the step is captured
+    cudaGraph_t graph = nullptr;
+    CHECK_EQ(cudaStreamEndCapture(gpu.stream(), &graph), cudaSuccess);
+    CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
+    const Gate gate;  // a launch of the graph, which reads the slot
+    CHECK_EQ(fake_cuda_enqueue(gpu.stream(), gate.kernel()), cudaSuccess);
+    slot = slots.acquire(256);
+    CHECK_EQ(static_cast<const void*>(slot.buffer.view.data), place);
+    gpu.lane->stream().wait(slot.free);  // an event of the capture would be refused
+    const Event after = gpu.lane->stream().record();
+    std::this_thread::sleep_for(5ms);
+    CHECK(!after.done());
+    *gate.open = true;
+    CHECK(after.wait_until(Clock::now() + 10s));
+    slot = {};
+    gpu.compute->synchronize();
     gpu.lane->close();
   });
 }

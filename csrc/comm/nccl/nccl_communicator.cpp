@@ -73,7 +73,21 @@ class NcclCommunicator final : public Communicator {
   [[nodiscard]] bool sums_faster() const noexcept override { return true; }
   [[nodiscard]] Buffer allocate(std::size_t bytes) override {
     require_open(context("allocate", -1, 0));
-    return nccl::allocate(session_, bytes);
+    Buffer buffer = nccl::allocate(session_, bytes);
+    // Unmapping memory waits for no kernel, unlike cudaFree(): what the caller has issued may still use it. (What the
+    // lanes use, they hold.) A stream that is gone has passed everything.
+    if (buffer.owner != nullptr) {
+      const auto let_go = [memory = std::move(buffer.owner), reader = std::weak_ptr(compute())](const void*) {
+        try {
+          if (const auto stream = reader.lock()) {
+            stream->hold(memory);
+          }
+        } catch (const std::exception&) {  // CUDA is gone or broken: the stream keeps it for ever
+        }
+      };
+      buffer.owner = Keepalive(buffer.view.data, let_go);
+    }
+    return buffer;
   }
 
   void group(const std::function<void()>& issue) override {
