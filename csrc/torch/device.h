@@ -22,8 +22,8 @@ namespace hpcomm {
 // use). One object per device, for the life of the process.
 [[nodiscard]] const std::shared_ptr<Stream>& compute_stream(Device device);
 
-// Makes the stream of a lane of `device`: a worker thread on CPU; a stream from torch's pool on CUDA, of high priority
-// unless the lane is named "gradient", which fills gaps. One per call.
+// Makes the stream of a lane of `device`: a worker thread on CPU; a stream from torch's pool on CUDA, with a priority
+// that its name decides (stream/cuda_lanes.h). One per call.
 [[nodiscard]] std::function<std::shared_ptr<Stream>(const std::string& lane)> lane_streams(Device device);
 
 // Runs `body` while torch's current stream is `lane`, where that is a CUDA stream: what it records belongs to the lane.

@@ -4,10 +4,12 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <array>
+#include <map>
 #include <mutex>
 
 #include "base/error.h"
 #include "pack/pack.h"
+#include "stream/cuda_lanes.h"
 #include "stream/cuda_stream.h"
 #include "torch/device.h"
 
@@ -51,17 +53,28 @@ const std::shared_ptr<Stream>& compute_stream(Device device) {
   return stream;
 }
 
+namespace {
+
+CudaLanes& lanes_of(int device) {
+  static std::mutex mutex;
+  static auto& all = *new std::map<int, CudaLanes>;
+  const std::lock_guard lock(mutex);
+  return all
+      .try_emplace(device, device,
+                   [index = static_cast<c10::DeviceIndex>(device)](bool high_priority) -> void* {
+                     return c10::cuda::getStreamFromPool(high_priority, index).stream();
+                   })
+      .first->second;
+}
+
+}  // namespace
+
 std::function<std::shared_ptr<Stream>(const std::string&)> lane_streams(Device device) {
   if (device.type == DeviceType::kCpu) {
     return [](const std::string& lane) { return make_worker_stream("hpcomm:" + lane); };
   }
   (void)compute_stream(device);  // loads the kernels
-  return [device](const std::string& lane) {
-    // Activations are waited for, gradients have slack until the end of the backward.
-    const auto stream = c10::cuda::getStreamFromPool(/*isHighPriority=*/lane != "gradient",
-                                                     static_cast<c10::DeviceIndex>(device.index));
-    return make_cuda_stream(stream.stream(), device.index);
-  };
+  return [device](const std::string& lane) { return lanes_of(device.index).make(lane); };
 }
 
 void with_current(Stream& lane, const std::function<void()>& body) {
