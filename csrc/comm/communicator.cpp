@@ -53,6 +53,13 @@ void Communicator::require_peer(const char* operation, int peer) const {
                  " has no peer ", peer, "; peers are the other ranks of the communicator");
 }
 
+void Communicator::require_factor(const char* operation, DType dtype, ReduceOp op, const OpOptions& options) const {
+  HPCOMM_REQUIRE(options.factor == nullptr || (premultiplies() && op == ReduceOp::kSum && is_floating(dtype)),
+                 operation,
+                 " with a factor: only sums of floats have one, on transports that multiply on the way; this is ",
+                 to_string(op), " of ", to_string(dtype), " on ", transport());
+}
+
 WorkPtr Communicator::issue(Operation operation) {
   switch (operation.kind) {
     case Operation::Kind::kSend:
@@ -77,6 +84,7 @@ WorkPtr Communicator::issue(Operation operation) {
 }
 
 WorkPtr Communicator::all_reduce(const BufferView& buffer, ReduceOp op, const OpOptions& options) {
+  require_factor("all_reduce", buffer.dtype, op, options);
   return issue({Operation::Kind::kAllReduce, buffer, buffer, op, -1, 0, options});
 }
 
@@ -85,6 +93,7 @@ WorkPtr Communicator::reduce_scatter(const BufferView& output, const BufferView&
   HPCOMM_REQUIRE(input.count == output.count * static_cast<std::size_t>(size()) && input.dtype == output.dtype,
                  "reduce_scatter over ", size(), " ranks: input has ", input.count, " ", to_string(input.dtype),
                  " elements, output ", output.count, " ", to_string(output.dtype));
+  require_factor("reduce_scatter", input.dtype, op, options);
   return issue({Operation::Kind::kReduceScatter, output, input, op, -1, 0, options});
 }
 

@@ -36,6 +36,9 @@ struct OpOptions {
   void (*poll)() = nullptr;
   // The operation starts after it: what the caller's device has to finish first. Happened already on CPU.
   Event ready;
+  // Of sums, where premultiplies(): every input is multiplied by it on the way. One number of the buffers' dtype, a
+  // float, in the device's memory, which `keepalive` holds; it is read when the operation runs.
+  void* factor = nullptr;
 };
 
 // Who is in the group and what it runs on; one struct because every transport takes the same.
@@ -96,6 +99,8 @@ class Communicator {
   [[nodiscard]] virtual bool can_poll() const noexcept { return false; }
   // True when kAverage costs no pass of its own and 16-bit floats are summed in float32: no need to scale before.
   [[nodiscard]] virtual bool averages_well() const noexcept { return false; }
+  // True when sums may be given OpOptions::factor.
+  [[nodiscard]] virtual bool premultiplies() const noexcept { return false; }
   // True when kSum may be faster than kAverage: what is packed before anyway had better be scaled there.
   [[nodiscard]] virtual bool sums_faster() const noexcept { return false; }
   // Tagged messages beside the operations above (comm/mailbox.h); null when the transport has none.
@@ -154,6 +159,7 @@ class Communicator {
   // The configuration of a child; `members` are ranks of this communicator.
   [[nodiscard]] CommunicatorConfig child_config(const std::vector<int>& members, const std::string& lane);
   void require_peer(const char* operation, int peer) const;
+  void require_factor(const char* operation, DType dtype, ReduceOp op, const OpOptions& options) const;
 
   CommunicatorConfig config_;
   // Collectives count together; messages count per peer and direction, as both ends see them. Atomic, because tasks of

@@ -165,6 +165,20 @@ at::Tensor CudaBackend::sources(const Tensors& parts, Plan& plan) {
   return whole;
 }
 
+at::Tensor CudaBackend::device_factor(const at::Tensor& factor, const at::Tensor& like, Plan& plan) {
+  const auto type = c10::toRealValueType(like.scalar_type());
+  if (!factor.defined() || !c10::isFloatingType(type) || factor.is_complex() || factor.numel() != 1) {
+    return {};
+  }
+  const at::NoGradGuard no_grad;
+  const auto options = like.options().dtype(type);
+  // As an argument of a kernel: a copy from the host would wait for the device.
+  at::Tensor number =
+      factor.is_cpu() ? at::full({1}, factor.item(), options) : factor.detach().to(options).reshape({1});
+  plan.held.push_back(number);
+  return number;
+}
+
 CudaBackend::Plan CudaBackend::all_reduce_plan(const at::Tensor& tensor, const c10d::ReduceOp& op) {
   Plan plan;
   const Reduction how = reduction(op, "all_reduce");
@@ -173,11 +187,13 @@ CudaBackend::Plan CudaBackend::all_reduce_plan(const at::Tensor& tensor, const c
   if (!is_direct(tensor)) {
     memory.copy_(tensor.detach());
   }
-  if (!how.is_plain()) {
+  const at::Tensor factor = device_factor(how.factor, memory, plan);
+  if (!how.is_plain() && !factor.defined()) {
     memory.mul_(how.factor);
   }
-  plan.run = [this, view = reducible_view(memory, how.op, "all_reduce"), how](const OpOptions& options) {
-    return communicator_->all_reduce(view, how.op, options);
+  plan.run = [this, view = reducible_view(memory, how.op, "all_reduce"), op = how.op, factor](OpOptions options) {
+    options.factor = factor.defined() ? factor.data_ptr() : nullptr;
+    return communicator_->all_reduce(view, op, options);
   };
   return plan;
 }
@@ -203,14 +219,16 @@ CudaBackend::Plan CudaBackend::reduce_scatter_plan(const at::Tensor& output, con
   Plan plan;
   const Reduction how = reduction(op, "reduce_scatter");
   at::Tensor ready = source(input, plan);
-  if (!how.is_plain()) {
+  const at::Tensor factor = device_factor(how.factor, ready, plan);
+  if (!how.is_plain() && !factor.defined()) {
     ready = ready.mul(how.factor);
     plan.held.push_back(ready);
   }
   const BufferView to = reducible_view(target(output, plan), how.op, "reduce_scatter");
   const BufferView from = reducible_view(ready, how.op, "reduce_scatter");
-  plan.run = [this, to, from, how](const OpOptions& options) {
-    return communicator_->reduce_scatter(to, from, how.op, options);
+  plan.run = [this, to, from, op = how.op, factor](OpOptions options) {
+    options.factor = factor.defined() ? factor.data_ptr() : nullptr;
+    return communicator_->reduce_scatter(to, from, op, options);
   };
   return plan;
 }

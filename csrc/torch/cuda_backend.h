@@ -81,6 +81,10 @@ class CudaBackend final : public c10d::Backend {
   static at::Tensor targets(const Tensors& parts, Plan& plan);
   static at::Tensor sources(const Tensors& parts, Plan& plan);
 
+  // For the factor of a PREMUL_SUM where NCCL multiplies on the way: one number of the buffers' dtype on their device.
+  // Undefined where it does not (no floats), or there is none.
+  [[nodiscard]] static at::Tensor device_factor(const at::Tensor& factor, const at::Tensor& like, Plan& plan);
+
   [[nodiscard]] Plan all_gather_plan(const at::Tensor& output, const at::Tensor& input);
   [[nodiscard]] Plan reduce_scatter_plan(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op);
   [[nodiscard]] Plan all_reduce_plan(const at::Tensor& tensor, const c10d::ReduceOp& op);

@@ -42,6 +42,12 @@ def collectives(device: str) -> None:
         scattered = torch.empty_like(x)
         dist.reduce_scatter_tensor(scattered, torch.cat([x + r for r in range(world)]))
         assert bool((scattered == total + world * rank).all())
+        if dtype.is_floating_point:
+            halved = x.clone()
+            dist.all_reduce(halved, dist._make_nccl_premul_sum(0.5))
+            assert bool((halved == 0.5 * total).all())
+            dist.reduce_scatter_tensor(scattered, x.repeat(world), dist._make_nccl_premul_sum(0.5))
+            assert bool((scattered == 0.5 * total).all())
         swapped = torch.empty(world * 10, device=device, dtype=dtype)
         dist.all_to_all_single(swapped, torch.cat([x[:10] + 3 * r for r in range(world)]))
         for r in range(world):

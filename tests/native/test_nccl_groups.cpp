@@ -137,6 +137,39 @@ TEST(nccl_memory_falls_back) {
   }
 }
 
+TEST(nccl_sums_are_given_factors) {
+  NcclJob job(2);
+  job.run([](Communicator& world) {
+    const int rank = world.rank();
+    DeviceVector<float> values(rank, 10, static_cast<float>(rank + 1));
+    DeviceVector<double> wide(rank, 6, 1.0);
+    DeviceVector<float> factor(rank, 1, rank == 0 ? 0.5F : 4.0F);
+    DeviceVector<double> half(rank, 1, 0.5);
+    OpOptions scaled;
+    scaled.factor = &factor[0];
+    CHECK(world.premultiplies());
+    world.all_reduce(values.view(), ReduceOp::kSum, scaled)->wait();
+    CHECK_EQ(values[9], 0.5F * 1 + 4.0F * 2);
+    // Several in a group, each with an operator of its own, and one without.
+    DeviceVector<double> part(rank, 3, -1.0);
+    DeviceVector<float> plain(rank, 4, 1.0F);
+    world.group([&] {
+      OpOptions halved;
+      halved.factor = &half[0];
+      (void)world.reduce_scatter(part.view(DType::kFloat64), wide.view(DType::kFloat64), ReduceOp::kSum, halved);
+      (void)world.all_reduce(plain.view(), ReduceOp::kSum);
+      (void)world.all_reduce(values.view(), ReduceOp::kSum, scaled);
+    });
+    world.barrier()->wait();
+    CHECK_EQ(part[2], 1.0);
+    CHECK_EQ(plain[3], 2.0F);
+    CHECK_EQ(values[0], 0.5F * 8.5F + 4.0F * 8.5F);
+    CHECK_THROWS(ErrorKind::kInvalidArgument, (void)world.all_reduce(values.view(), ReduceOp::kAverage, scaled),
+                 "only sums of floats");
+  });
+  CHECK_EQ(fake_nccl::calls("ncclRedOpDestroy"), std::uint64_t{6});
+}
+
 TEST(nccl_premultiplied_sum_scales_on_the_way) {
   NcclJob job(2);
   job.run_threads([&](int rank) {

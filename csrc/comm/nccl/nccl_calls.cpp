@@ -1,6 +1,10 @@
 // From Call to NCCL.
 #include "comm/nccl/nccl_calls.h"
 
+#include <memory>
+
+#include "comm/nccl/premul_sum.h"
+
 namespace hpcomm::nccl {
 
 namespace {
@@ -49,8 +53,16 @@ void make_calls(Session& session, const std::vector<Call>& calls, StreamHandle s
   if (session.comm == nullptr) {
     throw Error(ErrorKind::kClosed, str(what.operation, " on a closed communicator"), what);
   }
-  const Result begun = calls.size() == 1 ? make(session.nccl, calls.front(), session.comm, stream)
-                                         : make_group(session.nccl, calls, session.comm, stream);
+  std::vector<Call> ready = calls;
+  std::vector<std::unique_ptr<PreMulSum>> operators;  // until all is launched
+  for (Call& call : ready) {
+    if (call.factor != nullptr) {
+      operators.push_back(std::make_unique<PreMulSum>(session, call.dtype, call.factor));
+      call.op = operators.back()->op();
+    }
+  }
+  const Result begun = ready.size() == 1 ? make(session.nccl, ready.front(), session.comm, stream)
+                                         : make_group(session.nccl, ready, session.comm, stream);
   // Until NCCL says so the kernels may not be on the stream: an event recorded now could come before them.
   session.settle(begun, session.comm, deadline, what);
 }

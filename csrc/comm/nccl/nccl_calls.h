@@ -16,7 +16,9 @@ struct Call {
   std::size_t count = 0;  // as NCCL counts: of reduce_scatter's output, of all_gather's input
   DataType type = DataType::kUInt8;
   RedOp op = RedOp::kSum;
-  int peer = -1;  // or root
+  int peer = -1;           // or root
+  void* factor = nullptr;  // of a sum: one element of `dtype` on the device
+  DType dtype = DType::kFloat32;
 };
 
 // Makes `calls` on `stream`, as one group when there are several, and waits until NCCL has launched them. Throws

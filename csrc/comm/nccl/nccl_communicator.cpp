@@ -69,6 +69,7 @@ class NcclCommunicator final : public Communicator {
   [[nodiscard]] const char* transport() const noexcept override { return "nccl"; }
   [[nodiscard]] Device device() const noexcept override { return {DeviceType::kCuda, session_->device}; }
   [[nodiscard]] bool averages_well() const noexcept override { return true; }
+  [[nodiscard]] bool premultiplies() const noexcept override { return true; }
   // NVSwitches add (NVLS), and multiply by nothing: an average of floats is summed by the GPUs.
   [[nodiscard]] bool sums_faster() const noexcept override { return true; }
   [[nodiscard]] Buffer allocate(std::size_t bytes) override {
@@ -255,7 +256,8 @@ class NcclCommunicator final : public Communicator {
         }
         const bool scatters = operation.kind == Kind::kReduceScatter;
         return {{scatters ? Call::Kind::kReduceScatter : Call::Kind::kAllReduce, input.data, output.data,
-                 output.count * reduction.elements.per_element, reduction.elements.type, reduction.op, -1}};
+                 output.count * reduction.elements.per_element, reduction.elements.type, reduction.op, -1,
+                 operation.options.factor, input.dtype}};
       }
       case Kind::kAllGather:
       case Kind::kBroadcast: {
