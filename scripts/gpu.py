@@ -19,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -155,14 +156,17 @@ def run_tests(arguments: list[str], found: dict[str, Any], report: dict[str, Any
     lines.unlink(missing_ok=True)
     variables["HPCOMM_TEST_REPORT"] = str(lines)
     chosen = [*arguments, *([] if any(part.startswith("tests") for part in arguments) else test_files())]
-    # What one rank can first: a second one that hangs must not cost its results.
-    passes = ["cuda"] if "-m" in arguments else ["cuda and not multirank", "cuda and multirank"]
+    # Tests spend most of their time on the start of processes, of CUDA and of NCCL: those of one rank and those of two
+    # run side by side. A part that hangs does not cost the other's results.
+    apart = [["cuda and not multirank and not alone", "cuda and multirank and not alone"], ["cuda and alone"]]
     codes = []
-    for marks in passes:
-        command = [sys.executable, "-m", "pytest", "-q", "-m", marks, "-p", "gpu_report", "-p", "no:cacheprovider",
-                   "--durations=10", *chosen]  # fmt: skip
-        print(f"\n== {shlex.join(command)}", flush=True)
-        codes.append(run_until(command, variables, end))
+    for together in [["cuda"]] if "-m" in arguments else apart:
+        commands = [
+            [sys.executable, "-m", "pytest", "-q", "-m", marks, "-p", "gpu_report", "-p", "no:cacheprovider",
+             "--durations=10", *chosen]
+            for marks in together
+        ]  # fmt: skip
+        codes += run_until(commands, variables, end)
     code = max(0 if code == NO_TESTS else code for code in codes)
     tests = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
     counts: dict[str, int] = {}
@@ -210,8 +214,7 @@ def run_benchmarks(arguments: list[str], found: dict[str, Any], report: dict[str
     seconds = max(30.0, end - time.monotonic() - GRACE)
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cuda", "--ranks", str(check_gpu.most_ranks(found)),
                "--json", str(path), "--header", str(header), "--seconds", f"{seconds:.0f}", *arguments]  # fmt: skip
-    print(f"\n== {shlex.join(command)}", flush=True)
-    code = run_until(command, variables_of_ranks(found), end)
+    (code,) = run_until([command], variables_of_ranks(found), end)
     print(f"written: {path.relative_to(ROOT)}")
     return code
 
@@ -220,19 +223,40 @@ TIME_IS_UP = 124
 NO_TESTS = 5  # pytest, when what was asked for picks none
 
 
-def run_until(command: list[str], variables: dict[str, str], end: float) -> int:
-    """Runs it; when the time is up interrupts it, and ends its whole session when that does not help."""
-    process = subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True)
-    try:
-        return process.wait(timeout=max(1.0, end - GRACE - time.monotonic()))
-    except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=GRACE)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        return TIME_IS_UP if isinstance(error, subprocess.TimeoutExpired) else 130
+def run_until(commands: list[list[str]], variables: dict[str, str], end: float) -> list[int]:
+    """Runs them side by side; the first prints, what the others print comes after it. When the time is up interrupts
+    them, and ends their whole sessions when that does not help.
+    """
+    for command in commands:
+        print(f"\n== {shlex.join(command)}", flush=True)
+    codes = []
+    with contextlib.ExitStack() as stack:
+        outputs = [None, *(stack.enter_context(tempfile.TemporaryFile("w+")) for _ in commands[1:])]
+        processes = [
+            subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True, stdout=output, stderr=output)
+            for command, output in zip(commands, outputs, strict=True)
+        ]
+        for process, output in zip(processes, outputs, strict=True):
+            try:
+                codes.append(process.wait(timeout=max(1.0, end - GRACE - time.monotonic())))
+            except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
+                interrupt(process)
+                end = 0.0  # for the others as well
+                codes.append(TIME_IS_UP if isinstance(error, subprocess.TimeoutExpired) else 130)
+            if output is not None:
+                output.seek(0)
+                print(f"\n== {shlex.join(process.args)}\n{output.read()}", flush=True)  # type: ignore[arg-type]
+    return codes
+
+
+def interrupt(process: subprocess.Popen[bytes]) -> None:
+    """First in words."""
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=GRACE)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def write(path: Path, document: dict[str, Any]) -> None:
