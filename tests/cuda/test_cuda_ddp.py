@@ -81,6 +81,30 @@ def test_the_average_of_large_half_precision_gradients(device: str, world: int) 
         assert bool((gradient == expected).all()), gradient.unique()
 
 
+def narrow(device: str) -> list[torch.Tensor]:
+    """Gradients that travel as bfloat16, scaled before they are cast, and are looked at for infinities."""
+    with mesh_on(device, dp=-1) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(
+            model(device, torch.float32), mesh=mesh, grad_dtype=torch.bfloat16, check_finite=True
+        )
+        x, y = (part.float() for part in shard(mesh.rank, device))
+        for _ in range(2):
+            wrapped.zero_grad()
+            loss_of(wrapped(x), y).backward()
+        result = gradients(wrapped)
+        wrapped.zero_grad()
+        with pytest.raises((hpcomm.InvalidArgument, RuntimeError), match=r"has an infinity or a NaN"):
+            (loss_of(wrapped(x), y) * (float("inf") if mesh.rank == mesh.size - 1 else 1.0)).backward()
+        return result
+
+
+@one_and_two
+def test_gradients_that_are_cast_and_checked(device: str, world: int) -> None:
+    for mine in run(device, world, narrow):
+        for reduced, expected in zip(mine, one_process(world), strict=True):
+            torch.testing.assert_close(reduced, expected.float(), rtol=0.02, atol=1e-3)
+
+
 def attached(device: str) -> list[torch.Tensor]:
     with mesh_on(device, dp=-1) as mesh:
         stock = nn.parallel.DistributedDataParallel(model(device), process_group=mesh.group("dp"))
