@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import ranks
@@ -181,3 +182,26 @@ def test_a_mesh_that_was_dropped_leaves_no_group_of_torchs_behind() -> None:
     for outcome in ranks.run(2, dropped_mesh, expect_failure=True, full_exit=True):
         assert outcome.ok, outcome
         assert outcome.output.splitlines()[-1:] == ["no group is left"]
+
+
+def lanes_of_each_use() -> tuple[set[str], set[str]]:
+    """Names of the lanes that DistributedDataParallel and a Pipeline of two stages ask for."""
+
+    def asked(make: Callable[[], object]) -> set[str]:
+        before = set(mesh._lanes)
+        make()
+        return {name for _, name in set(mesh._lanes) - before}
+
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    with hpcomm.init(dp=2, timeout=20.0) as mesh:
+        ddp = asked(lambda: hpcomm.DistributedDataParallel(layers, mesh=mesh))
+    with hpcomm.init(pp=2, timeout=20.0) as mesh:
+        loss = torch.nn.functional.mse_loss
+        return ddp, asked(lambda: hpcomm.Pipeline(layers, mesh=mesh, num_microbatches=2, loss_fn=loss))
+
+
+def test_lanes_have_the_names_that_decide_their_priority_on_a_gpu() -> None:
+    """csrc/stream/cuda_lanes.cpp goes by them; tests/native/test_cuda_lanes.cpp has the priorities."""
+    for ddp, pipeline in ranks.run(2, lanes_of_each_use):
+        assert ddp == {"gradient"}
+        assert {"forward", "backward", "scalar"} <= pipeline <= {"forward", "backward", "scalar", "gradient", "alone"}
