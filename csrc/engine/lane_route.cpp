@@ -88,13 +88,11 @@ class LaneSend final : public SendRoute {
     for (const Parcel::Direct& one : parcel.direct) {
       bytes += message.sources[one.tensor].strided != nullptr ? line(one.bytes) : 0;
     }
-    SlotPool::Slot lent = bytes > 0 ? slots_.acquire(bytes) : SlotPool::Slot{};
-    const Buffer& slot = lent.buffer;
+    // What is no dense block is written by the caller's stream, which must not wait for a lane that may wait for peers.
+    const bool at_once = in_order_ && std::any_of(message.sources.begin(), message.sources.end(),
+                                                  [](const Source& source) { return source.strided != nullptr; });
+    const Buffer slot = bytes > 0 ? slots_.acquire(bytes, at_once).buffer : Buffer{};
     auto* const memory = static_cast<char*>(slot.view.data);
-    if (in_order_ && std::any_of(message.sources.begin(), message.sources.end(),
-                                 [](const Source& source) { return source.strided != nullptr; })) {
-      communicator_.compute()->wait(lent.free);  // they are written from there, and the lane may still read
-    }
     std::vector<BufferView> views;
     std::vector<CopyItem> items;
     if (parcel.packed.bytes() > 0) {

@@ -15,13 +15,14 @@ SlotPool::SlotPool(std::shared_ptr<Allocator> allocator, std::size_t max_free, s
   free_->lane = std::move(lane);
 }
 
-SlotPool::Slot SlotPool::acquire(std::size_t bytes) {
+SlotPool::Slot SlotPool::acquire(std::size_t bytes, bool at_once) {
   std::optional<Slot> slot;
   {
     std::lock_guard lock(free_->mutex);
     // Never one more than twice as large: a small message must not pin the slot of a large one.
-    const auto fits = [bytes](const Slot& candidate) {
-      return candidate.buffer.view.bytes >= bytes && candidate.buffer.view.bytes / 2 <= bytes;
+    const auto fits = [bytes, at_once](const Slot& candidate) {
+      return candidate.buffer.view.bytes >= bytes && candidate.buffer.view.bytes / 2 <= bytes &&
+             (!at_once || candidate.free.done());
     };
     const auto found = std::find_if(free_->slots.begin(), free_->slots.end(), fits);
     if (found != free_->slots.end()) {

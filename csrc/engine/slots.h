@@ -25,8 +25,8 @@ class SlotPool {
     Event free;  // write into it after this
   };
   // A buffer of at least `bytes`; its view says exactly `bytes`. It comes back when the last copy of its owner is
-  // gone, from any thread; slots outlive the pool.
-  [[nodiscard]] Slot acquire(std::size_t bytes);
+  // gone, from any thread; slots outlive the pool. `at_once`: one that is free already, for users that cannot wait.
+  [[nodiscard]] Slot acquire(std::size_t bytes, bool at_once = false);
   // Makes `count` free slots of `bytes`; none when `bytes` is 0.
   void reserve(std::size_t count, std::size_t bytes);
   // Of all slots, lent and free.

@@ -162,6 +162,31 @@ TEST(cuda_memory_outlives_a_device_that_failed) {
   });
 }
 
+TEST(cuda_slots_are_used_in_stream_order_or_when_they_are_free) {
+  const NcclJob job(1);
+  job.run_threads([&](int rank) {
+    const Rank gpu(job, rank);
+    SlotPool slots(std::make_shared<CommunicatorAllocator>(gpu.lane), 2, gpu.compute);
+    const Gate gate;
+    SlotPool::Slot slot = slots.acquire(256);
+    const void* const place = slot.buffer.view.data;
+    CHECK_EQ(fake_cuda_enqueue(gpu.stream(), gate.kernel()), cudaSuccess);
+    slot = {};
+    slot = slots.acquire(256);
+    CHECK_EQ(static_cast<const void*>(slot.buffer.view.data), place);
+    CHECK(!slot.free.done());
+    slot = {};
+    slot = slots.acquire(256, true);  // the other one is not free yet
+    CHECK(slot.buffer.view.data != place && slot.free.done());
+    *gate.open = true;
+    gpu.compute->synchronize();
+    CHECK_EQ(static_cast<const void*>(slots.acquire(256, true).buffer.view.data), place);
+    slot = {};
+    gpu.compute->synchronize();
+    gpu.lane->close();
+  });
+}
+
 TEST(cuda_slots_let_go_of_in_a_capture_serve_after_it) {
   const NcclJob job(1);
   job.run_threads([&](int rank) {

@@ -321,6 +321,43 @@ TEST(engine_cuda_messages_of_a_frozen_schema) {
   messages_both_ways(SchemaMode::kFrozen, [](int) -> std::vector<std::size_t> { return {33, 120, 8}; });
 }
 
+TEST(engine_cuda_host_that_runs_ahead_takes_no_more_memory) {
+  constexpr int kMessages = 20;
+  const std::vector<std::size_t> counts{33, 120, 8};
+  const NcclJob job(2);
+  std::atomic<bool> all_sent = false;
+  std::atomic<bool> all_read = false;
+  job.run_threads([&](int rank) {
+    const Gpu gpu(job, rank);
+    const auto lane = gpu.lane("up");
+    auto wrong = std::make_shared<std::atomic<int>>(0);
+    if (rank == 0) {
+      SendEdge sender({lane, 1, SchemaMode::kFrozen}, std::make_shared<CommunicatorAllocator>(lane));
+      (void)send_from_kernel(gpu, sender, rank, counts, 0);
+      const std::size_t of_one = sender.slot_bytes();
+      CHECK(of_one > 0);
+      for (int message = 1; message < kMessages; ++message) {
+        (void)send_from_kernel(gpu, sender, rank, counts, message);
+      }
+      CHECK_EQ(sender.slot_bytes(), of_one);  // none of them has left yet
+      all_sent = true;
+      CHECK(eventually([&] { return all_read.load(); }));
+    } else {
+      CHECK(eventually([&] { return all_sent.load(); }));
+      RecvEdge receiver({lane, 0, SchemaMode::kFrozen}, std::make_shared<CommunicatorAllocator>(lane));
+      const std::size_t before = fake_nccl::live_allocations();
+      for (int message = 0; message < kMessages; ++message) {
+        read_by_kernel(gpu, receiver.recv(message), 0, message, wrong);
+      }
+      CHECK_EQ(fake_nccl::live_allocations(), before + 1);
+      gpu.synchronize();
+      all_read = true;
+    }
+    CHECK_EQ(wrong->load(), 0);
+    lane->close();
+  });
+}
+
 TEST(engine_cuda_message_that_does_not_come) {
   NcclJob job(2, {}, 300ms);
   job.run_threads([&](int rank) {
