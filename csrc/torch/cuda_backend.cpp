@@ -166,17 +166,15 @@ at::Tensor CudaBackend::sources(const Tensors& parts, Plan& plan) {
 }
 
 at::Tensor CudaBackend::device_factor(const at::Tensor& factor, const at::Tensor& like, Plan& plan) {
-  const auto type = c10::toRealValueType(like.scalar_type());
-  if (!factor.defined() || !c10::isFloatingType(type) || factor.is_complex() || factor.numel() != 1) {
+  const at::NoGradGuard no_grad;
+  const auto options = like.options().dtype(c10::toRealValueType(like.scalar_type()));
+  if (!factor.defined() || !(like.is_floating_point() || like.is_complex()) || factor.is_complex() ||
+      factor.numel() != 1) {
     return {};
   }
-  const at::NoGradGuard no_grad;
-  const auto options = like.options().dtype(type);
   // As an argument of a kernel: a copy from the host would wait for the device.
-  at::Tensor number =
-      factor.is_cpu() ? at::full({1}, factor.item(), options) : factor.detach().to(options).reshape({1});
-  plan.held.push_back(number);
-  return number;
+  return plan.held.emplace_back(factor.is_cpu() ? at::full({1}, factor.item(), options)
+                                                : factor.detach().to(options).reshape({1}));
 }
 
 CudaBackend::Plan CudaBackend::all_reduce_plan(const at::Tensor& tensor, const c10d::ReduceOp& op) {
