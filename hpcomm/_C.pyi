@@ -67,6 +67,9 @@ from hpcomm._C_engine import (
     DdpReducer as DdpReducer,
 )
 from hpcomm._C_engine import (
+    Deferred as Deferred,
+)
+from hpcomm._C_engine import (
     Layout as Layout,
 )
 from hpcomm._C_engine import (

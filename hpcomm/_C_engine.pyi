@@ -141,6 +141,26 @@ class ReadyHooks:
     def mark(self, param: int) -> None: ...
     def mark_rest(self) -> None: ...
 
+class Deferred:
+    """What the first half of a backward leaves for the second one: gradients of weights, use by use."""
+
+    def add(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        compute: Callable[[], tuple[torch.Tensor, torch.Tensor | None]],
+    ) -> None:
+        """A use of a layer, whose gradients ``compute`` will give; ``bias`` is None unless it wants one."""
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """A linear layer whose backward adds its use; None for an ``x`` that is no plain tensor."""
+
+    def compute(self, done: Callable[[torch.Tensor], None] | None) -> None:
+        """Adds all to ``.grad`` and forgets it; ``done`` is told each parameter that is final."""
+
+    def clear(self) -> None: ...
+    def __len__(self) -> int: ...
+
 # --- csrc/torch/bind_ddp.cpp ---
 
 class DdpReducer:

@@ -1,4 +1,4 @@
-// Reducer, StepLoss and the hooks as Python sees them.
+// Reducer, StepLoss, the hooks and deferred gradients as Python sees them.
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -7,6 +7,7 @@
 #include "comm/communicator_allocator.h"
 #include "engine/reducer.h"
 #include "torch/bindings.h"
+#include "torch/deferred.h"
 #include "torch/gil.h"
 #include "torch/ready_hook.h"
 #include "torch/tensor.h"
@@ -36,9 +37,54 @@ BucketPlan plan_of(const std::vector<TensorSize>& sizes, std::size_t first_bytes
   return plan_buckets(sizes, order, {first_bytes, cap_bytes});
 }
 
+// A function of Python that may be let go by a thread without the GIL, as a graph's last owner is.
+std::shared_ptr<py::function> held(py::function function) {
+  return {new py::function(std::move(function)), [](py::function* mine) {
+            const py::gil_scoped_acquire gil;
+            delete mine;
+          }};
+}
+
+void bind_deferred(py::module_& module) {
+  py::class_<Deferred, std::shared_ptr<Deferred>>(module, "Deferred")
+      .def(py::init<>())
+      .def(
+          "add",
+          [](Deferred& deferred, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+             py::function compute) {
+            deferred.add(weight, bias.value_or(at::Tensor()), [function = held(std::move(compute))] {
+              const py::gil_scoped_acquire gil;
+              const auto [of_weight, of_bias] = (*function)().cast<std::pair<at::Tensor, std::optional<at::Tensor>>>();
+              return Deferred::Gradients(of_weight, of_bias.value_or(at::Tensor()));
+            });
+          },
+          py::arg("weight"), py::arg("bias"), py::arg("compute"))
+      .def(
+          "linear",
+          [](Deferred& deferred, const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+            const py::gil_scoped_release release;
+            return deferred.linear(x, weight, bias.value_or(at::Tensor()));
+          },
+          py::arg("x"), py::arg("weight"), py::arg("bias"))
+      .def(
+          "compute",
+          [](Deferred& deferred, const std::optional<py::function>& done) {
+            const py::gil_scoped_release release;
+            deferred.compute(!done ? std::function<void(const at::Tensor&)>() : [&done](const at::Tensor& parameter) {
+              const py::gil_scoped_acquire gil;
+              (*done)(parameter);
+            });
+          },
+          py::arg("done"))
+      .def("clear", &Deferred::clear)
+      .def("__len__", &Deferred::size);
+}
+
 }  // namespace
 
 void bind_engine(py::module_& module) {
+  bind_deferred(module);
+
   py::class_<BucketPlan>(module, "BucketPlan")
       .def(py::init([](const std::vector<at::Tensor>& params, std::size_t first_bytes, std::size_t cap_bytes) {
              return plan_of(sizes_of(params), first_bytes, cap_bytes);

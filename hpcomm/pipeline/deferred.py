@@ -9,23 +9,15 @@ same bits, and no operation is done twice. All other parameters get their gradie
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
+if TYPE_CHECKING:
+    from hpcomm import _C
+
 __all__: list[str] = []
-
-Gradients = tuple["torch.Tensor | None", "torch.Tensor | None"]
-
-
-class Pending(NamedTuple):
-    """What one use of a layer left to be computed."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    compute: Callable[[], Gradients]  # of the weight, of the bias
 
 
 class Deferral:
@@ -37,7 +29,7 @@ class Deferral:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._pending: list[Pending] | None = None
+        self._pending: _C.Deferred | None = None
         compiled = {
             id(inner)
             for outer in module.modules()
@@ -49,7 +41,7 @@ class Deferral:
             if deferring is not None and id(layer) not in compiled:
                 layer.forward = _Deferring(self, layer, deferring)
 
-    def open(self, pending: list[Pending] | None) -> None:
+    def open(self, pending: _C.Deferred | None) -> None:
         """Uses of layers, and their backwards, leave their work in ``pending``; None ends that."""
         self._pending = pending
 
@@ -72,48 +64,6 @@ class _Deferring:
     def __reduce__(self) -> Any:
         """A copied layer is nobody's stage: no list is ever opened for it."""
         return _Deferring, (Deferral(torch.nn.Module()), self._layer(), self._function)
-
-
-def compute(pending: list[Pending], done: Callable[[torch.Tensor], None] | None = None) -> None:
-    """Adds all pending gradients to ``.grad`` and empties the list; ``done`` is told each parameter that is final."""
-    if not pending:
-        return
-    uses: dict[int, int] = {}
-    for entry in pending:
-        for parameter in (entry.weight, entry.bias):
-            if parameter is not None:
-                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-    sums: dict[int, torch.Tensor] = {}
-    with torch.no_grad():
-        for entry in pending:
-            for parameter, gradient in zip((entry.weight, entry.bias), entry.compute(), strict=True):
-                if parameter is None:
-                    continue
-                key = id(parameter)
-                before = sums.pop(key, None)
-                total = gradient if before is None else before if gradient is None else before + gradient
-                uses[key] -= 1
-                if uses[key] > 0:
-                    if total is not None:
-                        sums[key] = total
-                    continue
-                if total is not None:
-                    _accumulate(parameter, total)
-                if done is not None:
-                    done(parameter)
-    pending.clear()
-
-
-def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """As autograd's AccumulateGrad: in the parameter's dtype and, for a first gradient, its strides."""
-    if gradient.dtype != parameter.dtype:
-        gradient = gradient.to(parameter.dtype)
-    if parameter.grad is not None:
-        parameter.grad.add_(gradient)
-    elif gradient.stride() == parameter.stride():
-        parameter.grad = gradient
-    else:
-        parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
 
 def _is_plain(weight: Any) -> bool:
@@ -143,34 +93,6 @@ def _autocast(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     return [t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors]
 
 
-class _Product(torch.autograd.Function):
-    """Linear layers."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pending: list[Pending]
-    ) -> torch.Tensor:
-        cast_x, cast_weight, cast_bias = _autocast(x, weight, bias)
-        ctx.save_for_backward(cast_x, cast_weight)
-        ctx.parameters, ctx.pending = (weight, bias), pending
-        return functional.linear(cast_x, cast_weight, cast_bias)  # type: ignore[arg-type]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        x, cast_weight = ctx.saved_tensors
-        weight, bias = ctx.parameters
-        rows = dy.reshape(-1, dy.shape[-1])
-        wants_bias = bias is not None and bias.requires_grad
-
-        def gradients() -> Gradients:
-            return rows.t().mm(x.reshape(-1, x.shape[-1])), rows.sum(0) if wants_bias else None
-
-        ctx.pending.append(Pending(weight, bias if wants_bias else None, gradients))
-        dx = rows.mm(cast_weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        return dx, None, None, None
-
-
 class _Convolution(torch.autograd.Function):
     """Convolutions of any number of dimensions, with zeros as padding."""
 
@@ -181,7 +103,7 @@ class _Convolution(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         layer: Any,
-        pending: list[Pending],
+        pending: _C.Deferred,
     ) -> torch.Tensor:
         cast_x, cast_weight, cast_bias = _autocast(x, weight, bias)
         ctx.save_for_backward(cast_x, cast_weight)
@@ -206,11 +128,11 @@ class _Convolution(torch.autograd.Function):
         def half(mask: list[bool]) -> Any:
             return torch.ops.aten.convolution_backward(gradient, many, cast_weight, *arguments, mask)
 
-        def gradients() -> Gradients:
+        def gradients() -> tuple[torch.Tensor, torch.Tensor | None]:
             _, of_weight, of_bias = half([False, True, wants_bias])
             return of_weight, of_bias if wants_bias else None
 
-        ctx.pending.append(Pending(weight, bias if wants_bias else None, gradients))
+        ctx.pending.add(weight, bias if wants_bias else None, gradients)
         dx = half([True, False, False])[0].view(x.shape) if ctx.needs_input_grad[0] else None
         return dx, None, None, None, None
 
@@ -219,7 +141,7 @@ class _Lookup(torch.autograd.Function):
     """Embeddings."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: Any, pending: list[Pending]) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: Any, pending: _C.Deferred) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.layer, ctx.weight, ctx.pending = layer, weight, pending
         return functional.embedding(x, weight, layer.padding_idx, None, 2.0, layer.scale_grad_by_freq, False)
@@ -231,23 +153,24 @@ class _Lookup(torch.autograd.Function):
         weight, layer = ctx.weight, ctx.layer
         padding = -1 if layer.padding_idx is None else layer.padding_idx
 
-        def gradients() -> Gradients:
+        def gradients() -> tuple[torch.Tensor, torch.Tensor | None]:
             table = torch.ops.aten.embedding_dense_backward(dy, x, weight.shape[0], padding, layer.scale_grad_by_freq)
             return table, None
 
-        ctx.pending.append(Pending(weight, None, gradients))
+        ctx.pending.add(weight, None, gradients)
         return None, None, None, None
 
 
-def _linear(layer: Any, x: torch.Tensor, pending: list[Pending]) -> Any:
-    return _Product.apply(x, layer.weight, layer.bias, pending)  # type: ignore[no-untyped-call]
+def _linear(layer: Any, x: torch.Tensor, pending: _C.Deferred) -> Any:
+    y = pending.linear(x, layer.weight, layer.bias)  # C++: in Python a small layer's backward took 7 % longer
+    return torch.nn.Linear.forward(layer, x) if y is None else y
 
 
-def _convolution(layer: Any, x: torch.Tensor, pending: list[Pending]) -> Any:
+def _convolution(layer: Any, x: torch.Tensor, pending: _C.Deferred) -> Any:
     return _Convolution.apply(x, layer.weight, layer.bias, layer, pending)  # type: ignore[no-untyped-call]
 
 
-def _lookup(layer: Any, x: torch.Tensor, pending: list[Pending]) -> Any:
+def _lookup(layer: Any, x: torch.Tensor, pending: _C.Deferred) -> Any:
     return _Lookup.apply(x, layer.weight, layer, pending)  # type: ignore[no-untyped-call]
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import _engine_run_backward
 
+from hpcomm import _C
 from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline import chain, deferred
 from hpcomm.pipeline.microbatch import samples
@@ -57,7 +59,7 @@ class _Tape:
 
     arrived: dict[int, list[torch.Tensor]]  # source stage -> leaves that a gradient goes back to, or not
     left: dict[int, list[torch.Tensor]]  # target stage -> tensors that a gradient comes back for, or not
-    pending: list[deferred.Pending] | None  # a divided backward's second half
+    pending: _C.Deferred | None  # a divided backward's second half
     root: torch.Tensor | None = None  # the loss
 
 
@@ -92,7 +94,7 @@ class Stage:
         self._divided = frozenset(divided)
         self._deferral = deferred.Deferral(module) if divided else None
         self._tapes: dict[int, _Tape] = {}
-        self._pending: dict[int, list[deferred.Pending]] = {}
+        self._pending: dict[int, _C.Deferred] = {}
 
     @property
     def draws(self) -> bool:
@@ -123,7 +125,7 @@ class Stage:
             keywords: of the step; those that came with a message are added.
             loaded: by target stage, what the first stage hands to it.
         """
-        tape = _Tape({}, {}, [] if microbatch in self._divided else None)
+        tape = _Tape({}, {}, _C.Deferred() if microbatch in self._divided else None)
         known: dict[str, Any] = {}
         value: Any = inputs
         for link in self.incoming:
@@ -171,17 +173,17 @@ class Stage:
         seeds: list[torch.Tensor] = []
         if tape.root is not None and tape.root.requires_grad:
             roots.append(tape.root)
-            seeds.append(torch.ones_like(tape.root))
+            seeds.append(_one_like(tape.root))
         for target, arrived in gradients.items():
             for output, gradient in zip(tape.left[target], arrived, strict=True):
                 if gradient is not None and output.requires_grad:
                     roots.append(output)
                     seeds.append(gradient)
         if roots and tape.pending is None:
-            _run_backward(roots, seeds)
+            run_backward(roots, seeds)
         elif roots:
             with self._deferring(tape.pending):
-                _run_backward(roots, seeds)
+                run_backward(roots, seeds)
         if tape.pending is not None:
             self._pending[microbatch] = tape.pending
         return {
@@ -191,7 +193,7 @@ class Stage:
 
     def weight_gradients(self, microbatch: int, done: Callable[[torch.Tensor], None] | None) -> None:
         """The second half of a divided backward; ``done`` is told each parameter that it has finished."""
-        deferred.compute(self._pending.pop(microbatch), done)
+        self._pending.pop(microbatch).compute(done)
 
     def clear(self) -> None:
         """Forgets what a failed step left behind."""
@@ -200,17 +202,27 @@ class Stage:
         if self._deferral is not None:
             self._deferral.open(None)
 
-    def _deferring(self, pending: list[deferred.Pending] | None) -> _Deferring:
+    def _deferring(self, pending: _C.Deferred | None) -> _Deferring:
         assert self._deferral is not None
         assert pending is not None
         return _Deferring(self._deferral, pending)
 
 
-def _run_backward(roots: list[torch.Tensor], seeds: list[torch.Tensor]) -> None:
+def run_backward(roots: list[torch.Tensor], seeds: list[torch.Tensor]) -> None:
     """``torch.autograd.backward`` without its preparations in Python, which cost as much as an empty graph; the engine
     itself checks shapes and dtypes of the seeds.
     """
     _engine_run_backward(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+@cache
+def _ones(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.ones((), dtype=dtype, device=device)
+
+
+def _one_like(root: torch.Tensor) -> torch.Tensor:
+    """What a backward starts from at the loss: nobody writes to it, so all microbatches have the same."""
+    return _ones(root.dtype, root.device) if root.dim() == 0 else torch.ones_like(root)
 
 
 class _Deferring:
@@ -218,7 +230,7 @@ class _Deferring:
 
     __slots__ = ("_deferral", "_pending")
 
-    def __init__(self, deferral: deferred.Deferral, pending: list[deferred.Pending]) -> None:
+    def __init__(self, deferral: deferred.Deferral, pending: _C.Deferred) -> None:
         self._deferral = deferral
         self._pending = pending
 

@@ -1,0 +1,138 @@
+// The two halves of a linear layer's backward, and the accumulation of what was put off.
+#include "torch/deferred.h"
+
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <unordered_map>
+
+namespace hpcomm {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// What a node of the graph knows of the layer beside its saved tensors.
+struct Layer : torch::CustomClassHolder {
+  Layer(std::shared_ptr<Deferred> list, at::Tensor of_weight, at::Tensor of_bias)
+      : deferred(std::move(list)), weight(std::move(of_weight)), bias(std::move(of_bias)) {}
+  std::shared_ptr<Deferred> deferred;
+  at::Tensor weight;  // the leaf itself: a saved tensor would be a cast copy
+  at::Tensor bias;
+};
+
+at::Tensor as_autocast_would(const at::Tensor& tensor, c10::DeviceType device) {
+  const bool casts = tensor.defined() && at::autocast::is_autocast_enabled(device) && tensor.is_floating_point() &&
+                     tensor.scalar_type() != at::kDouble;
+  return casts ? tensor.to(at::autocast::get_autocast_dtype(device)) : tensor;
+}
+
+class Product : public torch::autograd::Function<Product> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
+                            const std::optional<at::Tensor>& bias, const std::shared_ptr<Deferred>& deferred) {
+    const c10::DeviceType device = x.device().type();
+    const at::Tensor cast_x = as_autocast_would(x, device);
+    const at::Tensor cast_weight = as_autocast_would(weight, device);
+    const at::Tensor cast_bias = as_autocast_would(bias.value_or(at::Tensor()), device);
+    context->save_for_backward({cast_x, cast_weight});
+    context->saved_data["layer"] =
+        at::IValue::make_capsule(c10::make_intrusive<Layer>(deferred, weight, bias.value_or(at::Tensor())));
+    return at::linear(cast_x, cast_weight, cast_bias);
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const at::Tensor& dy = gradients[0];
+    if (!dy.defined()) {
+      return variable_list(4);
+    }
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor& x = saved[0];
+    const auto layer = c10::static_intrusive_pointer_cast<Layer>(context->saved_data["layer"].toCapsule());
+    const bool wants_bias = layer->bias.defined() && layer->bias.requires_grad();
+    const at::Tensor rows = dy.reshape({-1, dy.size(-1)});
+    layer->deferred->add(layer->weight, wants_bias ? layer->bias : at::Tensor(), [rows, x, wants_bias] {
+      return Deferred::Gradients(rows.t().mm(x.reshape({-1, x.size(-1)})), wants_bias ? rows.sum(0) : at::Tensor());
+    });
+    variable_list inputs(4);
+    if (context->needs_input_grad(0)) {
+      inputs[0] = rows.mm(saved[1]).view(x.sizes());
+    }
+    return inputs;
+  }
+};
+
+bool is_plain(const at::Tensor& x) {
+  constexpr c10::DispatchKeySet kWrapped({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
+                                          c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper});
+  return x.layout() == at::kStrided && !x.key_set().has_any(kWrapped);
+}
+
+// As autograd's AccumulateGrad: in the parameter's dtype and, for a first gradient, its strides.
+void accumulate(const at::Tensor& parameter, at::Tensor gradient) {
+  if (gradient.scalar_type() != parameter.scalar_type()) {
+    gradient = gradient.to(parameter.scalar_type());
+  }
+  at::Tensor& total = parameter.mutable_grad();
+  if (total.defined()) {
+    total.add_(gradient);
+  } else if (gradient.strides() == parameter.strides()) {
+    total = std::move(gradient);
+  } else {
+    total = at::empty_like(parameter).copy_(gradient);
+  }
+}
+
+}  // namespace
+
+void Deferred::add(at::Tensor weight, at::Tensor bias, std::function<Gradients()> compute) {
+  uses_.push_back({std::move(weight), std::move(bias), std::move(compute)});
+}
+
+std::optional<at::Tensor> Deferred::linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  if (!is_plain(x)) {
+    return std::nullopt;
+  }
+  return Product::apply(x, weight, bias.defined() ? std::optional(bias) : std::nullopt, shared_from_this());
+}
+
+void Deferred::compute(const std::function<void(const at::Tensor&)>& done) {
+  const at::NoGradGuard no_graph;
+  std::vector<Use> uses = std::exchange(uses_, {});
+  std::unordered_map<const at::TensorImpl*, int> left;
+  for (const Use& use : uses) {
+    for (const at::Tensor* parameter : {&use.weight, &use.bias}) {
+      if (parameter->defined()) {
+        ++left[parameter->unsafeGetTensorImpl()];
+      }
+    }
+  }
+  std::unordered_map<const at::TensorImpl*, at::Tensor> sums;
+  const auto give = [&](const at::Tensor& parameter, const at::Tensor& gradient) {
+    if (!parameter.defined()) {
+      return;
+    }
+    const at::TensorImpl* key = parameter.unsafeGetTensorImpl();
+    at::Tensor& sum = sums[key];
+    if (gradient.defined()) {
+      sum = sum.defined() ? sum + gradient : gradient;
+    }
+    if (--left[key] > 0) {
+      return;
+    }
+    if (sum.defined()) {
+      accumulate(parameter, std::exchange(sum, {}));
+    }
+    if (done) {
+      done(parameter);
+    }
+  };
+  for (Use& use : uses) {
+    const auto [of_weight, of_bias] = std::exchange(use.compute, nullptr)();  // its operands are free from here on
+    give(use.weight, of_weight);
+    give(use.bias, of_bias);
+  }
+}
+
+}  // namespace hpcomm

@@ -1,0 +1,44 @@
+// Deferred: the gradients of weights that the first half of a backward has left for the second one.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace hpcomm {
+
+// What the layers of one stage leave for one microbatch, use by use, in the order of the backward. One thread at a
+// time.
+class Deferred : public std::enable_shared_from_this<Deferred> {
+ public:
+  // Of a weight and its bias; undefined where there is none.
+  using Gradients = std::pair<at::Tensor, at::Tensor>;
+
+  // One use of a layer. `bias` is undefined unless it wants a gradient.
+  void add(at::Tensor weight, at::Tensor bias, std::function<Gradients()> compute);
+
+  // A linear layer, as autocast would run it; its backward makes the gradient of `x` and adds the rest here. `bias` may
+  // be undefined. Nothing for an `x` that is no plain tensor (a subclass, a sparse one, one inside vmap).
+  [[nodiscard]] std::optional<at::Tensor> linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);
+
+  // Adds all of it to .grad and forgets it; with several uses of a parameter their sum, as autograd does. `done`, if
+  // there is one, is told each parameter that is final.
+  void compute(const std::function<void(const at::Tensor&)>& done);
+
+  void clear() { uses_.clear(); }
+  [[nodiscard]] std::size_t size() const noexcept { return uses_.size(); }
+
+ private:
+  struct Use {
+    at::Tensor weight;
+    at::Tensor bias;
+    std::function<Gradients()> compute;
+  };
+  std::vector<Use> uses_;
+};
+
+}  // namespace hpcomm
