@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcomm.errors import InvalidArgument
-from hpcomm.pipeline.recorder import COMPUTE, PLAN_FILE, cost_model
+from hpcomm.pipeline.recorder import COMPUTE, PLAN_FILE, cost_model, seconds_of
 from hpcomm.plan.render import draw_spans, svg
 from hpcomm.plan.serialize import from_json
 from hpcomm.plan.timeline import Span, draw_strips, label, spans
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpcomm._C import CostModel, StepPlan
+    from hpcomm.pipeline.recorder import Seat
 
 
 class Timed(NamedTuple):
@@ -64,6 +65,7 @@ class Trace(NamedTuple):
 
     plan: StepPlan
     steps: dict[int, dict[int, Rank]]
+    seats: list[Seat]  # of all ranks
 
 
 def read(folder: Path) -> Trace:
@@ -76,12 +78,17 @@ def read(folder: Path) -> Trace:
         raise InvalidArgument(f"{folder} holds no trace: run a pipeline's steps with HPCOMM_TRACE={folder}")
     plan = from_json((folder / PLAN_FILE).read_text())
     rows: dict[int, dict[int, Any]] = {}
+    seats: dict[int, Seat] = {}
     for path in folder.glob("rank-*.jsonl"):
         match = re.fullmatch(r"rank-(\d+)", path.stem)
         for line in path.read_text().splitlines() if match else ():
-            row = json.loads(line)
-            if int(match[1]) < plan.world:  # type: ignore[index]  # else an earlier, larger job left it there
-                rows.setdefault(row["step"], {})[int(match[1])] = row  # type: ignore[index]
+            row, rank = json.loads(line), int(match[1])  # type: ignore[index]
+            if rank >= plan.world:  # an earlier, larger job left it there
+                break
+            if "seat" in row:
+                seats[rank] = tuple(row["seat"])
+            else:
+                rows.setdefault(row["step"], {})[rank] = row
     steps = {}
     for number, by_rank in sorted(rows.items()):
         if len(by_rank) != plan.world:
@@ -104,20 +111,30 @@ def read(folder: Path) -> Trace:
         }
     if not steps:
         raise InvalidArgument(f"{folder}: no step was recorded by all {plan.world} ranks")
-    return Trace(plan, steps)
+    return Trace(plan, steps, [seats[rank] for rank in sorted(seats)])
 
 
 def costs_of(trace: Trace) -> CostModel:
-    """A cost model with the computations as they were measured: medians per stage over the steps but the first."""
+    """A cost model with the computations as they were measured: medians per stage over the steps but the first. Ranks
+    of a host take turns where it has fewer cores.
+    """
     numbers = sorted(trace.steps)[1:] or sorted(trace.steps)
-    found: dict[tuple[int, str], list[float]] = {}
-    for number in numbers:
-        for rank in trace.steps[number].values():
-            for op, begin, waited, end in rank.actions:
-                operation = trace.plan.operations[op]
-                if operation.kind.name in COMPUTE:
-                    found.setdefault((operation.stage, operation.kind.name), []).append(end - begin - waited)
-    return cost_model(trace.plan.num_stages, {key: statistics.median(times) for key, times in found.items()})
+    seconds = seconds_of(
+        trace.plan,
+        (
+            (op, end - begin - waited)
+            for number in numbers
+            for rank in trace.steps[number].values()
+            for op, begin, waited, end in rank.actions
+        ),
+    )
+    return cost_model(trace.plan.num_stages, seconds, trace.seats)
+
+
+def planned(costs: CostModel) -> str:
+    """What a plan that is simulated with ``costs`` is called."""
+    shared = f" on {costs.cores_per_host} cores for {costs.ranks_per_host} ranks" if costs.cores_per_host else ""
+    return f"planned, with the measured computations{shared}"
 
 
 def table(trace: Trace, number: int) -> str:
@@ -237,12 +254,13 @@ def timeline(trace: Trace, number: int, columns: int = 100) -> str:
     """The plan as simulated from the measured computations, and below it the step as it ran: text, on one scale."""
     plan = trace.plan
     ranks = _first_replicas(plan)
-    simulated = plan.simulate(costs_of(trace))
+    costs = costs_of(trace)
+    simulated = plan.simulate(costs)
     length = max(rank.end for rank in trace.steps[number].values())
     scale = max(length, simulated.makespan_seconds)
     return "\n".join(
         [
-            f"planned, with the measured computations: {simulated.makespan_seconds * 1e3:.1f} ms",
+            f"{planned(costs)}: {simulated.makespan_seconds * 1e3:.1f} ms",
             draw_strips(spans(plan, simulated, ranks), ranks, scale, columns),
             f"measured: {length * 1e3:.1f} ms",
             draw_strips(measured_spans(trace, number, ranks), ranks, scale, columns),
@@ -260,7 +278,8 @@ def picture(trace: Trace, number: int) -> str:
     plan = trace.plan
     ranks = _first_replicas(plan)
     length = max(rank.end for rank in trace.steps[number].values())
-    above = svg(plan, costs_of(trace), title="planned, with the measured computations")
+    costs = costs_of(trace)
+    above = svg(plan, costs, title=planned(costs))
     figures = f"{length:.4g} s; hatched: waits, issues, and what Python takes"
     below = draw_spans(plan, ranks, measured_spans(trace, number, ranks), length, "measured", figures)
     heights = [float(_height(text)) for text in (above, below)]

@@ -20,7 +20,9 @@ from torch import nn
 import hpcomm
 from hpcomm.cli import main as cli
 from hpcomm.pipeline.board import report
+from hpcomm.pipeline.deferred import Deferral
 from hpcomm.pipeline.partition import cut
+from hpcomm.pipeline.recorder import cost_model
 from hpcomm.plan import parse, to_csv, zbv
 from hpcomm.report import Trace
 from hpcomm.report import read as report_of
@@ -219,6 +221,30 @@ def accumulated() -> None:
 
 def test_accumulation_over_steps() -> None:
     ranks.run(4, accumulated)
+
+
+def test_a_layer_inside_vmap_does_not_defer() -> None:
+    layer = nn.Linear(3, 2).double()
+    x = torch.randn(4, 5, 3, dtype=torch.float64)
+    expected = torch.autograd.grad(layer(x).square().sum(), [layer.weight, layer.bias])
+    deferral, pending = Deferral(layer), hpcomm._C.Deferred()
+    deferral.open(pending)
+    torch.vmap(layer)(x).square().sum().backward()
+    assert len(pending) == 0
+    for parameter, gradient in zip([layer.weight, layer.bias], expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+        parameter.grad = None
+    layer(x).square().sum().backward()
+    deferral.open(None)
+    assert len(pending) == 1
+    assert layer.weight.grad is None
+    told: list[torch.Tensor] = []
+    pending.compute(told.append)
+    assert len(pending) == 0
+    assert told[0] is layer.weight
+    assert told[1] is layer.bias
+    for parameter, gradient in zip([layer.weight, layer.bias], expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
 
 
 # --- Randomness and recomputation -------------------------------------------------------------------------------------
@@ -535,13 +561,41 @@ def test_a_trace_is_reported_beside_its_plan(
     assert [any(found.buckets for found in step.values()) for _, step in sorted(two.steps.items())] == [True, False]
     drawn = ElementTree.parse(picture).getroot()
     titles = [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert "planned, with the measured computations" in titles
-    assert titles.index("measured") > titles.index("planned, with the measured computations")
+    (planned,) = [title for title in titles if title and title.startswith("planned, with the measured computations")]
+    assert titles.index("measured") > titles.index(planned)
     computations = 4 * 4 * 3  # stages, microbatches, kinds
     events = json.loads(chrome.read_text())["traceEvents"]
     assert len(events) == 3 * 2 * computations  # steps, replicas
     assert cli(["trace", "report", str(tmp_path), "--step", "7"]) == 2
     assert cli(["trace", "report", str(tmp_path / "none")]) == 2
+
+
+def test_ranks_that_share_cores_take_turns_in_the_simulation() -> None:
+    seconds = {(0, "FORWARD"): 1.0, (0, "BACKWARD"): 2.0}
+    two = [("a", [0, 1], 1), ("a", [0, 1], 1), ("b", [4, 7], 1), ("b", [4, 7], 1)]
+    crowd = {
+        "cores for all": two,
+        "four ranks on two cores": [("a", [0, 1], 1)] * 4,
+        "pinned to a core each": [("a", [rank], 1) for rank in range(4)],
+        "two threads each": [("a", [0, 1, 2, 3], 2)] * 4,
+        "more threads than cores": [("a", [0, 1], 8)] * 4,
+        "hosts that differ": [("a", [0], 1), ("a", [0], 1), ("b", [0, 1], 1), ("b", [0, 1], 1)],
+        "hosts in turn": [("a", [0], 1), ("b", [0], 1), ("a", [0], 1), ("b", [0], 1)],
+    }
+    found = {name: cost_model(1, seconds, seats) for name, seats in crowd.items()}
+    assert {name: (costs.ranks_per_host, costs.cores_per_host) for name, costs in found.items()} == {
+        "cores for all": (1, 0),
+        "four ranks on two cores": (4, 2),
+        "pinned to a core each": (1, 0),
+        "two threads each": (4, 2),
+        "more threads than cores": (4, 1),
+        "hosts that differ": (1, 0),
+        "hosts in turn": (1, 0),
+    }
+    plan = hpcomm.plan.compile("1f1b", pp=1, dp=4, num_microbatches=2)
+    assert plan.simulate(found["cores for all"]).makespan_seconds == 6
+    assert plan.simulate(found["four ranks on two cores"]).makespan_seconds == 12
+    assert plan.simulate(found["more threads than cores"]).makespan_seconds == 24
 
 
 def replanned() -> None:

@@ -35,7 +35,7 @@ class Board:
         self._file.truncate(8)
         self._place = memoryview(mmap.mmap(self._file.fileno(), 8)).cast("q")
         self._place[0] = _IDLE
-        mine = json.dumps([_host(), f"/proc/{os.getpid()}/fd/{self._file.fileno()}"]).encode()
+        mine = json.dumps([host_name(), f"/proc/{os.getpid()}/fd/{self._file.fileno()}"]).encode()
         everybody = mesh.control.exchange(range(mesh.size), BOARD_CHANNEL, mine, mesh.timeout)
         self._boards: list[tuple[str, str]] = [tuple(json.loads(body)) for body in everybody]
 
@@ -47,7 +47,7 @@ class Board:
         """The numbers of all ranks of this host that are still there; -1 outside a step."""
         places = {}
         for rank, (host, path) in enumerate(self._boards):
-            if host == _host():
+            if host == host_name():
                 try:
                     places[rank] = int.from_bytes(Path(path).read_bytes(), "little", signed=True)
                 except OSError:  # it is gone, or belongs to somebody else
@@ -55,7 +55,7 @@ class Board:
         return places
 
 
-def _host() -> str:
+def host_name() -> str:
     """Equal for processes that see each other's /proc."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/pid").readlink())

@@ -297,19 +297,22 @@ class Pipeline(LocalModel):
     # --- Plans ---
 
     def measure(self, *inputs: Any, target: Any = None, steps: int = 3, **keywords: Any) -> CostModel:
-        """What each stage's computations take, from ``steps`` steps whose gradients are dropped (collective).
+        """What each stage's computations take, from ``steps`` steps whose gradients are dropped (collective). Of
+        several steps the first one does not count: it warms up.
 
         Returns:
-            A cost model, the same on every rank, for :meth:`replan` and ``plan.simulate``; messages and reductions take
-            no time in it: set ``link_latency_seconds`` and its other figures where they count.
+            A cost model, the same on every rank, for :meth:`replan` and ``plan.simulate``. Computations of a host's
+            ranks take turns in it where there are fewer cores. Messages and reductions take no time: set
+            ``link_latency_seconds`` and its other figures where they count.
         """
         number, before = self.step_number, self._runner.recorder
-        for _ in range(steps):
-            self._runner.recorder = times = Times()
+        times = [Times() for _ in range(steps)]
+        for each in times:
+            self._runner.recorder = each
             self.step(*inputs, target=target, **keywords)
         self._runner.recorder, self.step_number = before, number
         self.zero_grad()
-        return gathered_costs(self.mesh, self.plan, times)
+        return gathered_costs(self.mesh, self.plan, times[1:] or times)
 
     @contextmanager
     def traced(self, folder: str | PathLike[str]) -> Iterator[None]:

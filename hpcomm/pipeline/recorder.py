@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpcomm import _C
+from hpcomm.pipeline.board import host_name
 from hpcomm.plan.serialize import to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from hpcomm._C import CostModel, StepPlan
     from hpcomm.mesh import Mesh
@@ -24,7 +25,10 @@ __all__: list[str] = []
 
 # Operation; nanoseconds of the clock: issued, begun on the lane, packed, reduced, written back.
 BucketTimes = tuple[int, float, float, float, float, float]
+# Of each rank: its host's name, the cores that it may use, its compute threads.
+Seat = tuple[str, list[int], int]
 PLAN_FILE = "plan.json"
+SEATS_CHANNEL = 8  # of Control, see hpcomm.communicator
 COMPUTE = ("FORWARD", "BACKWARD", "INPUT_GRAD", "WEIGHT_GRAD")
 
 
@@ -32,6 +36,11 @@ def recorder_for(plan: StepPlan, rank: int) -> Recorder | None:
     """A recorder that writes to the folder ``HPCOMM_TRACE``; None where that is not set."""
     folder = os.environ.get("HPCOMM_TRACE")
     return Recorder(Path(folder), plan, rank) if folder else None
+
+
+def seat() -> Seat:
+    """That of this rank."""
+    return host_name(), sorted(os.sched_getaffinity(0)), torch.get_num_threads()
 
 
 class Times:
@@ -72,6 +81,7 @@ class Recorder(Times):
         if rank == 0:
             (folder / PLAN_FILE).write_text(to_json(plan))
         self._file = (folder / f"rank-{rank}.jsonl").open("w")
+        self._file.write(json.dumps({"seat": seat()}) + "\n")
         self._step = 0
 
     def step(self, begin: int, issued: int, end: int, buckets: Sequence[BucketTimes]) -> None:
@@ -89,8 +99,14 @@ class Recorder(Times):
         self._file.close()
 
 
-def cost_model(num_stages: int, seconds: Mapping[tuple[int, str], float]) -> CostModel:
-    """Costs of stages whose computations take ``seconds``, by stage and kind of action; messages take no time."""
+def cost_model(
+    num_stages: int, seconds: Mapping[tuple[int, str], float], seats: Sequence[Seat] | None = None
+) -> CostModel:
+    """Costs of stages whose computations take ``seconds``, by stage and kind of action; messages take no time.
+
+    Args:
+        seats: of all ranks, in order: where a host has more compute threads than cores, they take turns.
+    """
     model: CostModel = _C.CostModel()
     stages = []
     for stage in range(num_stages):
@@ -100,22 +116,49 @@ def cost_model(num_stages: int, seconds: Mapping[tuple[int, str], float]) -> Cos
         stages.append(_C.StageCost(forward or 0.0, backward, first, second))
     model.stages = stages
     model.host_waits = False
+    model.ranks_per_host, model.cores_per_host = _crowd(seats or [])
     return model
 
 
-def gathered_costs(mesh: Mesh, plan: StepPlan, times: Times) -> CostModel:
-    """The cost model of what all ranks measured: medians over microbatches, means over replicas (collective)."""
+def _crowd(seats: Sequence[Seat]) -> tuple[int, int]:
+    """Ranks of a host, and how many of them compute at a time; 0: all, or the hosts differ, which no model knows."""
+    hosts: dict[str, list[int]] = {}
+    for rank, (host, _, _) in enumerate(seats):
+        hosts.setdefault(host, []).append(rank)
+    found = set()
+    for ranks in hosts.values():
+        cores = set().union(*(seats[rank][1] for rank in ranks))
+        threads = max(seats[rank][2] for rank in ranks)
+        found.add((len(ranks), ranks[-1] - ranks[0] + 1, max(1, len(cores) // threads)))
+    if len(found) != 1:
+        return 1, 0
+    ranks_here, span, at_a_time = found.pop()
+    return (ranks_here, at_a_time) if ranks_here == span and at_a_time < ranks_here else (1, 0)
+
+
+def seconds_of(plan: StepPlan, actions: Iterable[tuple[int, float]]) -> dict[tuple[int, str], float]:
+    """The median time of a stage's computations, by stage and kind, from operations and what they took."""
     found: dict[tuple[int, str], list[float]] = {}
-    for op, begin, waited, end in times.actions:
+    for op, seconds in actions:
         operation = plan.operations[op]
         if operation.kind.name in COMPUTE:
-            found.setdefault((operation.stage, operation.kind.name), []).append((end - begin - waited) / 1e9)
+            found.setdefault((operation.stage, operation.kind.name), []).append(seconds)
+    return {key: statistics.median(samples) for key, samples in found.items()}
+
+
+def gathered_costs(mesh: Mesh, plan: StepPlan, times: Sequence[Times]) -> CostModel:
+    """The cost model of what all ranks measured: medians over microbatches and steps, means over replicas
+    (collective).
+    """
+    mine = ((op, (end - begin - waited) / 1e9) for step in times for op, begin, waited, end in step.actions)
     table = torch.zeros(plan.num_stages, len(COMPUTE), dtype=torch.float64, device=mesh.device)
-    for (stage, kind), samples in found.items():
-        table[stage, COMPUTE.index(kind)] = statistics.median(samples)
+    for (stage, kind), seconds in seconds_of(plan, mine).items():
+        table[stage, COMPUTE.index(kind)] = seconds
     mesh.world.all_reduce(table)
     means = (table / mesh.dp.size).tolist()
+    told = mesh.control.exchange(range(mesh.size), SEATS_CHANNEL, json.dumps(seat()).encode(), mesh.timeout)
     return cost_model(
         plan.num_stages,
         {(stage, COMPUTE[i]): value for stage, row in enumerate(means) for i, value in enumerate(row) if value > 0},
+        [tuple(json.loads(body)) for body in told] if mesh.device.type == "cpu" else None,
     )
