@@ -11,9 +11,9 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ import hpcomm
 from hpcomm import _build
 
 Step = Callable[[], None]
+Name = TypeVar("Name", bound=Hashable)
 
 
 def environment(mesh: hpcomm.Mesh) -> dict[str, Any]:
@@ -39,9 +40,9 @@ def environment(mesh: hpcomm.Mesh) -> dict[str, Any]:
     }
 
 
-def measure(mesh: hpcomm.Mesh, variants: Mapping[str, Step], *, rounds: int, warmup: int) -> dict[str, list[float]]:
+def measure(mesh: hpcomm.Mesh, variants: Mapping[Name, Step], *, rounds: int, warmup: int) -> dict[Name, list[float]]:
     """Seconds of the slowest rank, per variant and round (collective)."""
-    samples: dict[str, list[float]] = {name: [] for name in variants}
+    samples: dict[Name, list[float]] = {name: [] for name in variants}
     for i in range(warmup + rounds):
         for name, step in variants.items():
             mesh.barrier()

@@ -5,7 +5,8 @@
     torchrun --standalone --nproc-per-node 2 -m benchmarks.pipeline --models large --schedules 1f1b,interleaved_1f1b
 
 Same layers, cut, shard, microbatches, schedule and threads under all; SGD is left out. torch's pipelining runs on gloo
-and on hpcomm as its backend. Before timing, the gradients are compared. All take turns step by step in one run.
+and on hpcomm as its backend. Before timing, the gradients are compared. All schedules and peers take turns step by step
+in one run.
 
 Models: "compute", decoder blocks, whose messages are small beside their computation; "small", linear layers of 64 on a
 few rows: the host's own time; "large", layer norms on messages of 4 MiB: the transport; "linear", linear layers of 512
@@ -15,13 +16,16 @@ Printed with them:
 
 bound      what this rank's layers take without any communication while all ranks run theirs, the slowest rank's
            time x (m + p - 1) / m: no schedule with one stage per rank and undivided backwards is faster.
-predicted  the plan's simulated makespan, from forwards and backwards (and their halves) measured one by one before the
-           first timed step, while all ranks run theirs.
+predicted  the plan's simulated makespan, from what forwards and backwards (and their halves) took in a few steps of
+           each schedule before the first timed one, and from messages between two ranks. Profile and prediction are
+           written (--json) before any step is timed. "/ predicted" is the median of the timed steps by it.
+gain       of ZB-V over 1F1B, the median of the rounds' own differences, beside that of the two simulations.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import time
@@ -36,8 +40,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hpcomm
 from benchmarks.harness import environment, measure, save, table
-from benchmarks.runner import Gated, half_costs
-from hpcomm.plan import SCHEDULES, CostModel, StageCost
+from benchmarks.runner import Gated
+from hpcomm.plan import SCHEDULES, CostModel, StageCost, costs_to_json
 
 STOCK = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -51,6 +55,8 @@ STOCK = {
 # is nothing to compare with.
 NOT_WITH_DDP = ("zbv", "dualpipev")
 LAYERS = 8
+OURS = ("hpcomm.Pipeline", 'hpcomm.Pipeline, schema="frozen"')
+PROFILED = 6  # steps of each schedule, in turn
 
 
 def compute_model() -> nn.Sequential:
@@ -134,6 +140,14 @@ class Job:
         pipe.zero_grad()
         pipe.step(self.x, target=self.y)
 
+    def variants(self) -> dict[str, Callable[[], None]]:
+        """What is timed."""
+        return {name: step for name, (step, _) in self.runs.items()} | {
+            OURS[0]: lambda: self.ours(self.pipe),
+            OURS[1]: lambda: self.ours(self.frozen),
+            "compute only": self.compute_only,
+        }
+
     def compute_only(self) -> None:
         self.alone.zero_grad()
         for stage in self.alone.stages.values():
@@ -150,25 +164,22 @@ class Job:
                 for ours, theirs in zip(pipe.parameters(), modules.parameters(), strict=True):
                     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
 
-    def predict(self, link: tuple[float, float]) -> float:
-        """Seconds of a step by simulation, from what is measured now."""
-        mesh, plan = self.mesh, self.pipe.plan
-        costs = torch.zeros(plan.num_stages, 4, dtype=torch.float64)
-        for index, stage in self.alone.stages.items():
-            part = self.x[: self.part[0]]
-            start = time.perf_counter()
-            for _ in range(5):
-                stage(part.detach().requires_grad_())
-            forward = (time.perf_counter() - start) / 5
-            found = half_costs(stage, part, rounds=5)
-            costs[index] = torch.tensor([forward, *(found[kind] / 1e3 for kind in "BIW")])
-        mesh.barrier()
-        mesh.pp.all_reduce(costs)
-        model = CostModel()
-        model.stages = [StageCost(f, b, i, w) for f, b, i, w in costs.tolist()]
+    def profile(self) -> torch.Tensor:
+        """Seconds of every stage's F, B, I and W in one step of our pipeline; the same on every rank."""
+        return seconds_in(self.pipe.measure(self.x, target=self.y, steps=1))
+
+    def predict(self, profiles: list[torch.Tensor], link: tuple[float, float]) -> tuple[CostModel, float]:
+        """The costs found in several steps, and the seconds of a step by simulation."""
+        model = self.pipe.measure(self.x, target=self.y, steps=1)  # for the cores that ranks share
+        model.stages = [StageCost(*row) for row in torch.stack(profiles).median(0).values.tolist()]
         model.link_latency_seconds, model.link_bytes_per_second = link
         model.collective_latency_seconds, model.collective_bytes_per_second = link
-        return float(plan.simulate(model).makespan_seconds)
+        return model, float(self.pipe.plan.simulate(model).makespan_seconds)
+
+
+def seconds_in(costs: CostModel) -> torch.Tensor:
+    rows = [(s.forward_seconds, s.backward_seconds, s.input_grad_seconds, s.weight_grad_seconds) for s in costs.stages]
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def link_of(mesh: hpcomm.Mesh) -> tuple[float, float]:
@@ -225,32 +236,47 @@ def main() -> None:
         print(f"{'mesh':<18} dp={mesh.dp.size} x pp={mesh.pp.size}, {arguments.microbatches} microbatches")
         print(f"{'a message':<18} {link[0] * 1e6:.0f} us + bytes / {link[1] / 1e9:.2f} GB/s")
     results: dict[str, Any] = {}
+
+    def write() -> None:
+        save(arguments.json, "pipeline", mesh, {"arguments": vars(arguments), "results": results})
+
     for model in arguments.models.split(","):
-        medians: dict[str, tuple[float, float]] = {}
-        for schedule in arguments.schedules.split(","):
-            job = Job(mesh, model, schedule, arguments.microbatches, groups)
+        schedules = arguments.schedules.split(",")
+        jobs = {schedule: Job(mesh, model, schedule, arguments.microbatches, groups) for schedule in schedules}
+        for job in jobs.values():
             job.require_equal()
-            predicted = job.predict(link)
-            variants = {name: step for name, (step, _) in job.runs.items()}
-            variants["hpcomm.Pipeline"] = lambda job=job: job.ours(job.pipe)
-            variants['hpcomm.Pipeline, schema="frozen"'] = lambda job=job: job.ours(job.frozen)
-            variants["compute only"] = job.compute_only
-            samples = measure(mesh, variants, rounds=arguments.rounds, warmup=3)
-            results[f"{model} {schedule}"] = {"seconds": samples, "predicted": predicted}
-            measured = min(statistics.median(times) for name, times in samples.items() if name.startswith("hpcomm"))
-            medians[schedule] = (measured, predicted)
-            bound = statistics.median(samples["compute only"])
-            bound *= (arguments.microbatches + mesh.pp.size - 1) / arguments.microbatches
+        profiles = [{schedule: job.profile() for schedule, job in jobs.items()} for _ in range(1 + PROFILED)][1:]
+        predicted: dict[str, float] = {}
+        for schedule, job in jobs.items():
+            costs, predicted[schedule] = job.predict([found[schedule] for found in profiles], link)
+            results[f"{model} {schedule}"] = {
+                "costs": json.loads(costs_to_json(costs)),
+                "predicted": predicted[schedule],
+            }
+        write()  # what has been predicted, before a step is timed
+        steps = {(schedule, name): step for schedule, job in jobs.items() for name, step in job.variants().items()}
+        taken = measure(mesh, steps, rounds=arguments.rounds, warmup=3)
+        ours: dict[str, list[float]] = {}
+        for schedule in schedules:
+            samples = {name: times for (of, name), times in taken.items() if of == schedule}
+            results[f"{model} {schedule}"]["seconds"] = samples
+            ours[schedule] = min((samples[name] for name in OURS), key=statistics.median)
             if here:
+                bound = statistics.median(samples["compute only"])
+                bound *= (arguments.microbatches + mesh.pp.size - 1) / arguments.microbatches
+                measured = statistics.median(ours[schedule])
                 print(f"\n== {model}, {schedule}")
                 print(table(samples, next(iter(samples))))
                 print(f"bound      {bound * 1e3:.2f} ms; the faster of ours / bound {measured / bound:.3f}")
-                print(f"predicted  {predicted * 1e3:.2f} ms; the faster of ours / predicted {measured / predicted:.3f}")
-        if here and {"1f1b", "zbv"} <= medians.keys():
-            gained = medians["1f1b"][0] - medians["zbv"][0]
-            hoped = medians["1f1b"][1] - medians["zbv"][1]
-            print(f"\n{model}: ZB-V is {gained * 1e3:.2f} ms faster than 1F1B; simulated {hoped * 1e3:.2f} ms")
-    save(arguments.json, "pipeline", mesh, {"arguments": vars(arguments), "results": results})
+                ratio = measured / predicted[schedule]
+                print(f"predicted  {predicted[schedule] * 1e3:.2f} ms; the faster of ours / predicted {ratio:.3f}")
+        if here and {"1f1b", "zbv"} <= ours.keys():
+            gained = statistics.median(a - b for a, b in zip(ours["1f1b"], ours["zbv"], strict=True))
+            hoped = predicted["1f1b"] - predicted["zbv"]
+            print(
+                f"\n{model}: ZB-V is {gained * 1e3:.2f} ms faster than 1F1B (by rounds); simulated {hoped * 1e3:.2f} ms"
+            )
+    write()
     mesh.close()
 
 

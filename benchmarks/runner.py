@@ -4,9 +4,11 @@
     torchrun --standalone --nproc-per-node 2 -m benchmarks.runner             with messages
 
 **Actions.** Stages of one layer that returns its input: what a step takes, divided by the actions in this rank's list
-(forwards, backwards, messages, the loss). "own" leaves out the waits for messages: what the runner takes, with
-autograd's time for an empty graph; target: 15 us. "wall" has the waits in it; with fewer cores than ranks and lanes it
-is the operating system's scheduler that is timed. "loop" is the same forwards and backwards as a plain loop.
+(forwards, backwards, messages, the loss). "own" leaves out the waits for messages: everything that the host does for an
+action; target: 15 us. Of that, measured alone: "autograd", the engine's calls on these graphs of one or two nodes, and
+"model", the layers and the loss; "runner" is the rest. "wall" has the waits in it, and what a step does before and
+after its list; with fewer cores than ranks and lanes it is the operating system's scheduler that is timed. Each is the
+best of all steps and, in brackets, their median.
 
 **Halves.** One stage, the same input and output gradient: backward undivided (autograd), and its halves I and W.
 Target: I + W at most 1.05 x B.
@@ -19,6 +21,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +31,9 @@ from benchmarks.harness import environment, save
 from hpcomm.pipeline.chain import calls_of
 from hpcomm.pipeline.links import Link
 from hpcomm.pipeline.recorder import Times
-from hpcomm.pipeline.stage import Stage
+from hpcomm.pipeline.stage import Stage, run_backward
+
+COLUMNS = ("own", "autograd", "model", "runner", "wall")
 
 
 class Leaf(nn.Module):
@@ -42,8 +47,8 @@ def first_of(output: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, float
     return output.sum(), 1.0
 
 
-def action_cost(mesh: hpcomm.Mesh, schedule: str, microbatches: int, steps: int) -> dict[str, float]:
-    """Microseconds per action of a step, wall and without waits, and of a plain loop; the number of actions."""
+def action_cost(mesh: hpcomm.Mesh, schedule: str, microbatches: int, steps: int) -> dict[str, Any]:
+    """Microseconds per action of a step, by what takes them, best and median; the number of actions."""
     stages = {"gpipe": 1, "1f1b": 1, "zb1p": 1}.get(schedule, 2) * mesh.pp.size
     model = nn.Sequential(Leaf(), *[nn.Identity() for _ in range(stages - 1)])
     pipe = hpcomm.Pipeline(
@@ -62,19 +67,35 @@ def action_cost(mesh: hpcomm.Mesh, schedule: str, microbatches: int, steps: int)
         pipe._runner.recorder = recorder = Times()
         pipe.step(x, target=x)
         own.append(sum(end - begin - waited for _, begin, waited, end in recorder.actions) / 1e9)
-    loop = []
-    layers = [layer for stage in pipe.stages.values() for layer in stage]
-    parts = [part.clone().requires_grad_() for part in x.split(1)]
+    model, engine = [], []
     for _ in range(steps):
-        start = time.perf_counter()
-        for layer in layers:
-            for part in parts:
-                layer(part)
-                torch.autograd.backward([part], [part])
-        loop.append(time.perf_counter() - start)
+        found = bare(pipe, x)
+        model.append(found[0])
+        engine.append(found[1])
     scale = 1e6 / actions
-    medians = {"own": own, "wall": wall, "loop": loop}
-    return {"actions": actions} | {name: statistics.median(times) * scale for name, times in medians.items()}
+    taken = {"own": own, "autograd": engine, "model": model, "wall": wall}
+    figures: dict[str, Any] = {name: (min(t) * scale, statistics.median(t) * scale) for name, t in taken.items()}
+    figures["runner"] = tuple(figures["own"][i] - figures["autograd"][i] - figures["model"][i] for i in range(2))
+    return {"actions": actions} | figures
+
+
+def bare(pipe: hpcomm.Pipeline, x: torch.Tensor) -> tuple[float, float]:
+    """Seconds of a step's layers and losses, and of its calls of autograd's engine, without a pipeline."""
+    model = engine = 0.0
+    one = torch.ones(())
+    for index, stage in pipe.stages.items():
+        (layer,) = stage
+        last = index == pipe.plan.num_stages - 1
+        for part in x.split(1):
+            leaf = part.detach().requires_grad_()
+            start = time.perf_counter()
+            output = layer(leaf)
+            root, seed = (first_of(output, leaf)[0], one) if last else (output, leaf)
+            middle = time.perf_counter()
+            run_backward([root], [seed])
+            engine += time.perf_counter() - middle
+            model += middle - start
+    return model, engine
 
 
 def transformer(width: int) -> nn.Module:
@@ -102,8 +123,8 @@ class Gated(nn.Module):
 
 def half_costs(
     stage: nn.Module, x: torch.Tensor, rounds: int, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, float]:
-    """Milliseconds of B, I and W, medians; the three in turn, so that a slow moment slows all."""
+) -> dict[str, tuple[float, float]]:
+    """Milliseconds of B, I and W, medians and the best of each; the three in turn, so that a slow moment slows all."""
     ahead = [Link(0, 1, "", (), loads=False)]
     # A stage in the middle: its input has a gradient, and its output gets one.
     middle = Stage(1, stage, calls_of(stage, 1, {}), ahead, [Link(1, 2, "", (), loads=False)], divided=[1])
@@ -124,14 +145,14 @@ def half_costs(
         middle.forward(1, (), {0: leaf}, {}, {}, None)
         timed("I", lambda: middle.backward(1, {2: [seed]}))
         timed("W", lambda: middle.weight_gradients(1, None))
-    return {kind: statistics.median(samples[3:]) * 1e3 for kind, samples in times.items()}
+    return {kind: (statistics.median(samples[3:]) * 1e3, min(samples[3:]) * 1e3) for kind, samples in times.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--microbatches", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--schedules", default="1f1b,interleaved_1f1b,zb1p,zbv,dualpipev")
     parser.add_argument(
         "--cpu-time", action="store_true", help="halves on one thread, by its CPU time: for busy machines"
@@ -142,18 +163,18 @@ def main() -> None:
 
     mesh = hpcomm.init(pp=-1)
     here = mesh.rank == 0
-    figures: dict[str, dict[str, dict[str, float]]] = {"actions": {}, "halves": {}}
+    figures: dict[str, dict[str, dict[str, Any]]] = {"actions": {}, "halves": {}}
     if here:
         for key, value in environment(mesh).items():
             print(f"{key:<18} {value}")
-        print(f"\n{'schedule':<18} {'actions':>8} {'own':>8} {'wall':>8} {'loop':>8}   us an action")
+        heads = "".join(f"{name:>15}" for name in COLUMNS)
+        print(f"\n{'schedule':<18} {'actions':>8}{heads}   us an action: best (median)")
     for schedule in arguments.schedules.split(","):
         found = action_cost(mesh, schedule, arguments.microbatches, arguments.steps)
         figures["actions"][schedule] = found
         if here:
-            print(
-                f"{schedule:<18} {found['actions']:>8} {found['own']:>8.1f} {found['wall']:>8.1f} {found['loop']:>8.1f}"
-            )
+            columns = "".join(f"{best:>7.1f} ({median:5.1f})" for best, median in (found[name] for name in COLUMNS))
+            print(f"{schedule:<18} {found['actions']:>8}{columns}")
     stages = {
         "Linear(512), 64 rows": (nn.Linear(512, 512), torch.randn(64, 512)),
         "decoder block 256, 4 x 64": (Gated(256), torch.randn(4, 64, 256)),
@@ -166,12 +187,13 @@ def main() -> None:
         torch.set_num_threads(1)
         clock = time.thread_time
     if mesh.size == 1:
-        print(f"\n{'stage':<32} {'B ms':>8} {'I ms':>8} {'W ms':>8} {'(I+W)/B':>8}")
+        print(f"\n{'stage':<32} {'B ms':>8} {'I ms':>8} {'W ms':>8} {'(I+W)/B':>8} {'of the best':>12}")
         for name, (stage, x) in stages.items():
             found = half_costs(nn.Sequential(stage), x, arguments.rounds, clock)
             figures["halves"][name] = found
-            total = found["I"] + found["W"]
-            print(f"{name:<32} {found['B']:>8.2f} {found['I']:>8.2f} {found['W']:>8.2f} {total / found['B']:>8.3f}")
+            ratios = [(found["I"][i] + found["W"][i]) / found["B"][i] for i in range(2)]
+            columns = " ".join(f"{found[kind][0]:>8.3f}" for kind in "BIW")
+            print(f"{name:<32} {columns} {ratios[0]:>8.3f} {ratios[1]:>12.3f}")
     save(arguments.json, "runner", mesh, {"arguments": vars(arguments), "figures": figures})
     mesh.close()
 

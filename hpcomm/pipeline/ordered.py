@@ -144,7 +144,7 @@ class OrderedLoss:
         self._mine = torch.zeros(2, dtype=torch.float64, device=self._lane.device)
         if not losses:
             return torch.zeros((), dtype=torch.float64), weight
-        total = total_of([loss.weighted for loss in losses])
+        total = total_of([loss.weighted.double() for loss in losses])
         self._mine[0].copy_(total)
         self._mine[1].fill_(weight)
         return total, weight

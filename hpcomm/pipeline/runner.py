@@ -242,7 +242,7 @@ class Runner:
             if batch.unit != 1.0:
                 loss.weighted, loss.weight = loss.weighted / batch.unit, loss.weight / batch.unit
             stage.start_from(microbatch, loss, output, batch.scale)
-            loss.weighted = loss.weighted.detach().double()
+            loss.weighted = loss.weighted.detach()
             walk.losses[microbatch] = loss
         if batch.keep_outputs:  # without their graphs: those are the microbatch's to free
             walk.outputs[microbatch] = detached(output)
@@ -255,9 +255,13 @@ class Runner:
             if link.differentiable
         }
         final = reductions is not None and walk.batch.reduce and reductions.arm(index, op, self._loss)
-        with self._without_autocast():
+        if walk.autocast:
+            with self._without_autocast():
+                arrived = stage.backward(microbatch, gradients)
+        else:
             arrived = stage.backward(microbatch, gradients)
-        self._keep(index, microbatch, ended=reductions is not None)
+        if self._ordered is not None:
+            self._keep(index, microbatch, ended=reductions is not None)
         if final:
             assert reductions is not None
             reductions.complete(index)
@@ -271,31 +275,31 @@ class Runner:
         final = self._walk.batch.reduce and reductions.arm(stage.index, op, self._loss)
         with self._without_autocast():
             stage.weight_gradients(microbatch, partial(reductions.mark, stage.index) if final else None)
-        self._keep(stage.index, microbatch, ended=True)
+        if self._ordered is not None:
+            self._keep(stage.index, microbatch, ended=True)
         if final:
             reductions.complete(stage.index)
 
     def _keep(self, stage: int, microbatch: int, *, ended: bool) -> None:
-        if self._ordered is not None:
-            assert self._reductions is not None
-            self._reductions.keep(stage, microbatch, ended=ended)
+        assert self._reductions is not None
+        self._reductions.keep(stage, microbatch, ended=ended)
 
     def _without_autocast(self) -> AbstractContextManager[Any]:
         """Backwards run in the dtypes that their forwards chose."""
         return torch.autocast(self._device.type, enabled=False) if self._walk.autocast else _NOTHING
 
     def _issue_loss(self) -> None:
-        # In microbatch order, whatever the schedule's. A zero on the CPU plus a number on a GPU is a number there; were
-        # it moved there, the host would wait for the device.
+        # In microbatch order, whatever the schedule's.
         losses = [self._walk.losses[microbatch] for microbatch in sorted(self._walk.losses)]
-        total = torch.zeros((), dtype=torch.float64)
-        weight = 0.0
         if self._ordered is not None:
             total, weight = self._ordered.issue(losses, self._walk.batch.unit)
         else:
-            for loss in losses:
-                total = total + loss.weighted
-                weight += loss.weight
+            weight = sum(loss.weight for loss in losses)
+            total = (
+                torch.stack([loss.weighted.reshape(()) for loss in losses]).sum(dtype=torch.float64)
+                if losses
+                else torch.zeros((), dtype=torch.float64)  # on the CPU: of no device that the host would wait for
+            )
         training = self._reductions is not None
         self._loss.issue(total, weight, training and not self._walk.batch.reduce)
 
