@@ -255,7 +255,7 @@ def main() -> None:
             }
         write()  # what has been predicted, before a step is timed
         steps = {(schedule, name): step for schedule, job in jobs.items() for name, step in job.variants().items()}
-        taken = measure(mesh, steps, rounds=arguments.rounds, warmup=3)
+        taken = measure(mesh, steps, rounds=arguments.rounds, warmup=2)
         ours: dict[str, list[float]] = {}
         for schedule in schedules:
             samples = {name: times for (of, name), times in taken.items() if of == schedule}

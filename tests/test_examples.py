@@ -71,7 +71,7 @@ def require_trained(output: str, picture: Path, *, mesh: str) -> None:
     assert last < 4
     assert held_out < 4
     assert int(found(r"^training +(\d+) steps", output)[0]) == 20
-    found(r"^planned, with the measured computations: \S+ ms\nrank 0 \| ", output)
+    found(r"^planned, with the measured computations(?: on \d+ cores for \d+ ranks)?: \S+ ms\nrank 0 \| ", output)
     found(r"^measured: \S+ ms\nrank 0 \| ", output)
     ElementTree.parse(picture)
 
