@@ -16,10 +16,10 @@ Printed with them:
 
 bound      what this rank's layers take without any communication while all ranks run theirs, the slowest rank's
            time x (m + p - 1) / m: no schedule with one stage per rank and undivided backwards is faster.
-predicted  the plan's simulated makespan, from what forwards and backwards (and their halves) took in a few steps of
-           each schedule before the first timed one, and from messages between two ranks. Profile and prediction are
-           written (--json) before any step is timed. "/ predicted" is the median of the timed steps by it.
-gain       of ZB-V over 1F1B, the median of the rounds' own differences, beside that of the two simulations.
+predicted  the plan's simulated makespan, from what forwards and backwards (and their halves) took in one step that runs
+           ahead of the timed ones in every round, and from messages between two ranks. It is written (--json) before
+           the steps that it is compared with; "/ predicted" is the median of the rounds' own ratios.
+gain       of ZB-V over 1F1B, the median of the rounds' own differences, beside that of the simulations.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hpcomm
 from benchmarks.harness import environment, measure, save, table
 from benchmarks.runner import Gated
-from hpcomm.plan import SCHEDULES, CostModel, StageCost, costs_to_json
+from hpcomm.plan import SCHEDULES, costs_to_json
 
 STOCK = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -55,8 +55,8 @@ STOCK = {
 # is nothing to compare with.
 NOT_WITH_DDP = ("zbv", "dualpipev")
 LAYERS = 8
+WARM_UP = 2
 OURS = ("hpcomm.Pipeline", 'hpcomm.Pipeline, schema="frozen"')
-PROFILED = 6  # steps of each schedule, in turn
 
 
 def compute_model() -> nn.Sequential:
@@ -87,8 +87,20 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
 class Job:
     """One model under one schedule: everything that is compared."""
 
-    def __init__(self, mesh: hpcomm.Mesh, model: str, schedule: str, microbatches: int, groups: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        mesh: hpcomm.Mesh,
+        model: str,
+        schedule: str,
+        microbatches: int,
+        groups: dict[str, Any],
+        link: tuple[float, float],
+        write: Callable[[], None],
+    ) -> None:
         build, shape = MODELS[model]
+        self.link, self.write = link, write
+        self.predicted: list[float] = []  # by round
+        self.costs: list[Any] = []
         self.mesh, self.schedule, self.microbatches, self.part = mesh, schedule, microbatches, shape
         torch.manual_seed(1 + mesh.dp.rank)
         self.x, self.y = torch.randn(2, microbatches * shape[0], *shape[1:]).unbind(0)
@@ -142,11 +154,15 @@ class Job:
 
     def variants(self) -> dict[str, Callable[[], None]]:
         """What is timed."""
-        return {name: step for name, (step, _) in self.runs.items()} | {
-            OURS[0]: lambda: self.ours(self.pipe),
-            OURS[1]: lambda: self.ours(self.frozen),
-            "compute only": self.compute_only,
-        }
+        return (
+            {"profiled step": self.predict}
+            | {name: step for name, (step, _) in self.runs.items()}
+            | {
+                OURS[0]: lambda: self.ours(self.pipe),
+                OURS[1]: lambda: self.ours(self.frozen),
+                "compute only": self.compute_only,
+            }
+        )
 
     def compute_only(self) -> None:
         self.alone.zero_grad()
@@ -164,22 +180,14 @@ class Job:
                 for ours, theirs in zip(pipe.parameters(), modules.parameters(), strict=True):
                     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
 
-    def profile(self) -> torch.Tensor:
-        """Seconds of every stage's F, B, I and W in one step of our pipeline; the same on every rank."""
-        return seconds_in(self.pipe.measure(self.x, target=self.y, steps=1))
-
-    def predict(self, profiles: list[torch.Tensor], link: tuple[float, float]) -> tuple[CostModel, float]:
-        """The costs found in several steps, and the seconds of a step by simulation."""
-        model = self.pipe.measure(self.x, target=self.y, steps=1)  # for the cores that ranks share
-        model.stages = [StageCost(*row) for row in torch.stack(profiles).median(0).values.tolist()]
-        model.link_latency_seconds, model.link_bytes_per_second = link
-        model.collective_latency_seconds, model.collective_bytes_per_second = link
-        return model, float(self.pipe.plan.simulate(model).makespan_seconds)
-
-
-def seconds_in(costs: CostModel) -> torch.Tensor:
-    rows = [(s.forward_seconds, s.backward_seconds, s.input_grad_seconds, s.weight_grad_seconds) for s in costs.stages]
-    return torch.tensor(rows, dtype=torch.float64)
+    def predict(self) -> None:
+        """Seconds of the next step by simulation, from what computations took in this one."""
+        costs = self.pipe.measure(self.x, target=self.y, steps=1)
+        costs.link_latency_seconds, costs.link_bytes_per_second = self.link
+        costs.collective_latency_seconds, costs.collective_bytes_per_second = self.link
+        self.predicted.append(float(self.pipe.plan.simulate(costs).makespan_seconds))
+        self.costs.append(json.loads(costs_to_json(costs)))
+        self.write()
 
 
 def link_of(mesh: hpcomm.Mesh) -> tuple[float, float]:
@@ -242,23 +250,18 @@ def main() -> None:
 
     for model in arguments.models.split(","):
         schedules = arguments.schedules.split(",")
-        jobs = {schedule: Job(mesh, model, schedule, arguments.microbatches, groups) for schedule in schedules}
-        for job in jobs.values():
-            job.require_equal()
-        profiles = [{schedule: job.profile() for schedule, job in jobs.items()} for _ in range(1 + PROFILED)][1:]
-        predicted: dict[str, float] = {}
+        jobs = {
+            schedule: Job(mesh, model, schedule, arguments.microbatches, groups, link, write) for schedule in schedules
+        }
         for schedule, job in jobs.items():
-            costs, predicted[schedule] = job.predict([found[schedule] for found in profiles], link)
-            results[f"{model} {schedule}"] = {
-                "costs": json.loads(costs_to_json(costs)),
-                "predicted": predicted[schedule],
-            }
-        write()  # what has been predicted, before a step is timed
+            job.require_equal()
+            results[f"{model} {schedule}"] = {"predicted": job.predicted, "costs": job.costs}
         steps = {(schedule, name): step for schedule, job in jobs.items() for name, step in job.variants().items()}
-        taken = measure(mesh, steps, rounds=arguments.rounds, warmup=2)
+        taken = measure(mesh, steps, rounds=arguments.rounds, warmup=WARM_UP)
         ours: dict[str, list[float]] = {}
         for schedule in schedules:
             samples = {name: times for (of, name), times in taken.items() if of == schedule}
+            del samples["profiled step"], jobs[schedule].predicted[:WARM_UP], jobs[schedule].costs[:WARM_UP]
             results[f"{model} {schedule}"]["seconds"] = samples
             ours[schedule] = min((samples[name] for name in OURS), key=statistics.median)
             if here:
@@ -268,11 +271,14 @@ def main() -> None:
                 print(f"\n== {model}, {schedule}")
                 print(table(samples, next(iter(samples))))
                 print(f"bound      {bound * 1e3:.2f} ms; the faster of ours / bound {measured / bound:.3f}")
-                ratio = measured / predicted[schedule]
-                print(f"predicted  {predicted[schedule] * 1e3:.2f} ms; the faster of ours / predicted {ratio:.3f}")
+                predicted = jobs[schedule].predicted
+                ratio = statistics.median(a / b for a, b in zip(ours[schedule], predicted, strict=True))
+                expected = statistics.median(predicted) * 1e3
+                print(f"predicted  {expected:.2f} ms; the faster of ours / predicted {ratio:.3f}")
         if here and {"1f1b", "zbv"} <= ours.keys():
             gained = statistics.median(a - b for a, b in zip(ours["1f1b"], ours["zbv"], strict=True))
-            hoped = predicted["1f1b"] - predicted["zbv"]
+            pairs = zip(jobs["1f1b"].predicted, jobs["zbv"].predicted, strict=True)
+            hoped = statistics.median(a - b for a, b in pairs)
             print(
                 f"\n{model}: ZB-V is {gained * 1e3:.2f} ms faster than 1F1B (by rounds); simulated {hoped * 1e3:.2f} ms"
             )

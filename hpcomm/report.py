@@ -115,8 +115,8 @@ def read(folder: Path) -> Trace:
 
 
 def costs_of(trace: Trace) -> CostModel:
-    """A cost model with the computations as they were measured: medians per stage over the steps but the first. Ranks
-    of a host take turns where it has fewer cores.
+    """A cost model with the computations as they were measured, per stage over the steps but the first. Ranks of a host
+    take turns where it has fewer cores.
     """
     numbers = sorted(trace.steps)[1:] or sorted(trace.steps)
     seconds = seconds_of(
@@ -127,6 +127,7 @@ def costs_of(trace: Trace) -> CostModel:
             for rank in trace.steps[number].values()
             for op, begin, waited, end in rank.actions
         ),
+        trace.seats,
     )
     return cost_model(trace.plan.num_stages, seconds, trace.seats)
 

@@ -136,29 +136,35 @@ def _crowd(seats: Sequence[Seat]) -> tuple[int, int]:
     return (ranks_here, at_a_time) if ranks_here == span and at_a_time < ranks_here else (1, 0)
 
 
-def seconds_of(plan: StepPlan, actions: Iterable[tuple[int, float]]) -> dict[tuple[int, str], float]:
-    """The median time of a stage's computations, by stage and kind, from operations and what they took."""
+def seconds_of(
+    plan: StepPlan, actions: Iterable[tuple[int, float]], seats: Sequence[Seat] | None
+) -> dict[tuple[int, str], float]:
+    """What a stage's computations take, by stage and kind, from operations and their times.
+
+    Means: a step is a sum. Medians where ranks share cores: there some actions take longer because another rank had the
+    core, which the simulation adds by itself.
+    """
     found: dict[tuple[int, str], list[float]] = {}
     for op, seconds in actions:
         operation = plan.operations[op]
         if operation.kind.name in COMPUTE:
             found.setdefault((operation.stage, operation.kind.name), []).append(seconds)
-    return {key: statistics.median(samples) for key, samples in found.items()}
+    typical = statistics.median if _crowd(seats or [])[1] else statistics.fmean
+    return {key: typical(samples) for key, samples in found.items()}
 
 
 def gathered_costs(mesh: Mesh, plan: StepPlan, times: Sequence[Times]) -> CostModel:
-    """The cost model of what all ranks measured: medians over microbatches and steps, means over replicas
-    (collective).
-    """
+    """The cost model of what all ranks measured, means over replicas (collective)."""
+    told = mesh.control.exchange(range(mesh.size), SEATS_CHANNEL, json.dumps(seat()).encode(), mesh.timeout)
+    seats = [tuple(json.loads(body)) for body in told] if mesh.device.type == "cpu" else None
     mine = ((op, (end - begin - waited) / 1e9) for step in times for op, begin, waited, end in step.actions)
     table = torch.zeros(plan.num_stages, len(COMPUTE), dtype=torch.float64, device=mesh.device)
-    for (stage, kind), seconds in seconds_of(plan, mine).items():
+    for (stage, kind), seconds in seconds_of(plan, mine, seats).items():
         table[stage, COMPUTE.index(kind)] = seconds
     mesh.world.all_reduce(table)
     means = (table / mesh.dp.size).tolist()
-    told = mesh.control.exchange(range(mesh.size), SEATS_CHANNEL, json.dumps(seat()).encode(), mesh.timeout)
     return cost_model(
         plan.num_stages,
         {(stage, COMPUTE[i]): value for stage, row in enumerate(means) for i, value in enumerate(row) if value > 0},
-        [tuple(json.loads(body)) for body in told] if mesh.device.type == "cpu" else None,
+        seats,
     )
