@@ -32,6 +32,11 @@ class Comparison(NamedTuple):
     difference: float  # of gradients: the largest |ours - stock's| / largest |stock's| of a parameter
     seconds: dict[str, list[float]]  # of the slowest rank, by variant and round
 
+    @property
+    def rounds(self) -> int:
+        """Steps of stock that were timed."""
+        return len(self.seconds[STOCK])
+
     def speedup(self) -> float:
         """Stock's time by ours: the median of the rounds' own ratios."""
         return statistics.median(a / b for a, b in zip(self.seconds[STOCK], self.seconds[OURS][::2], strict=True))
@@ -70,8 +75,9 @@ def undisturbed(seconds: Sequence[float]) -> float:
     return statistics.fmean(sorted(seconds)[: (len(seconds) + 1) // 2])
 
 
-def with_stock(job: Job, rounds: int) -> Comparison:
-    """Compares the results of one step, then times ``rounds`` of them (collective over the mesh).
+def with_stock(job: Job, rounds: int, limit: float) -> Comparison:
+    """Compares the results of one step, then times ``rounds`` of them, for about ``limit`` seconds at most (collective
+    over the mesh).
 
     The hidden share is 1 - (step - step without bytes) / communication. Nothing of it is estimated: the same plan also
     runs without bytes (messages of one number, no reductions), without computations (messages and gradients are there
@@ -108,27 +114,34 @@ def with_stock(job: Job, rounds: int) -> Comparison:
             NEITHER: lambda: step(idle, reduce=False),
         },
         rounds,
+        limit,
     )
     job.pipe.zero_grad()
     return Comparison(float(loss), float(told[1]), float(told[0]), seconds)
 
 
 def in_turn(
-    mesh: hpcomm.Mesh, variants: dict[str, Callable[[], object]], rounds: int, warm_up: int = 2
+    mesh: hpcomm.Mesh, variants: dict[str, Callable[[], object]], rounds: int, limit: float, warm_up: int = 2
 ) -> dict[str, list[float]]:
-    """Seconds of the slowest rank: ``rounds`` of stock, twice as many of the others. Variants take turns, so that a
-    slow moment of the machine slows all of them.
+    """Seconds of the slowest rank: ``rounds`` of stock, twice as many of the others; fewer after ``limit`` seconds, but
+    two. Variants take turns, so that a slow moment of the machine slows all of them.
     """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
+    first = time.perf_counter()
     for i in range(warm_up + 2 * rounds):
+        elapsed = 0.0
         for name, step in variants.items():
             if name == STOCK and i >= warm_up and i % 2:
                 continue
             mesh.barrier()
             start = time.perf_counter()
             step()
-            slowest = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+            end = time.perf_counter()
+            slowest = torch.tensor([end - start, end - first], dtype=torch.float64)
             mesh.world.all_reduce(slowest, "max")
+            elapsed = float(slowest[1])  # the same on every rank: all stop after the same round
             if i >= warm_up:
-                seconds[name].append(float(slowest))
+                seconds[name].append(float(slowest[0]))
+        if elapsed > limit and i % 2 and i > warm_up + 2:
+            break
     return seconds
