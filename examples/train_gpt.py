@@ -297,6 +297,8 @@ def show_result(
         print(f"hidden share {hidden:.0%} of {moving:.2f} ms of communication ({shares})")
         print("             = 1 - (step - step without bytes) / (step without computation - step with neither)")
         print(f"             = 1 - {exposed:.2f} ms / {moving:.2f} ms, of each the mean of its faster half")
+        if not high - low < 1:
+            print("             which says little: the rounds differ by more than it takes; a quiet machine tells more")
         if mesh.size * args.threads > CORES and mesh.device.type == "cpu":
             print(f"             {mesh.size} ranks share {CORES} cores: while one moves bytes, it computes nothing")
 
