@@ -56,7 +56,9 @@ def main() -> None:
     if arguments.source:
         Path(arguments.plot or "ddp.svg").write_text(draw(json.loads(Path(arguments.source).read_text())))
     elif arguments.memory and not arguments.variant:
-        peak_memory(arguments.ranks, chosen(arguments.models), sys.argv[1:], deadline(arguments))
+        seen = peak_memory(arguments.ranks, chosen(arguments.models), sys.argv[1:], deadline(arguments))
+        if arguments.json:
+            Path(arguments.json).write_text(json.dumps({"question": "ddp", **seen}, indent=1) + "\n")
     elif "RANK" not in os.environ:
         run_ranks(arguments.ranks, ["-m", "benchmarks.ddp", *sys.argv[1:]], mpiexec=None, deadline=deadline(arguments))
     else:
@@ -80,7 +82,7 @@ def rank(arguments: argparse.Namespace) -> None:
     if arguments.variant:
         from benchmarks.ddp_memory import measure_here
 
-        measure_here(mesh, chosen(arguments.models), arguments.variant)
+        measure_here(mesh, chosen(arguments.models), arguments.variant, arguments.json)
         mesh.close()
         return
     if mesh.rank == 0:

@@ -1,9 +1,12 @@
 """Peak memory of a training step by variant, each in processes of its own.
 
-Counted is what the kernel says at the process's peak (VmHWM), less what the process had before it made the module. That
-counts a page which ranks share in each of them; "peak" counts it once, as a part for each (Pss): the sum over the ranks
-is what the job takes of the machine. "process" is the sum as ps and top show it, "shared" what is counted so in it: a
-rank's own buckets and what it has touched of its peers'.
+Counted is what the kernel says at the process's peak (VmHWM), less what the process had before it made the module. By
+then it has run the module alone, and a small one in the same wrapper: code that Python and the libraries load at first
+use (some 40 MiB) is not in it. A figure is the median of three jobs.
+
+VmHWM counts a page which ranks share in each of them; "peak" counts it once, as a part for each (Pss): the sum over the
+ranks is what the job takes of the machine. "process" is the sum as ps and top show it, "shared" what is counted so in
+it: a rank's own buckets and what it has touched of its peers'.
 
 Freed memory goes back to the kernel at once (MALLOC_MMAP_THRESHOLD_): what glibc keeps of it between gradients differs
 from run to run by more than all variants do.
@@ -11,15 +14,20 @@ from run to run by more than all variants do.
 
 from __future__ import annotations
 
+import gc
+import json
+import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from benchmarks.ddp_variants import Model, step_of, variants
+from benchmarks.harness import environment
 from benchmarks.launch import run_ranks
 
 if TYPE_CHECKING:
@@ -35,39 +43,66 @@ _NAMES = (
     "hpcomm, torch's reducer",
     "hpcomm, bfloat16",
 )
+_JOBS = 3
 
 
-def peak_memory(ranks: int, models: Mapping[str, Model], arguments: Sequence[str], deadline: float) -> None:
-    """Runs a job per variant and model, one after the other; rank 0 of each prints a line."""
+def peak_memory(ranks: int, models: Mapping[str, Model], arguments: Sequence[str], deadline: float) -> dict[str, Any]:
+    """MiB by model, variant and column, and the environment. Jobs of each variant, one after the other."""
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    ran_on: dict[str, Any] = {}
     for model in models:
         print(f"\n{model}\n{'variant':<34} {'peak MiB':>9} {'process MiB':>12} {'shared MiB':>11}", flush=True)
         for name in _NAMES:
-            child = ["-m", "benchmarks.ddp", *arguments, "--models", model, "--variant", name]
-            end = min(deadline, time.time() + 120)
-            run_ranks(ranks, child, mpiexec=None, deadline=end, extra={"MALLOC_MMAP_THRESHOLD_": str(128 << 10)})
+            jobs = [_job(ranks, model, name, arguments, deadline) for _ in range(_JOBS)]
+            if jobs[0] is None:
+                continue  # not in this version of torch
+            ran_on = jobs[0].pop("environment")
+            figures = {column: statistics.median(job[column] for job in jobs if job) for column in jobs[0]}
+            results.setdefault(model, {})[name] = figures
+            print(
+                f"{name:<34} {figures['peak']:>9.1f} {figures['process']:>12.1f} {figures['shared']:>11.1f}", flush=True
+            )
+    return {"environment": ran_on, "memory": results}
 
 
-def measure_here(mesh: hpcomm.Mesh, models: Mapping[str, Model], variant: str) -> None:
-    """In a rank: three steps of one variant."""
+def _job(ranks: int, model: str, variant: str, arguments: Sequence[str], deadline: float) -> dict[str, Any] | None:
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as answer:
+        child = ["-m", "benchmarks.ddp", *arguments, "--models", model, "--variant", variant, "--json", answer.name]
+        end = min(deadline, time.time() + 120)
+        run_ranks(ranks, child, mpiexec=None, deadline=end, extra={"MALLOC_MMAP_THRESHOLD_": str(128 << 10)})
+        text = answer.read()
+    return json.loads(text) if text else None
+
+
+def measure_here(mesh: hpcomm.Mesh, models: Mapping[str, Model], variant: str, answer: str) -> None:
+    """In a rank: three steps of one variant; rank 0 writes its figures into the file ``answer``."""
     (model,) = models.values()
     wrap = variants(mesh).get(variant)
     if wrap is None:
         return
     x = model.batch()
+    _train(model.build(), x)
+    _train(wrap(torch.nn.Linear(8, 8)), torch.ones(8, 8))
+    gc.collect()
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again here
     module = wrap(model.build())
-    step = step_of(module, x)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-    for _ in range(3):
-        step()
-        optimizer.step()
+    _train(module, x)
     mesh.barrier()  # all still have their memory
     process, shared = _status("VmHWM") - before, _status("RssShmem")
     peak = process - shared + _status("Pss_Shmem", "smaps_rollup")
     mesh.barrier()
     if mesh.rank == 0:
-        print(f"{variant:<34} {peak:>9.1f} {process:>12.1f} {shared:>11.1f}", flush=True)
+        seen = {"environment": environment(mesh), "peak": peak, "process": process, "shared": shared}
+        Path(answer).write_text(json.dumps(seen))
+
+
+def _train(module: torch.nn.Module, x: torch.Tensor) -> None:
+    step = step_of(module, x)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    for _ in range(3):
+        step()
+        optimizer.step()
 
 
 def _status(field: str, file: str = "status") -> float:

@@ -171,6 +171,7 @@ class DdpReducer:
         order: indices of ``params``, in which gradients become ready.
         limits: bytes of the first, second, ... bucket; the last one for all that follow.
         wire: dtype of the buckets, where gradients are to be cast.
+        events: the profiler's events are called ``events:all_reduce`` and the like.
 
     Raises InvalidArgument; what went wrong on the lane comes out of the backward.
     """
@@ -188,6 +189,7 @@ class DdpReducer:
         bucket_views: bool = False,
         shard: bool = False,
         check_finite: bool = False,
+        events: str = "hpcomm",
         logger: c10d.Logger | None = None,
     ) -> None: ...
     def prepare(self, outputs: Sequence[torch.Tensor]) -> None: ...
@@ -216,7 +218,7 @@ class DdpReducer:
 def ddp_bucket_plan(
     params: Sequence[torch.Tensor], order: Sequence[int], limits: Sequence[int], wire: torch.dtype | None = None
 ) -> BucketPlan: ...
-def register_ddp_hook(reducer: c10d.Reducer, communicator: Communicator) -> None: ...
+def register_ddp_hook(reducer: c10d.Reducer, communicator: Communicator, events: str = "hpcomm") -> None: ...
 def release_bucket_memory(reducer: c10d.Reducer) -> None: ...
 
 # --- csrc/torch/bind_backend.cpp ---

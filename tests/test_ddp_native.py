@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -510,21 +511,38 @@ def test_rebuilt_buckets_take_the_place_of_the_first_ones() -> None:
         assert after < before + 2
 
 
-def profiled() -> list[str]:
+def profiled(group: str, options: dict[str, Any]) -> Counter[str]:
+    """The collectives of two steps, in the first of which buckets are rebuilt."""
     with hpcomm.init(dp=2) as mesh:
-        wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh, bucket_cap_mb=0.001)
+        over: dict[str, Any] = {"mesh": mesh} if group == "mesh" else {"process_group": dist.new_group(backend=group)}
+        wrapped = hpcomm.DistributedDataParallel(model(), bucket_cap_mb=0.001, **over, **options)
         x, y = shard(mesh.rank)
-        for _ in range(2):
-            loss_of(wrapped(x), y).backward()
+        loss_of(wrapped(x), y).backward()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            loss_of(wrapped(x), y).backward()
-        names = [event.name for event in profile.events() if event.is_async]
-        assert len(names) == wrapped.buckets > 1
-        return names
+            for _ in range(2):
+                loss_of(wrapped(x), y).backward()
+        seen = [event for event in profile.events() if event.name.partition(":")[0] in ("gloo", "hpcomm")]
+        assert all(event.is_async for event in seen if "reduce" in event.name)
+        return Counter(event.name for event in seen)
 
 
-def test_the_profiler_shows_each_reduction() -> None:
-    assert set(ranks.run(2, profiled)[0]) == {"hpcomm:all_reduce"}
+@pytest.mark.parametrize(
+    ("group", "options", "reducer", "expected"),
+    [
+        ("mesh", {}, "native", {"hpcomm:all_reduce": 8, "hpcomm:broadcast": 1}),
+        ("gloo", {}, "native", {"gloo:all_reduce": 8, "gloo:broadcast": 1}),
+        ("hpcomm", {"shard_optimizer": True}, "native", {"hpcomm:reduce_scatter": 8}),
+        # With unused parameters nothing is rebuilt, and each step reduces who used what.
+        ("gloo", {"find_unused_parameters": True}, "native", {"gloo:all_reduce": 10}),
+        # It ends a bucket behind the limit and not before it, and broadcasts the sizes of the buckets as well.
+        ("gloo", {}, "torch", {"gloo:all_reduce": 4, "gloo:broadcast": 2}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value),
+)
+def test_the_profiler_shows_each_collective_by_the_name_of_the_group(
+    group: str, options: dict[str, Any], reducer: str, expected: dict[str, int]
+) -> None:
+    assert ranks.run(2, profiled, group, options, env={"HPCOMM_DDP_REDUCER": reducer})[0] == expected
 
 
 def beside_fsdp(backend: str) -> None:

@@ -3,11 +3,13 @@
 
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "pack/pack.h"
 #include "torch/device.h"
+#include "torch/profiler_event.h"
 #include "torch/tensor.h"
 #include "torch/torch_error.h"
 
@@ -17,8 +19,10 @@ namespace {
 
 class DdpHook final : public c10d::CommHookInterface {
  public:
-  explicit DdpHook(std::shared_ptr<Communicator> communicator)
-      : communicator_(std::move(communicator)), average_{nullptr, 1.0 / communicator_->size()} {}
+  DdpHook(std::shared_ptr<Communicator> communicator, const std::string& events)
+      : communicator_(std::move(communicator)),
+        average_{nullptr, 1.0 / communicator_->size()},
+        title_(events + ":all_reduce") {}
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
     const at::Tensor& flat = bucket.getBuffer();
@@ -32,6 +36,7 @@ class DdpHook final : public c10d::CommHookInterface {
     OpOptions options;
     options.keepalive = keep(flat);
     options.ready = communicator_->compute()->record();  // the bucket is the backward's, which may still run
+    const auto event = ProfilerEvent::begin(title_.c_str(), flat);
     WorkPtr reduced;
     if (!communicator_->averages_well() && is_floating(view.dtype) && can_scale(view.dtype)) {
       // Before the sum, so that 16-bit gradients do not overflow in it.
@@ -41,7 +46,10 @@ class DdpHook final : public c10d::CommHookInterface {
     } else {
       reduced = communicator_->all_reduce(view, ReduceOp::kAverage, options);
     }
-    stream.enqueue([future, reduced, flat, &stream]() mutable {
+    stream.enqueue([future, reduced, flat, event, &stream]() mutable {
+      if (event != nullptr) {
+        event->end();
+      }
       try {
         reduced->check();  // on a host lane it has ended
         with_current(stream, [&] { future->markCompleted(c10::IValue(std::vector<at::Tensor>{std::move(flat)})); });
@@ -59,12 +67,13 @@ class DdpHook final : public c10d::CommHookInterface {
  private:
   std::shared_ptr<Communicator> communicator_;
   Scale average_;
+  const std::string title_;  // of the profiler's events
 };
 
 }  // namespace
 
-void register_ddp_hook(c10d::Reducer& reducer, std::shared_ptr<Communicator> communicator) {
-  reducer.register_comm_hook(std::make_unique<DdpHook>(std::move(communicator)));
+void register_ddp_hook(c10d::Reducer& reducer, std::shared_ptr<Communicator> communicator, const std::string& events) {
+  reducer.register_comm_hook(std::make_unique<DdpHook>(std::move(communicator), events));
 }
 
 }  // namespace hpcomm

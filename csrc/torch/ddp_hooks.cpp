@@ -1,4 +1,5 @@
 // Where a DdpReducer meets autograd: hooks behind accumulators, the search for unused parameters, what ranks agree on.
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -91,6 +92,8 @@ DdpReducer::~DdpReducer() {
 
 // All nodes from which the outputs come, by one walk over the graph.
 void DdpReducer::search_unused(const std::vector<at::Tensor>& outputs) {
+  // Under torch's name, which tools look for.
+  RECORD_FUNCTION("torch.distributed.ddp.reducer::search_unused_parameters", std::vector<c10::IValue>());
   std::unordered_set<const torch::autograd::Node*> seen;
   std::vector<const torch::autograd::Node*> open;
   const auto visit = [&](const torch::autograd::Node* node) {
@@ -125,8 +128,10 @@ void DdpReducer::agree_on_used() {
   OpOptions options;
   options.keepalive = keep(used_by_any_);
   options.ready = communicator_->compute()->record();
+  used_event_ = begin_event("all_reduce", used_by_any_);
   used_work_ = communicator_->all_reduce(view_of(used_by_any_, "used parameters", communicator_->device()),
                                          ReduceOp::kSum, options);
+  end_on_lane(used_event_);
 }
 
 // Every rank learns which gradient was the first that is not finite, in order of parameters and then of ranks, and on

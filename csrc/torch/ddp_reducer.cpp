@@ -181,11 +181,9 @@ void DdpReducer::issue_bucket(std::size_t index, const at::Tensor& incoming) {
     stats_.first_issued = now();
   }
   slot.checks.clear();
-  slot.event = ProfilerEvent::begin(options_.shard ? "hpcomm:reduce_scatter" : "hpcomm:all_reduce", slot.flat);
+  slot.event = begin_event(options_.shard ? "reduce_scatter" : "all_reduce", slot.flat);
   slot.work = issue(*communicator_, reduction, index, &slot.checks);
-  if (slot.event != nullptr && communicator_->device().type == DeviceType::kCpu) {
-    communicator_->stream().enqueue([event = slot.event] { event->end(); });
-  }
+  end_on_lane(slot.event);
   if (times_ != nullptr) {
     communicator_->stream().enqueue([times = times_, index] { times->at(index).reduced = now(); });
   }
@@ -212,10 +210,11 @@ void DdpReducer::drain() {
   };
   for (Slot& slot : slots_) {
     attempt([&] { wait(*slot.work); });
-    end_event(slot);
+    end_event(slot.event);
   }
   if (used_work_ != nullptr) {
     attempt([&] { wait(*std::exchange(used_work_, nullptr)); });
+    end_event(used_event_);
   }
   if (first) {
     std::rethrow_exception(first);
@@ -252,13 +251,23 @@ void DdpReducer::finish(std::size_t bucket) {
   HPCOMM_REQUIRE(bucket < slots_.size() && slots_[bucket].work != nullptr, "bucket ", bucket, " was not started");
   const WorkPtr work = std::exchange(slots_[bucket].work, nullptr);
   wait(*work);
-  end_event(slots_[bucket]);
+  end_event(slots_[bucket].event);
   hand_out(bucket);
 }
 
-void DdpReducer::end_event(Slot& slot) {
-  if (const auto event = std::exchange(slot.event, nullptr)) {
-    event->end();
+std::shared_ptr<ProfilerEvent> DdpReducer::begin_event(const char* operation, const at::Tensor& input) const {
+  return at::hasCallbacks() ? ProfilerEvent::begin(str(options_.events, ":", operation).c_str(), input) : nullptr;
+}
+
+void DdpReducer::end_on_lane(const std::shared_ptr<ProfilerEvent>& event) const {
+  if (event != nullptr && communicator_->device().type == DeviceType::kCpu) {
+    communicator_->stream().enqueue([event] { event->end(); });
+  }
+}
+
+void DdpReducer::end_event(std::shared_ptr<ProfilerEvent>& event) {
+  if (const auto last = std::exchange(event, nullptr)) {
+    last->end();
   }
 }
 

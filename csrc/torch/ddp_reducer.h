@@ -36,6 +36,7 @@ struct DdpOptions {
   bool bucket_views = false;  // .grad is always a view of its bucket, also one that was the user's own tensor
   bool shard = false;         // reduce-scatter: rank r gets part r of each bucket, and .grad stays None
   bool check_finite = false;  // an infinity or a NaN in a rank's gradient is an error on all ranks
+  std::string events;         // the profiler's events are called events:all_reduce and the like
 };
 
 class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
@@ -154,7 +155,9 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void at_end_of_backward();
   void drain();
   void wait(const Work& work) const;
-  static void end_event(Slot& slot);
+  [[nodiscard]] std::shared_ptr<ProfilerEvent> begin_event(const char* operation, const at::Tensor& input) const;
+  void end_on_lane(const std::shared_ptr<ProfilerEvent>& event) const;
+  static void end_event(std::shared_ptr<ProfilerEvent>& event);
   void search_unused(const std::vector<at::Tensor>& outputs);
   void agree_on_used();
   void report_not_finite();
@@ -188,6 +191,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   at::Tensor used_;        // int32 per parameter: received a gradient since the last reduction
   at::Tensor used_by_any_;
   WorkPtr used_work_;
+  std::shared_ptr<ProfilerEvent> used_event_;
   Counts counts_;
   Stats stats_;
   std::shared_ptr<std::vector<Times>> times_;  // written on the lane; null when nothing is traced

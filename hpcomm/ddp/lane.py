@@ -58,6 +58,14 @@ def tell_all(lane: Communicator, channel: int, body: bytes) -> bytes:
     return lane.control.exchange(lane.ranks, channel, body if lane.rank == 0 else b"", lane.timeout)[0]
 
 
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Of the backend that ``group`` has for ``device``: gloo, nccl, hpcomm; what torch calls its events after."""
+    try:
+        return group._get_backend(device).name()
+    except RuntimeError:  # a group that is written in Python has none
+        return group.name()
+
+
 def lane_over(group: dist.ProcessGroup, device: torch.device) -> Communicator:
     """A gradient lane for any ProcessGroup: a Control and a communicator of its own, found through its store."""
     rank, size = group.rank(), group.size()

@@ -6,12 +6,13 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hpcomm import _C
 from hpcomm.ddp.lane import agree_among, tell_all
 from hpcomm.ddp.steplog import StepLog
 
 if TYPE_CHECKING:
-    import torch
     from torch._C import _distributed_c10d as c10d
 
     from hpcomm._C import BucketPlan, Communicator
@@ -48,6 +49,7 @@ class NativeReducer:
     Args:
         stock, logger: torch's Reducer of the wrapper, and its log.
         lane: the gradient lane.
+        events: the profiler's events are called ``events:all_reduce`` and the like.
         named_parameters: in the order of torch's Reducer.
     """
 
@@ -64,6 +66,7 @@ class NativeReducer:
         bucket_views: bool,
         shard: bool,
         check_finite: bool,
+        events: str,
     ) -> None:
         self._stock = stock
         self._logger = logger
@@ -73,6 +76,7 @@ class NativeReducer:
         self._parameters = [parameter for _, parameter in named_parameters]
         self._sizes = sizes
         self._wire = wire
+        self._events = events
         # The order in which a backward makes gradients ready, as long as nobody has seen one: the model's, reversed.
         order = list(range(len(self._parameters)))[::-1]
         limits = sizes.limits(lane, self._parameters)
@@ -89,6 +93,7 @@ class NativeReducer:
             bucket_views=bucket_views,
             shard=shard,
             check_finite=check_finite,
+            events=events,
             logger=logger,
         )
         # With unused parameters the order differs from step to step, and torch does not learn it either.
@@ -141,7 +146,9 @@ class NativeReducer:
         self._learns = False
         seen = self._native.ready_order()
         body = json.dumps(seen).encode()
-        order = json.loads(tell_all(self._lane, _ORDER_CHANNEL, body))
+        # As torch's reducer does, though it goes through Control: a rank that dies is named.
+        with torch.profiler.record_function(f"{self._events}:broadcast"):
+            order = json.loads(tell_all(self._lane, _ORDER_CHANNEL, body))
         plan = _C.ddp_bucket_plan(self._parameters, order, self._sizes.limits(self._lane, self._parameters), self._wire)
         if plan.hash != self._native.plan.hash:  # alike on all ranks: both are functions of what rank 0 saw
             self._native.replan(plan)

@@ -15,7 +15,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from hpcomm import _C
 from hpcomm.ddp.choice import Choice, Under, choose_lane, choose_reducer
-from hpcomm.ddp.lane import agree_among, describe_parameters, device_of, lane_over
+from hpcomm.ddp.lane import agree_among, backend_name, describe_parameters, device_of, lane_over
 from hpcomm.ddp.native import NativeReducer
 from hpcomm.ddp.sharded import ShardedParameters
 from hpcomm.ddp.sizes import DEFAULT_BYTES, FIRST_BYTES, MIB, BucketSizes
@@ -123,6 +123,7 @@ class DistributedDataParallel(_StockDDP):
         self._hpcomm_shard = shard_optimizer
         self._hpcomm_sharded: ShardedParameters | None = None
         self._hpcomm_lane = lane
+        self._hpcomm_on_mesh = mesh is not None
         self._hpcomm_last: _Countdown | None = None
         if without_lane is not None:
             self._hpcomm_choice = without_lane
@@ -159,6 +160,7 @@ class DistributedDataParallel(_StockDDP):
                 bucket_views=self.gradient_as_bucket_view,
                 shard=self._hpcomm_shard,
                 check_finite=self._hpcomm_check_finite,
+                events=self._events(),
             )
             if self._hpcomm_log_rate is not None:
                 self.reducer._set_ddp_runtime_logging_sample_rate(self._hpcomm_log_rate)
@@ -166,8 +168,14 @@ class DistributedDataParallel(_StockDDP):
                 self._hpcomm_sharded = ShardedParameters(self._hpcomm_lane, self.reducer, parameters)
         else:
             self._require_no_native_option(choice)
-            _install(self, self._hpcomm_lane)
+            _install(self, self._hpcomm_lane, self._events())
         self._hpcomm_choice = choice
+
+    def _events(self) -> str:
+        """What the profiler's events are called after: the backend of the group that the caller gave."""
+        if self._hpcomm_on_mesh:
+            return "hpcomm"
+        return backend_name(self.process_group, next(p.device for p in self._module_parameters if p.requires_grad))
 
     def _leave(self, choice: Choice) -> None:
         """Torch's reducer from now on, made anew as when a wrapper is unpickled (local)."""
@@ -183,7 +191,7 @@ class DistributedDataParallel(_StockDDP):
                 self.reducer._set_static_graph()
         if before is None or before.under is not Under.TORCH:
             if choice.under is Under.HOOK and self._hpcomm_lane is not None:
-                _install(self, self._hpcomm_lane)
+                _install(self, self._hpcomm_lane, self._events())
             self._hpcomm_choice = choice
 
     def _require_no_native_option(self, choice: Choice) -> None:
@@ -244,6 +252,7 @@ class DistributedDataParallel(_StockDDP):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._hpcomm_last = None
+        self._hpcomm_on_mesh = False
 
     # --- A step -------------------------------------------------------------------------------------------------------
 
@@ -382,12 +391,13 @@ def attach(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
     """
     if not isinstance(ddp, _StockDDP):
         raise InvalidArgument(f"attach() takes a DistributedDataParallel, got {type(ddp).__name__}")
-    _install(ddp, lane_over(ddp.process_group, device_of(ddp)))
+    device = device_of(ddp)
+    _install(ddp, lane_over(ddp.process_group, device), backend_name(ddp.process_group, device))
 
 
-def _install(ddp: torch.nn.parallel.DistributedDataParallel, lane: Communicator) -> None:
+def _install(ddp: torch.nn.parallel.DistributedDataParallel, lane: Communicator, events: str) -> None:
     if lane.size > 1:
-        _C.register_ddp_hook(ddp.reducer, lane)
+        _C.register_ddp_hook(ddp.reducer, lane, events)
 
 
 def _group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:

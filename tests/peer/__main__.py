@@ -15,11 +15,8 @@ from typing import Any
 Results = dict[str, dict[str, Any]]  # test -> the worker's line
 BACKENDS = ("gloo", "hpcomm")
 # What cannot pass, and why: backend -> test -> reason.
-_ITS_EVENTS = "it counts the profiler's events named gloo:all_reduce; these reductions are not gloo's"
 KNOWN = {
     "hpcomm": {"test_ddp_logging_data_cpu": "torch logs the name of every plugin as 'custom'"},
-    "ddp": {"test_ddp_profiling_torch_profiler": _ITS_EVENTS},
-    "ddp-stock": {"test_ddp_profiling_torch_profiler": _ITS_EVENTS},
 }
 
 
