@@ -139,6 +139,7 @@ class NativeReducer:
     def _get_local_used_map(self) -> torch.Tensor:
         return self._native.used_by()
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _rebuild_buckets(self) -> bool:
         """Once, after the first whole backward: buckets in the order that rank 0 saw (collective then)."""
         if not self._learns or not self._native.ready_order():

@@ -139,6 +139,7 @@ class DistributedDataParallel(_StockDDP):
         """What reduces the gradients and why, for printing; None before the first forward."""
         return self._hpcomm_choice
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _choose(self) -> None:
         if self._hpcomm_choice is not None:
             return
