@@ -5,11 +5,11 @@
 
 One process, one thread. Variants take turns in every round: hpcomm's kernels, with the addresses in a list as the
 Reducer and the Channel have them; the same from Python, where every tensor of every call is looked up first; a
-_foreach_copy_ of the same tensors; and one copy_ of as many bytes, which is the memory-copy rate of this machine at this
-moment. A rate
-counts the bytes that are read and those that are written; the share is ours over that of the copy, the median of the
-rounds' own. Float32 tensors, as they are or as bfloat16 in the buffer. Sets of buffers are used in turn, so that 64 MB
-do not come from a cache. Contents are compared with torch's before and after the timing. GPUs: benchmarks.gpu.
+_foreach_copy_ of the same tensors; and one copy_ of as many bytes, which is the memory-copy rate of this machine at
+this moment. A rate counts the bytes that are read and those that are written; the share is ours over that of the copy,
+the median of the rounds' own. Float32 tensors, as they are or as bfloat16 in the buffer. Sets of buffers are used in
+turn, so that 64 MB do not come from a cache. Contents are compared with torch's before and after the timing. GPUs:
+benchmarks.gpu.
 """
 
 from __future__ import annotations
@@ -149,7 +149,8 @@ def run(arguments: argparse.Namespace) -> int:
                 shares = {name: share(rates, name) for name in rates}
                 name = f"{number} x {total / number / 1024:g} KB" + (", as bfloat16" if wire else "")
                 cells = "".join(
-                    f"{100 * shares[way + end]:>6.0f} %" for way in ("", "python ", "foreach ") for end in ("pack", "unpack")
+                    f"{100 * shares[way + end]:>6.0f} %"
+                    for way, end in itertools.product(("", "python ", "foreach "), ("pack", "unpack"))
                 )
                 print(f"{name:<28}{statistics.median(rates['copy']) / 1e9:>10.2f}{cells}", flush=True)
                 rows.append({"case": name, "total": total, "tensors": number, "rates": rates, "shares": shares})

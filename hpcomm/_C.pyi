@@ -64,6 +64,9 @@ from hpcomm._C_engine import (
     BucketPlan as BucketPlan,
 )
 from hpcomm._C_engine import (
+    CopyList as CopyList,
+)
+from hpcomm._C_engine import (
     DdpReducer as DdpReducer,
 )
 from hpcomm._C_engine import (

@@ -20,7 +20,7 @@ class Layout:
     def offsets(self) -> list[int]: ...
 
 class CopyList:
-    """``tensors`` and their places in ``buffer``, looked up once, on the CPU: the kernels alone, as benchmarks time them.
+    """``tensors`` and their places in ``buffer``, looked up once, on the CPU: the kernels alone, for benchmarks.
 
     Throws: ValueError when a tensor or the buffer does not fit ``layout``.
     """
