@@ -9,8 +9,9 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 # M. Okabe, K. Ito, "Color Universal Design": colours that colour-blind readers can tell apart.
-_COLOURS = ("#999", "#56B4E9", "#0072B2", "#009E73", "#F0E442", "#D55E00", "#E69F00", "#CC79A7", "#853", "#000")
+_COLOURS = ("#999", "#56B4E9", "#0072B2", "#853", "#009E73", "#D55E00", "#000", "#CC79A7", "#E69F00")
 _ROWS = {"compute": "#56B4E9", "pack": "#E69F00", "reduce": "#CC79A7"}
+_PARTS = {"forward": "#9AD0F2", "wait": "#DDDDDD"}
 _WIDTH, _LEFT, _ROW, _GAP = 980, 190, 15, 26
 
 
@@ -71,7 +72,7 @@ def _bars(page: _Page, model: str, samples: Mapping[str, Sequence[float]]) -> No
         low, _, high = (q * 1e3 for q in statistics.quantiles(samples[name], n=4))
         y = page.y + i * _ROW
         page.text(_LEFT - 6, y + 11, name, anchor="end")
-        page.box(_LEFT, y + 2, median * scale, _ROW - 4, _COLOURS[i % len(_COLOURS)], f"{name}: {median:.2f} ms")
+        page.box(_LEFT, y + 2, median * scale, _ROW - 4, _bar_colour(name), f"{name}: {median:.2f} ms")
         page.line([(_LEFT + low * scale, y + _ROW / 2), (_LEFT + high * scale, y + _ROW / 2)], "#333333", 1.5)
         page.text(_LEFT + max(median, high) * scale + 5, y + 11, f"{median:.2f} ms", size=10)
     bottom = page.y + len(medians) * _ROW
@@ -80,10 +81,19 @@ def _bars(page: _Page, model: str, samples: Mapping[str, Sequence[float]]) -> No
     page.y = bottom + _GAP
 
 
+def _bar_colour(variant: str) -> str:
+    """Stock, ours and the bounds are to be told apart, not eleven variants."""
+    if variant.startswith("stock"):
+        return "#56B4E9"
+    if variant.startswith("hpcomm"):
+        return "#D55E00" if variant == "hpcomm" else "#F2B48C"
+    return "#999999"
+
+
 def _timelines(page: _Page, model: str, variants: Mapping[str, Sequence[Sequence[Any]]]) -> None:
     longest = max(end for spans in variants.values() for _, _, _, end in spans)
     scale = (_WIDTH - _LEFT - 20) / longest
-    page.text(10, page.y, f"One step of {model}, rank 0: a box is a part of the step or a bucket", size=12)
+    page.text(10, page.y, f"One step of {model}, rank 0; what stock DDP copies is in its backward", size=12)
     page.y += 8
     for variant, spans in variants.items():
         for row, colour in _ROWS.items():
@@ -92,9 +102,9 @@ def _timelines(page: _Page, model: str, variants: Mapping[str, Sequence[Sequence
                 continue
             page.text(_LEFT - 6, page.y + 12, f"{variant}: {row}", anchor="end")
             for i, (_, name, begin, end) in enumerate(inside):
-                height = _ROW - 3 if i % 2 else _ROW - 5
+                height = _ROW - 5 if row == "reduce" and i % 2 else _ROW - 3
                 tip = f"{name}: {begin * 1e3:.2f} to {end * 1e3:.2f} ms"
-                shade = "#9AD0F2" if name == "forward" else colour
+                shade = _PARTS.get(name, colour)
                 page.box(_LEFT + begin * scale, page.y + 2, (end - begin) * scale - 0.5, height, shade, tip)
                 if (end - begin) * scale > 6.5 * len(name):
                     page.text(_LEFT + begin * scale + 3, page.y + 11, name, size=9)
@@ -136,11 +146,11 @@ def _overhead(page: _Page, results: Mapping[str, Mapping[str, Sequence[float]]])
         page.line([(_LEFT, y), (_LEFT + width, y)], "#dddddd")
         page.text(_LEFT - 6, y + 4, f"{10.0**power:g} us", size=10, anchor="end")
     labels = sorted((place(*curve[-1])[1], i, name) for i, (name, curve) in enumerate(curves.items()))
-    last = -math.inf
-    for y, i, name in labels:
+    last = top
+    for after, (y, i, name) in enumerate(labels, 1):
         colour = _COLOURS[i % len(_COLOURS)]
         page.line([place(*point) for point in list(curves.values())[i]], colour, 2)
-        last = max(y, last + 13)
+        last = max(last + 13, min(y, top + height - 13 * (len(labels) - after)))
         page.text(_LEFT + width + 8, last + 4, name)
         page.line([(_LEFT + width, y), (_LEFT + width + 6, last)], colour)
     for x in sorted({x for curve in curves.values() for x, _ in curve}):

@@ -23,7 +23,7 @@ class Span(NamedTuple):
     """Seconds since the step began."""
 
     row: str  # compute, pack, reduce
-    name: str
+    name: str  # forward, backward, wait; bucket 0, ...; empty for a gradient
     begin: float
     end: float
 
@@ -36,6 +36,13 @@ def timelines(mesh: hpcomm.Mesh, model: Model) -> dict[str, list[Span]]:
 
 
 def _step(mesh: hpcomm.Mesh, module: nn.Module, x: torch.Tensor) -> tuple[float, list[Span]]:
+    last = 0.0
+
+    def final(_: torch.Tensor) -> None:
+        nonlocal last
+        last = time.monotonic()
+
+    hooks = [p.register_post_accumulate_grad_hook(final) for p in module.parameters()]
     module.zero_grad()
     mesh.barrier()
     start = time.monotonic()
@@ -43,9 +50,12 @@ def _step(mesh: hpcomm.Mesh, module: nn.Module, x: torch.Tensor) -> tuple[float,
     middle = time.monotonic()
     loss.backward()
     end = time.monotonic()
+    for hook in hooks:
+        hook.remove()
     return start, [
         Span("compute", "forward", 0, middle - start),
-        Span("compute", "backward and wait", middle - start, end - start),
+        Span("compute", "backward", middle - start, last - start),
+        Span("compute", "wait", last - start, end - start),
     ]
 
 
@@ -54,7 +64,7 @@ def _median(mesh: hpcomm.Mesh, module: nn.Module, x: torch.Tensor, of_buckets: C
     for _ in range(_STEPS):
         start, spans = _step(mesh, module, x)
         steps.append(spans + of_buckets(start))
-    return sorted(steps[_STEPS // 2 :], key=lambda spans: spans[1].end)[_STEPS // 4]
+    return sorted(steps[_STEPS // 2 :], key=lambda spans: spans[2].end)[_STEPS // 4]
 
 
 def _stock(mesh: hpcomm.Mesh, model: Model, x: torch.Tensor) -> list[Span]:
@@ -90,9 +100,12 @@ def _ours(mesh: hpcomm.Mesh, model: Model, x: torch.Tensor) -> list[Span]:
     module.reducer._native.trace()
 
     def of_buckets(start: float) -> list[Span]:
-        spans = []
+        # Gradients that were packed in their hooks, or buckets that were packed on the lane.
+        spans = [Span("pack", "", begin - start, end - start) for begin, end in module.reducer._native.packs()]
+        in_hooks = bool(spans)
         for i, (_, begun, packed, reduced) in enumerate(module.reducer._native.times()):
-            spans.append(Span("pack", f"bucket {i}", begun - start, packed - start))
+            if not in_hooks:
+                spans.append(Span("pack", f"bucket {i}", begun - start, packed - start))
             spans.append(Span("reduce", f"bucket {i}", packed - start, reduced - start))
         return spans
 

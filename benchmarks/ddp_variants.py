@@ -51,11 +51,11 @@ MODELS = {
 
 
 class Vector(nn.Module):
-    """``count`` parameters of 16 numbers, and next to no computation: what a wrapper costs by parameter."""
+    """``count`` parameters of ``width`` numbers, and next to no computation: what a wrapper costs by parameter."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, width: int = 16) -> None:
         super().__init__()
-        self.parts = nn.ParameterList([nn.Parameter(torch.ones(16)) for _ in range(count)])
+        self.parts = nn.ParameterList([nn.Parameter(torch.ones(width)) for _ in range(count)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(list(self.parts)) * x

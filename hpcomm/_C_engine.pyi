@@ -171,6 +171,7 @@ class DdpReducer:
         order: indices of ``params``, in which gradients become ready.
         limits: bytes of the first, second, ... bucket; the last one for all that follow.
         wire: dtype of the buckets, where gradients are to be cast.
+        modules: of each parameter its module: small gradients go with a large one of the same module.
         events: the profiler's events are called ``events:all_reduce`` and the like.
 
     Raises InvalidArgument; what went wrong on the lane comes out of the backward.
@@ -185,6 +186,7 @@ class DdpReducer:
         limits: Sequence[int],
         *,
         wire: torch.dtype | None = None,
+        modules: Sequence[int] = (),
         find_unused: bool = False,
         bucket_views: bool = False,
         shard: bool = False,
@@ -207,6 +209,9 @@ class DdpReducer:
     def trace(self) -> None: ...
     def times(self) -> list[list[float]]:
         """Of the last backward, by bucket: complete, begun on the lane, packed, reduced (time.monotonic())."""
+    def packs(self) -> list[tuple[float, float]]:
+        """Begin and end of each gradient that was packed in its hook, traced as well."""
+
     def replan(self, plan: BucketPlan) -> None: ...
     @property
     def plan(self) -> BucketPlan: ...
@@ -216,7 +221,11 @@ class DdpReducer:
     def counts(self) -> dict[str, int]: ...
 
 def ddp_bucket_plan(
-    params: Sequence[torch.Tensor], order: Sequence[int], limits: Sequence[int], wire: torch.dtype | None = None
+    params: Sequence[torch.Tensor],
+    order: Sequence[int],
+    limits: Sequence[int],
+    wire: torch.dtype | None = None,
+    modules: Sequence[int] = (),
 ) -> BucketPlan: ...
 def register_ddp_hook(reducer: c10d.Reducer, communicator: Communicator, events: str = "hpcomm") -> None: ...
 def release_bucket_memory(reducer: c10d.Reducer) -> None: ...

@@ -2,7 +2,9 @@
 #include "plan/bucket_plan.h"
 
 #include <algorithm>
+#include <iterator>
 #include <map>
+#include <utility>
 
 #include "base/error.h"
 #include "base/hash.h"
@@ -16,6 +18,32 @@ struct Open {
   std::vector<int> params;
   std::size_t bytes = 0;
 };
+
+// What is this many times as large as those before it takes them along.
+constexpr std::size_t kLarge = 8;
+
+std::size_t bytes_of(const TensorSize& param) { return param.count * size_of(param.dtype); }
+
+// Takes from the end of `bucket` what should go with parameter `next`: small ones of its module.
+Open take_companions(Open& bucket, int next, const std::vector<TensorSize>& params, const std::vector<int>& modules) {
+  Open taken;
+  if (modules.empty()) {
+    return taken;
+  }
+  const auto module_of = [&modules](int param) { return modules[static_cast<std::size_t>(param)]; };
+  auto first = bucket.params.end();
+  while (first != bucket.params.begin() && module_of(*std::prev(first)) == module_of(next)) {
+    --first;
+    taken.bytes += bytes_of(params[static_cast<std::size_t>(*first)]);
+  }
+  if (taken.bytes * kLarge > bytes_of(params[static_cast<std::size_t>(next)])) {
+    return {};
+  }
+  taken.params.assign(first, bucket.params.end());
+  bucket.params.erase(first, bucket.params.end());
+  bucket.bytes -= taken.bytes;
+  return taken;
+}
 
 void require_permutation(const std::vector<int>& order, std::size_t size) {
   HPCOMM_REQUIRE(order.size() == size, "ready order names ", order.size(), " parameters, the model has ", size);
@@ -38,8 +66,10 @@ std::size_t BucketLimits::of(std::size_t bucket) const noexcept {
 }
 
 BucketPlan plan_buckets(const std::vector<TensorSize>& params, const std::vector<int>& ready_order,
-                        const BucketLimits& limits, std::optional<DType> wire) {
+                        const BucketLimits& limits, std::optional<DType> wire, const std::vector<int>& modules) {
   require_permutation(ready_order, params.size());
+  HPCOMM_REQUIRE(modules.empty() || modules.size() == params.size(), "modules of ", modules.size(),
+                 " parameters, the model has ", params.size());
   BucketPlan plan;
   std::map<DType, Open> open;
 
@@ -55,10 +85,14 @@ BucketPlan plan_buckets(const std::vector<TensorSize>& params, const std::vector
 
   for (int index : ready_order) {
     const TensorSize& param = params[static_cast<std::size_t>(index)];
-    const std::size_t bytes = param.count * size_of(param.dtype);
+    const std::size_t bytes = bytes_of(param);
     Open& bucket = open[param.dtype];
     if (!bucket.params.empty() && bucket.bytes + bytes > limits.of(plan.buckets.size())) {
-      close(param.dtype, bucket);
+      Open companions = take_companions(bucket, index, params, modules);
+      if (!bucket.params.empty()) {
+        close(param.dtype, bucket);
+      }
+      bucket = std::move(companions);
     }
     bucket.params.push_back(index);
     bucket.bytes += bytes;

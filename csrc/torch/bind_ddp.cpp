@@ -39,10 +39,11 @@ std::optional<DType> wire_of(const std::optional<at::ScalarType>& dtype) {
 }
 
 BucketPlan plan_of(const std::vector<at::Tensor>& params, const std::vector<int>& order,
-                   const std::vector<std::size_t>& limits, const std::optional<at::ScalarType>& wire) {
+                   const std::vector<std::size_t>& limits, const std::optional<at::ScalarType>& wire,
+                   const std::vector<int>& modules) {
   BucketLimits all;
   all.each = limits;
-  return plan_buckets(gradient_sizes(params), order, all, wire_of(wire));
+  return plan_buckets(gradient_sizes(params), order, all, wire_of(wire), modules);
 }
 
 // Torch's Reducer keeps its description of the buckets, for its log, and gives back their memory. It must not reduce
@@ -70,9 +71,9 @@ void bind_ddp(py::module_& module) {
       .def(py::init([](std::shared_ptr<Communicator> communicator, const std::vector<at::Tensor>& params,
                        const std::vector<std::string>& names, const std::vector<int>& order,
                        const std::vector<std::size_t>& limits, const std::optional<at::ScalarType>& wire,
-                       bool find_unused, bool bucket_views, bool shard, bool check_finite, const std::string& events,
-                       const std::shared_ptr<c10d::Logger>& logger) {
-             const BucketPlan plan = plan_of(params, order, limits, wire);
+                       const std::vector<int>& modules, bool find_unused, bool bucket_views, bool shard,
+                       bool check_finite, const std::string& events, const std::shared_ptr<c10d::Logger>& logger) {
+             const BucketPlan plan = plan_of(params, order, limits, wire, modules);
              auto reducer = released_without_gil(std::make_shared<DdpReducer>(
                  std::move(communicator), params, names, plan,
                  DdpOptions{find_unused, bucket_views, shard, check_finite, events}, log_into(logger)));
@@ -80,9 +81,9 @@ void bind_ddp(py::module_& module) {
              return reducer;
            }),
            py::arg("communicator"), py::arg("params"), py::arg("names"), py::arg("order"), py::arg("limits"),
-           py::kw_only(), py::arg("wire") = py::none(), py::arg("find_unused") = false, py::arg("bucket_views") = false,
-           py::arg("shard") = false, py::arg("check_finite") = false, py::arg("events") = "hpcomm",
-           py::arg("logger") = py::none())
+           py::kw_only(), py::arg("wire") = py::none(), py::arg("modules") = std::vector<int>(),
+           py::arg("find_unused") = false, py::arg("bucket_views") = false, py::arg("shard") = false,
+           py::arg("check_finite") = false, py::arg("events") = "hpcomm", py::arg("logger") = py::none())
       .def("prepare", &DdpReducer::prepare, py::arg("outputs"), WithoutLock())
       .def("reset", &DdpReducer::reset, WithoutLock())
       .def("start", &DdpReducer::start, py::arg("bucket"), WithoutLock())
@@ -113,6 +114,7 @@ void bind_ddp(py::module_& module) {
              }
              return all;
            })
+      .def("packs", &DdpReducer::packs, WithoutLock())
       .def("replan", &DdpReducer::replan, py::arg("plan"), WithoutLock())
       .def_property_readonly("plan", py::cpp_function(&DdpReducer::plan, WithoutLock()))
       .def_property_readonly("state", py::cpp_function(&DdpReducer::state, WithoutLock()))
@@ -131,7 +133,7 @@ void bind_ddp(py::module_& module) {
       });
 
   module.def("ddp_bucket_plan", &plan_of, py::arg("params"), py::arg("order"), py::arg("limits"),
-             py::arg("wire") = py::none());
+             py::arg("wire") = py::none(), py::arg("modules") = std::vector<int>());
   module.def("register_ddp_hook", &register_ddp_hook, py::arg("reducer"), py::arg("communicator"),
              py::arg("events") = "hpcomm");
   module.def("release_bucket_memory", &release_bucket_memory, py::arg("reducer"));

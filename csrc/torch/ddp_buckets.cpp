@@ -2,6 +2,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "base/error.h"
@@ -13,6 +14,8 @@
 namespace hpcomm {
 
 namespace {
+
+constexpr std::size_t kSmallBytes = 4096;
 
 // The strides that AccumulateGrad gives a gradient (torch's "Gradient Layout Contract"): those of its parameter, or of
 // a contiguous tensor where the parameter has holes.
@@ -30,11 +33,11 @@ std::vector<std::int64_t> strides_of(const at::Tensor& param) {
 }
 
 bool is_laid_out_as(const at::Tensor& gradient, const at::Tensor& param) {
-  if (gradient.sizes() != param.sizes()) {
-    return false;
+  if (gradient.sizes() != param.sizes() || gradient.is_conj() || gradient.is_neg()) {
+    return false;  // its bytes are not its values
   }
-  return gradient.strides() == at::IntArrayRef(strides_of(param)) ||
-         (gradient.is_contiguous() && param.is_contiguous());  // strides of axes of length one do not matter
+  return (gradient.is_contiguous() && param.is_contiguous()) ||  // strides of axes of length one do not matter
+         gradient.strides() == at::IntArrayRef(strides_of(param));
 }
 
 }  // namespace
@@ -156,12 +159,32 @@ void DdpReducer::carry(int param, const at::Tensor& incoming) {
     return;
   }
   const std::size_t bytes = gradient.nbytes();
-  copy(*communicator_->compute(),
-       {{gradient.data_ptr(), static_cast<char*>(slots_[index].flat.data_ptr()) + place.offset, bytes, DType::kUInt8,
-         DType::kUInt8}});
-  gradient = make_view(index, entry);
+  char* const target = static_cast<char*>(slots_[index].flat.data_ptr()) + place.offset;
+  if (bytes <= kSmallBytes) {
+    std::memcpy(target, gradient.data_ptr(), bytes);  // a kernel takes longer to start: only host lanes lack a core
+  } else {
+    copy(*communicator_->compute(), {{gradient.data_ptr(), target, bytes, DType::kUInt8, DType::kUInt8}});
+  }
+  move_into_bucket(gradient, index, entry);
   slots_[index].carried[entry] = 1;
   ++counts_.packed;
+}
+
+// `gradient` is new and has its values in the bucket already. Its tensor is kept: to make another one takes longer than
+// all else that a hook does.
+void DdpReducer::move_into_bucket(at::Tensor& gradient, std::size_t index, std::size_t entry) const {
+  at::TensorImpl* const impl = gradient.unsafeGetTensorImpl();
+  const at::Tensor& param = params_[static_cast<std::size_t>(plan_.buckets[index].params[entry])];
+  const at::Tensor& flat = slots_[index].flat;
+  if (impl->key_set() != flat.key_set() || impl->autograd_meta() != nullptr || gradient.strides() != param.strides()) {
+    gradient = make_view(index, entry);
+    return;
+  }
+  impl->set_allow_tensor_metadata_change(true);         // autograd has detached it
+  impl->set_version_counter(c10::VariableVersion(0u));  // shared with what it was detached from
+  impl->set_storage_keep_dtype(flat.storage());
+  impl->set_storage_offset(static_cast<std::int64_t>(plan_.buckets[index].layout.entries()[entry].offset) /
+                           param.element_size());
 }
 
 at::Tensor DdpReducer::make_view(std::size_t index, std::size_t entry) const {
@@ -214,10 +237,14 @@ Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const 
   }
   held.push_back(gradient.storage());
   void* const data = gradient.data_ptr();
-  if ((is_new(gradient, incoming, 2) || options_.bucket_views || options_.shard) && !casts &&
-      !gradient.requires_grad()) {
+  const bool fresh = is_new(gradient, incoming, 2);
+  if ((fresh || options_.bucket_views || options_.shard) && !casts && !gradient.requires_grad()) {
     slot.fates[entry] = Fate::kInBucket;
-    gradient = make_view(index, entry);
+    if (fresh) {
+      move_into_bucket(gradient, index, entry);
+    } else {
+      gradient = make_view(index, entry);
+    }
     return {data, nullptr, false};
   }
   slot.fates[entry] = Fate::kCopiedBack;
@@ -231,6 +258,9 @@ void DdpReducer::hand_out(std::size_t index) {
   const at::NoGradGuard guard;
   for (std::size_t e = 0; e < bucket.params.size(); ++e) {
     const auto number = static_cast<std::size_t>(bucket.params[e]);
+    if (slot.fates[e] == Fate::kInBucket && !options_.shard) {
+      continue;
+    }
     at::Tensor& gradient = params_[number].mutable_grad();
     switch (slot.fates[e]) {
       case Fate::kMissing:
@@ -242,9 +272,7 @@ void DdpReducer::hand_out(std::size_t index) {
         }
         break;
       case Fate::kInBucket:
-        if (options_.shard) {
-          gradient.reset();  // whole gradients are nowhere
-        }
+        gradient.reset();  // a sharded one: whole gradients are nowhere
         break;
       case Fate::kCopiedBack:
         gradient.unsafeGetTensorImpl()->bump_version();

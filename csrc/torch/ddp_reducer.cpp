@@ -83,6 +83,7 @@ void DdpReducer::mark(int param, const at::Tensor& incoming) {
       state_ = State::kReducing;
       stats_.first_ready = now();
       counts_.issued = 0;
+      packs_.clear();
       for (const int unused : std::exchange(unused_, {})) {
         mark_locked(unused, {});
       }
@@ -102,7 +103,11 @@ void DdpReducer::mark_locked(int param, const at::Tensor& incoming) {
   marked_[index] = 1;
   order_.push_back(param);
   if (carries_) {
+    const double begin = times_ == nullptr ? 0 : now();
     carry(param, incoming);
+    if (times_ != nullptr) {
+      packs_.emplace_back(begin, now());
+    }
   }
   --slots_[places_[index].bucket].missing;
   issue_complete(incoming);
@@ -162,6 +167,8 @@ void DdpReducer::issue_bucket(std::size_t index, const at::Tensor& incoming) {
   reduction.scatter = options_.shard;
   slot.fates.assign(bucket.params.size(), Fate::kMissing);
   slot.staged.assign(bucket.params.size(), {});
+  reduction.entries.reserve(bucket.params.size());
+  held->first.reserve(bucket.params.size());
   for (std::size_t e = 0; e < bucket.params.size(); ++e) {
     reduction.entries.push_back(contribute(index, e, incoming, held->first));
   }
@@ -347,6 +354,11 @@ std::vector<DdpReducer::Times> DdpReducer::times() const {
   }();
   communicator_->stream().synchronize();
   return times == nullptr ? std::vector<Times>{} : *times;
+}
+
+std::vector<std::pair<double, double>> DdpReducer::packs() const {
+  std::lock_guard lock(mutex_);
+  return packs_;
 }
 
 std::string DdpReducer::unready() const {

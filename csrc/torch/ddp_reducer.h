@@ -22,6 +22,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -104,6 +105,8 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   // From now on; host lanes only, where it costs two small tasks a bucket.
   void trace();
   [[nodiscard]] std::vector<Times> times() const;
+  // Begin and end of each gradient that was packed in its hook, in the order of the hooks; traced as well.
+  [[nodiscard]] std::vector<std::pair<double, double>> packs() const;
 
  private:
   enum class State { kIdle, kExpecting, kReducing, kDraining };
@@ -150,6 +153,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   [[nodiscard]] bool is_free(std::size_t index) const;
   [[nodiscard]] bool lies_in_place(std::size_t index, std::size_t entry) const;
   [[nodiscard]] bool is_new(const at::Tensor& gradient, const at::Tensor& incoming, std::size_t known) const;
+  void move_into_bucket(at::Tensor& gradient, std::size_t index, std::size_t entry) const;
   [[nodiscard]] at::Tensor make_view(std::size_t index, std::size_t entry) const;
   void move_kept_gradients(const std::vector<Slot>& old);
   void at_end_of_backward();
@@ -195,6 +199,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   Counts counts_;
   Stats stats_;
   std::shared_ptr<std::vector<Times>> times_;  // written on the lane; null when nothing is traced
+  std::vector<std::pair<double, double>> packs_;
 };
 
 }  // namespace hpcomm

@@ -74,6 +74,8 @@ class NativeReducer:
         self._lane = lane
         self._names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
+        modules: dict[str, int] = {}
+        self._modules = [modules.setdefault(name.rpartition(".")[0], len(modules)) for name in self._names]
         self._sizes = sizes
         self._wire = wire
         self._events = events
@@ -89,6 +91,7 @@ class NativeReducer:
             order,
             limits,
             wire=wire,
+            modules=self._modules,
             find_unused=find_unused,
             bucket_views=bucket_views,
             shard=shard,
@@ -150,7 +153,8 @@ class NativeReducer:
         # As torch's reducer does, though it goes through Control: a rank that dies is named.
         with torch.profiler.record_function(f"{self._events}:broadcast"):
             order = json.loads(tell_all(self._lane, _ORDER_CHANNEL, body))
-        plan = _C.ddp_bucket_plan(self._parameters, order, self._sizes.limits(self._lane, self._parameters), self._wire)
+        limits = self._sizes.limits(self._lane, self._parameters)
+        plan = _C.ddp_bucket_plan(self._parameters, order, limits, self._wire, self._modules)
         if plan.hash != self._native.plan.hash:  # alike on all ranks: both are functions of what rank 0 saw
             self._native.replan(plan)
         self._rebuilt = self._log_of(plan, seen)

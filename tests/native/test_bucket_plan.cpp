@@ -82,6 +82,21 @@ TEST(bucket_plan_table) {
   }
 }
 
+TEST(bucket_plan_keeps_a_bias_with_its_weight) {
+  // Two layers, the last one first: bias and weight of each. The first limit is 40 bytes, the others 400.
+  const std::vector<TensorSize> layers{{2, kF32}, {90, kF32}, {2, kF32}, {90, kF32}};
+  CHECK_EQ(params_of(plan_buckets(layers, forwards(4), {40, 400})), (std::vector<std::vector<int>>{{0}, {1, 2}, {3}}));
+  CHECK_EQ(params_of(plan_buckets(layers, forwards(4), {40, 400}, std::nullopt, {1, 1, 0, 0})),
+           (std::vector<std::vector<int>>{{0, 1}, {2, 3}}));
+  // No limit is passed for what is not small beside the next one, or of another module.
+  const std::vector<TensorSize> many(8, TensorSize{5, kF32});
+  CHECK_EQ(params_of(plan_buckets(many, forwards(8), {40, 40}, std::nullopt, std::vector<int>(8, 0))),
+           params_of(plan_buckets(many, forwards(8), {40, 40})));
+  CHECK_EQ(params_of(plan_buckets(layers, forwards(4), {40, 400}, std::nullopt, {3, 2, 1, 0})),
+           params_of(plan_buckets(layers, forwards(4), {40, 400})));
+  CHECK_THROWS(ErrorKind::kInvalidArgument, plan_buckets(layers, forwards(4), {}, std::nullopt, {0}), "modules of 1");
+}
+
 TEST(bucket_plan_takes_its_limits_from_ddp_by_default) {
   const std::size_t kib = 1024 / 4;  // float32
   const BucketPlan plan =
