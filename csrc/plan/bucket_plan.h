@@ -43,9 +43,9 @@ struct BucketPlan {
 // the next gradient would take it over its limit. A gradient larger than the limit gets a bucket of its own.
 // Dtypes never share a bucket. `wire` replaces the type of floating point gradients in the buffers; limits count bytes
 // before that. Throws kInvalidArgument when `ready_order` is no permutation.
-// `modules[i]`, if given, is the module of parameter i. A module's gradients are ready together, so a small one (a bias)
-// goes with a large one that follows it (the weight), into the next bucket, or over the limit of one that has nothing
-// else: behind a weight of the layer before, it would hold that back for the time of a layer.
+// `modules[i]`, if given, is the module of parameter i. A module's gradients are ready together, so a small one (a
+// bias) goes with a large one that follows it (the weight), into the next bucket, or over the limit of one that has
+// nothing else: behind a weight of the layer before, it would hold that back for the time of a layer.
 [[nodiscard]] BucketPlan plan_buckets(const std::vector<TensorSize>& params, const std::vector<int>& ready_order,
                                       const BucketLimits& limits = {}, std::optional<DType> wire = std::nullopt,
                                       const std::vector<int>& modules = {});
