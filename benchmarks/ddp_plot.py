@@ -129,7 +129,7 @@ def _overhead(page: _Page, results: Mapping[str, Mapping[str, Sequence[float]]])
             continue
         for count, times in by_count.items():
             above = statistics.median(t - b for t, b in zip(times, bare[count], strict=True)) / float(count) * 1e6
-            curves.setdefault(variant, []).append((float(count), max(above, 0.01)))
+            curves.setdefault(variant, []).append((float(count), max(above, 0.1)))
     xs = [math.log10(x) for curve in curves.values() for x, _ in curve]
     ys = [math.log10(y) for curve in curves.values() for _, y in curve]
     low, high = math.floor(min(ys)), math.ceil(max(ys))
