@@ -76,8 +76,9 @@ class Communicator:
     """A group of ranks that exchange messages on one lane.
 
     Operations are issued in the calling thread and run in that order on the lane. Tensors are contiguous, on the
-    communicator's device. Each returns a Work; with ``async_op=False`` it has ended already. ``timeout`` is in seconds
-    (negative: the communicator's own). Ranks are positions in ``ranks``.
+    communicator's device. Each returns a Work; with ``async_op=False`` it has ended already and, on the CPU, is one for
+    all such calls, which names no operation. ``timeout`` is in seconds (negative: the communicator's own). Ranks are
+    positions in ``ranks``.
 
     Raises InvalidArgument for wrong tensors or peers; RankFailed, PeerError, TimedOut, TransportError from the wait.
     """

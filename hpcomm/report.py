@@ -127,9 +127,9 @@ def costs_of(trace: Trace) -> CostModel:
             for rank in trace.steps[number].values()
             for op, begin, waited, end in rank.actions
         ),
-        trace.seats,
+        trace.seats or None,
     )
-    return cost_model(trace.plan.num_stages, seconds, trace.seats)
+    return cost_model(trace.plan.num_stages, seconds, trace.seats or None)
 
 
 def planned(costs: CostModel) -> str:

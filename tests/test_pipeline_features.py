@@ -18,6 +18,7 @@ from test_pipeline_schedules import CROSS, make
 from torch import nn
 
 import hpcomm
+from hpcomm import _C
 from hpcomm.cli import main as cli
 from hpcomm.pipeline.board import report
 from hpcomm.pipeline.deferred import Deferral
@@ -293,6 +294,22 @@ def dropped(dp: int, pp: int, microbatches: int) -> dict[str, list[torch.Tensor]
     return found
 
 
+def test_errors_of_a_deferred_layer_keep_their_types() -> None:
+    layer = nn.Linear(4, 4)
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied") as raised:
+        _C.Deferred().linear(torch.randn(2, 3), layer.weight, layer.bias)
+    assert "frame #" not in str(raised.value)  # as torch says it, without a stack of C++
+
+    class Stop(Exception):
+        pass
+
+    def refuse(_: torch.Tensor) -> torch.Tensor:
+        raise Stop
+
+    with torch.autograd.graph.saved_tensors_hooks(refuse, lambda t: t), pytest.raises(Stop):
+        _C.Deferred().linear(torch.randn(2, 4, requires_grad=True), layer.weight, layer.bias)
+
+
 def test_dropout_is_the_same_on_every_mesh() -> None:
     alone = ranks.run(1, dropped, 1, 1, 4)[0]
     assert not torch.equal(*alone["1f1b 1.inner.weight"])  # steps differ
@@ -301,6 +318,57 @@ def test_dropout_is_the_same_on_every_mesh() -> None:
             for name, gradients in found.items():
                 for got, want in zip(gradients, alone[name], strict=True):
                     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12, msg=name)
+
+
+class Recomputed(nn.Module):
+    """A checkpoint whose second forward ends in a layer that is put off: torch ends it there, by an exception."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Linear(models.WIDTH, models.WIDTH), nn.GELU(), nn.Linear(models.WIDTH, models.WIDTH)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+
+class Shifted:
+    """A loss with a parameter of one element in it, reached by views alone."""
+
+    def __init__(self) -> None:
+        self.shift = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, float]:
+        loss = nn.functional.cross_entropy(output, target, reduction="sum")
+        return loss + self.shift.view(()), float(len(target))
+
+
+def recomputed() -> list[float]:
+    """Of each schedule that divides backwards; the last loss is Shifted, whose gradient counts microbatches."""
+    shifts = []
+    with hpcomm.init(pp=2) as mesh:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Recomputed() for _ in range(4)), nn.Linear(models.WIDTH, models.WORDS)).double()
+        x, y = torch.randn(8, models.WIDTH, dtype=torch.float64), torch.randint(0, models.WORDS, (8,))
+        for schedule in ("zb1p", "zbv"):
+            loss = Shifted()
+            pipe = hpcomm.Pipeline(model, mesh=mesh, num_microbatches=4, loss_fn=loss, schedule=schedule)
+            for _ in range(2):
+                pipe.zero_grad()
+                pipe.step(x, target=y)
+            report = hpcomm.verify(pipe, model, x, target=y, tolerance=1e-10)
+            assert report.compared == 18
+            if loss.shift.grad is not None:
+                shifts.append(loss.shift.grad.item())
+    return shifts
+
+
+def test_a_divided_backward_recomputes_checkpoints_that_end_in_a_deferred_layer() -> None:
+    shifts = [shift for found in ranks.run(2, recomputed) for shift in found]
+    # 1 for each microbatch, whatever those before it have done to their gradients: 4 in the reference on each rank, and
+    # 4 in each of 3 steps where the last stage is.
+    assert sorted(shifts) == [4.0, 4.0, 16.0, 16.0]
 
 
 # --- Bits -------------------------------------------------------------------------------------------------------------

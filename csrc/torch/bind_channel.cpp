@@ -229,9 +229,9 @@ class TreeReceiver {
       const py::gil_scoped_acquire gil;
       try {
         tree = to_tree(message);
-      } catch (...) {
+      } catch (const Error&) {
         unfit = std::current_exception();
-      }
+      }  // what else there is, is the program's: a signal, most likely
     };
     Receipt receipt;
     {

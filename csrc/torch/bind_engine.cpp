@@ -1,5 +1,6 @@
 // Reducer, StepLoss, the hooks and deferred gradients as Python sees them.
 #include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
@@ -59,23 +60,22 @@ void bind_deferred(py::module_& module) {
             });
           },
           py::arg("weight"), py::arg("bias"), py::arg("compute"))
-      .def(
-          "linear",
-          [](Deferred& deferred, const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
-            const py::gil_scoped_release release;
-            return deferred.linear(x, weight, bias.value_or(at::Tensor()));
-          },
-          py::arg("x"), py::arg("weight"), py::arg("bias"))
-      .def(
-          "compute",
-          [](Deferred& deferred, const std::optional<py::function>& done) {
-            const py::gil_scoped_release release;
-            deferred.compute(!done ? std::function<void(const at::Tensor&)>() : [&done](const at::Tensor& parameter) {
-              const py::gil_scoped_acquire gil;
-              (*done)(parameter);
-            });
-          },
-          py::arg("done"))
+      .def("linear",
+           // Wrapped as torch wraps its own: errors keep their types on the way through. Checkpointing ends its second
+           // forward with one, and programs tell OutOfMemoryError from others.
+           torch::wrap_pybind_function_no_gil([](Deferred& deferred, const at::Tensor& x, const at::Tensor& weight,
+                                                 const std::optional<at::Tensor>& bias) {
+             return deferred.linear(x, weight, bias.value_or(at::Tensor()));
+           }),
+           py::arg("x"), py::arg("weight"), py::arg("bias"))
+      .def("compute",
+           torch::wrap_pybind_function_no_gil([](Deferred& deferred, const std::optional<py::function>& done) {
+             deferred.compute(!done ? std::function<void(const at::Tensor&)>() : [&done](const at::Tensor& parameter) {
+               const py::gil_scoped_acquire gil;
+               (*done)(parameter);
+             });
+           }),
+           py::arg("done"))
       .def("clear", &Deferred::clear)
       .def("__len__", &Deferred::size);
 }

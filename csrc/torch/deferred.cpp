@@ -87,7 +87,19 @@ void accumulate(const at::Tensor& parameter, at::Tensor gradient) {
 }  // namespace
 
 void Deferred::add(at::Tensor weight, at::Tensor bias, std::function<Gradients()> compute) {
+  const std::lock_guard lock(mutex_);
   uses_.push_back({std::move(weight), std::move(bias), std::move(compute)});
+}
+
+void Deferred::clear() {
+  std::vector<Use> uses;  // let go of without the lock
+  const std::lock_guard lock(mutex_);
+  uses.swap(uses_);
+}
+
+std::size_t Deferred::size() const {
+  const std::lock_guard lock(mutex_);
+  return uses_.size();
 }
 
 std::optional<at::Tensor> Deferred::linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
@@ -99,7 +111,11 @@ std::optional<at::Tensor> Deferred::linear(const at::Tensor& x, const at::Tensor
 
 void Deferred::compute(const std::function<void(const at::Tensor&)>& done) {
   const at::NoGradGuard no_graph;
-  std::vector<Use> uses = std::exchange(uses_, {});
+  std::vector<Use> uses;
+  {
+    const std::lock_guard lock(mutex_);
+    uses.swap(uses_);
+  }
   std::unordered_map<const at::TensorImpl*, int> left;
   for (const Use& use : uses) {
     for (const at::Tensor* parameter : {&use.weight, &use.bias}) {

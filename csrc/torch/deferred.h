@@ -5,14 +5,15 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
 namespace hpcomm {
 
-// What the layers of one stage leave for one microbatch, use by use, in the order of the backward. One thread at a
-// time.
+// What the layers of one stage leave for one microbatch, use by use, in the order of the backward. Autograd may add
+// from several threads, one for each device; the rest is one thread's.
 class Deferred : public std::enable_shared_from_this<Deferred> {
  public:
   // Of a weight and its bias; undefined where there is none.
@@ -29,8 +30,8 @@ class Deferred : public std::enable_shared_from_this<Deferred> {
   // there is one, is told each parameter that is final.
   void compute(const std::function<void(const at::Tensor&)>& done);
 
-  void clear() { uses_.clear(); }
-  [[nodiscard]] std::size_t size() const noexcept { return uses_.size(); }
+  void clear();
+  [[nodiscard]] std::size_t size() const;
 
  private:
   struct Use {
@@ -38,6 +39,7 @@ class Deferred : public std::enable_shared_from_this<Deferred> {
     at::Tensor bias;
     std::function<Gradients()> compute;
   };
+  mutable std::mutex mutex_;
   std::vector<Use> uses_;
 };
 

@@ -376,6 +376,9 @@ py::object unflatten(std::string_view structure, const std::vector<at::Tensor>& 
   try {
     return Builder(structure, tensors).build();
   } catch (const py::error_already_set& error) {
+    if (!error.matches(PyExc_Exception)) {
+      throw;  // KeyboardInterrupt: classes of the program run code of their own
+    }
     throw Error(ErrorKind::kProtocol, str("message structure cannot be built: ", error.what()));
   }
 }

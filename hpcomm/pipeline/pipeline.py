@@ -320,7 +320,9 @@ class Pipeline(LocalModel):
         ``python -m hpcomm trace report`` shows them beside the plan. All ranks name the same folder.
         """
         before = self._runner.recorder
-        self._runner.recorder = recorder = Recorder(Path(folder), self.plan, self.mesh.rank)
+        self._runner.recorder = recorder = Recorder(
+            Path(folder), self.plan, self.mesh.rank, on_cpu=self.mesh.device.type == "cpu"
+        )
         try:
             yield
         finally:

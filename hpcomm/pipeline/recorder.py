@@ -32,10 +32,10 @@ SEATS_CHANNEL = 8  # of Control, see hpcomm.communicator
 COMPUTE = ("FORWARD", "BACKWARD", "INPUT_GRAD", "WEIGHT_GRAD")
 
 
-def recorder_for(plan: StepPlan, rank: int) -> Recorder | None:
+def recorder_for(plan: StepPlan, rank: int, *, on_cpu: bool) -> Recorder | None:
     """A recorder that writes to the folder ``HPCOMM_TRACE``; None where that is not set."""
     folder = os.environ.get("HPCOMM_TRACE")
-    return Recorder(Path(folder), plan, rank) if folder else None
+    return Recorder(Path(folder), plan, rank, on_cpu=on_cpu) if folder else None
 
 
 def seat() -> Seat:
@@ -75,13 +75,14 @@ class Times:
 class Recorder(Times):
     """Writes each step to ``folder``."""
 
-    def __init__(self, folder: Path, plan: StepPlan, rank: int) -> None:
+    def __init__(self, folder: Path, plan: StepPlan, rank: int, *, on_cpu: bool) -> None:
         super().__init__()
         folder.mkdir(parents=True, exist_ok=True)
         if rank == 0:
             (folder / PLAN_FILE).write_text(to_json(plan))
         self._file = (folder / f"rank-{rank}.jsonl").open("w")
-        self._file.write(json.dumps({"seat": seat()}) + "\n")
+        if on_cpu:  # elsewhere ranks do not take turns on cores
+            self._file.write(json.dumps({"seat": seat()}) + "\n")
         self._step = 0
 
     def step(self, begin: int, issued: int, end: int, buckets: Sequence[BucketTimes]) -> None:

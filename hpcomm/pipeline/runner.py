@@ -101,7 +101,9 @@ class Runner:
         self.plan = plan
         self.board = Board(mesh)
         # Of training steps; what evaluation takes is another plan's.
-        self.recorder: Times | None = None if reductions is None else recorder_for(plan, mesh.rank)
+        self.recorder: Times | None = (
+            None if reductions is None else recorder_for(plan, mesh.rank, on_cpu=mesh.device.type == "cpu")
+        )
         self._stages = stages
         self._last_stage = plan.num_stages - 1
         self._loads_from_first = any(link.loads for link in links)
@@ -242,7 +244,7 @@ class Runner:
             if batch.unit != 1.0:
                 loss.weighted, loss.weight = loss.weighted / batch.unit, loss.weight / batch.unit
             stage.start_from(microbatch, loss, output, batch.scale)
-            loss.weighted = loss.weighted.detach()
+            loss.weighted = loss.weighted.detach().clone()  # the program may write its own again
             walk.losses[microbatch] = loss
         if batch.keep_outputs:  # without their graphs: those are the microbatch's to free
             walk.outputs[microbatch] = detached(output)

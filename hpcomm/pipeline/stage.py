@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -173,7 +172,7 @@ class Stage:
         seeds: list[torch.Tensor] = []
         if tape.root is not None and tape.root.requires_grad:
             roots.append(tape.root)
-            seeds.append(_one_like(tape.root))
+            seeds.append(torch.ones_like(tape.root))  # each its own: it may become a parameter's .grad
         for target, arrived in gradients.items():
             for output, gradient in zip(tape.left[target], arrived, strict=True):
                 if gradient is not None and output.requires_grad:
@@ -213,16 +212,6 @@ def run_backward(roots: list[torch.Tensor], seeds: list[torch.Tensor]) -> None:
     itself checks shapes and dtypes of the seeds.
     """
     _engine_run_backward(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-@cache
-def _ones(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.ones((), dtype=dtype, device=device)
-
-
-def _one_like(root: torch.Tensor) -> torch.Tensor:
-    """What a backward starts from at the loss: nobody writes to it, so all microbatches have the same."""
-    return _ones(root.dtype, root.device) if root.dim() == 0 else torch.ones_like(root)
 
 
 class _Deferring:
