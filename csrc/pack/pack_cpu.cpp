@@ -235,8 +235,8 @@ Check find_check(DType from, DType to) {
 }
 
 // What other cores read goes past the caches of this one from here on. It saves the fetch of each line that is about to
-// be overwritten, and the detour of each line through the cache of the core that wrote it: measured with two ranks that
-// pack and then reduce, half the time from 1 MB to 24 MB in total.
+// be overwritten, and the detour of each line through the cache of the core that wrote it. Kept by trial,
+// with two ranks that pack and then reduce 1 to 64 MB.
 constexpr std::size_t kStream = std::size_t{16} << 10;
 
 // Converted within the first-level cache, then copied past it.
