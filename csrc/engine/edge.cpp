@@ -110,7 +110,7 @@ WorkPtr SendEdge::send(std::string_view schema, const std::vector<Source>& tenso
   return work;
 }
 
-std::vector<CopyItem> pack_items(const Outgoing& message, char* target) {
+std::vector<CopyItem> pack_items(const Outgoing& message, char* target, Reader reader) {
   const Parcel& parcel = message.known->parcel;
   std::vector<CopyItem> items;
   items.reserve(parcel.packed_tensors.size());
@@ -120,7 +120,7 @@ std::vector<CopyItem> pack_items(const Outgoing& message, char* target) {
     if (source.strided != nullptr) {
       source.strided->write(target + entry.offset, entry.wire);
     } else {
-      items.push_back({source.data, target + entry.offset, entry.count, entry.dtype, entry.wire, Reader::kOthers});
+      items.push_back({source.data, target + entry.offset, entry.count, entry.dtype, entry.wire, reader});
     }
   }
   return items;

@@ -96,7 +96,7 @@ class LaneSend final : public SendRoute {
     std::vector<BufferView> views;
     std::vector<CopyItem> items;
     if (parcel.packed.bytes() > 0) {
-      items = pack_items(message, memory);
+      items = pack_items(message, memory, Reader::kThisCore);  // gloo's thread reads it here
       views.push_back(bytes_at(communicator_, memory, parcel.packed.bytes()));
     }
     std::size_t used = parcel.packed.bytes();

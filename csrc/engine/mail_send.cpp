@@ -103,7 +103,7 @@ class MailSend final : public SendRoute {
         }
         if (parcel.packed.bytes() > 0) {
           const Buffer slot = slots.acquire(parcel.packed.bytes()).buffer;
-          run_copies_cpu(pack_items(message, static_cast<char*>(slot.view.data)), nullptr);
+          run_copies_cpu(pack_items(message, static_cast<char*>(slot.view.data), Reader::kThisCore), nullptr);
           post(mails, slot.view.data, parcel.packed.bytes(), slot.owner);
         }
       }
@@ -128,7 +128,7 @@ class MailSend final : public SendRoute {
     void issue_lent(std::vector<WorkPtr>& mails, Outgoing& message, const LoanPool::Loan& loan) {
       std::vector<CopyItem> items;
       try {
-        items = pack_items(message, loan.payload);
+        items = pack_items(message, loan.payload, Reader::kOthers);
         message.header->lent = MessageHeader::Lent{loan.place.segment, loan.place.offset};
         post_head(mails, message, seal(*message.header));
       } catch (...) {
@@ -144,7 +144,7 @@ class MailSend final : public SendRoute {
       const KnownSchema& known = *message.known;
       const auto envelope = seal(*message.header);
       char* const payload = envelope->data() + kHeaderBytes;
-      run_copies_cpu(pack_items(message, payload), nullptr);
+      run_copies_cpu(pack_items(message, payload, Reader::kThisCore), nullptr);
       for (const Parcel::Direct& one : known.parcel.direct) {
         const Source& source = message.sources[one.tensor];
         char* const target = payload + known.parcel.packed.bytes() + one.offset;

@@ -92,7 +92,7 @@ class RecvRoute {
                                                         std::shared_ptr<Inbound> inbound);
 
 // What to do to pack a message into `target`: copies of dense tensors. Strided ones are written here and now.
-[[nodiscard]] std::vector<CopyItem> pack_items(const Outgoing& message, char* target);
+[[nodiscard]] std::vector<CopyItem> pack_items(const Outgoing& message, char* target, Reader reader);
 // And to undo the casts of one that has come.
 [[nodiscard]] std::vector<CopyItem> cast_items(const Incoming& message);
 
