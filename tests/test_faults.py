@@ -149,7 +149,10 @@ def small_batch_on_one_replica() -> None:
 
 def test_a_batch_smaller_than_the_microbatches() -> None:
     outcomes = ranks.run(4, small_batch_on_one_replica, expect_failure=True)
-    assert [outcome.exception for outcome in outcomes] == ["PeerError", "InvalidArgument"] * 2
+    kinds = [outcome.exception for outcome in outcomes]
+    assert (kinds[0], kinds[2]) == ("PeerError", "PeerError")
+    # Ranks 1 and 3 hold the small batch. One may still leave the Pipeline's construction when the other one refuses.
+    assert set(kinds[1::2]) in ({"InvalidArgument"}, {"InvalidArgument", "PeerError"})
     for outcome in outcomes:
         assert "a batch of 3 samples is smaller than num_microbatches=4" in outcome.message
         assert outcome.seconds < SOON
