@@ -9,7 +9,8 @@ ranks is what the job takes of the machine. "process" is the sum as ps and top s
 it: a rank's own buckets and what it has touched of its peers'.
 
 Freed memory goes back to the kernel at once (MALLOC_MMAP_THRESHOLD_): what glibc keeps of it between gradients differs
-from run to run by more than all variants do.
+from run to run by more than all variants do. Python's objects come from the same heap (PYTHONMALLOC): pools of 16 KiB
+for each size of object, filled by chance, are 0.3 MiB apart where a few kilobytes of objects are.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def _job(ranks: int, model: str, variant: str, arguments: Sequence[str], deadlin
     with tempfile.NamedTemporaryFile("r", suffix=".json") as answer:
         child = ["-m", "benchmarks.ddp", *arguments, "--models", model, "--variant", variant, "--json", answer.name]
         end = min(deadline, time.time() + 120)
-        run_ranks(ranks, child, mpiexec=None, deadline=end, extra={"MALLOC_MMAP_THRESHOLD_": str(128 << 10)})
+        extra = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10), "PYTHONMALLOC": "malloc"}
+        run_ranks(ranks, child, mpiexec=None, deadline=end, extra=extra)
         text = answer.read()
     return json.loads(text) if text else None
 
@@ -84,13 +86,14 @@ def measure_here(mesh: hpcomm.Mesh, models: Mapping[str, Model], variant: str, a
     _train(model.build(), x)
     _train(wrap(torch.nn.Linear(8, 8)), torch.ones(8, 8))
     gc.collect()
-    before = _status("VmRSS")
+    before, shared_before, part_before = _memory()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again here
     module = wrap(model.build())
     _train(module, x)
     mesh.barrier()  # all still have their memory
-    process, shared = _status("VmHWM") - before, _status("RssShmem")
-    peak = process - shared + _status("Pss_Shmem", "smaps_rollup")
+    process, (_, shared, part) = _status("VmHWM") - before, _memory()
+    shared -= shared_before
+    peak = process - shared + part - part_before
     mesh.barrier()
     if mesh.rank == 0:
         seen = {"environment": environment(mesh), "peak": peak, "process": process, "shared": shared}
@@ -103,6 +106,11 @@ def _train(module: torch.nn.Module, x: torch.Tensor) -> None:
     for _ in range(3):
         step()
         optimizer.step()
+
+
+def _memory() -> tuple[float, float, float]:
+    """MiB of this process now: all; of them shared with others; the same with a shared page counted as its part."""
+    return _status("VmRSS"), _status("RssShmem"), _status("Pss_Shmem", "smaps_rollup")
 
 
 def _status(field: str, file: str = "status") -> float:
