@@ -164,6 +164,58 @@ def test_wrong_arguments_change_nothing(run: Run) -> None:
     run(2, wrong_arguments)
 
 
+def calls_of_every_form() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        comm, rank = mesh.dp, mesh.rank
+        # By place and by name; a subclass, an int for a float and an op that few use take the longer way.
+        for call in (
+            comm.all_reduce,
+            lambda value: comm.all_reduce(value, "sum"),
+            lambda value: comm.all_reduce(op="sum", tensor=value),
+            lambda value: comm.all_reduce(tensor=value, timeout=30.0, async_op=False),
+            lambda value: comm.all_reduce(value, timeout=30),
+            lambda value: comm.all_reduce(value, async_op=True).wait(),
+            lambda value: type(comm).all_reduce(comm, value),
+            lambda value: comm.all_reduce(torch.nn.Parameter(value, requires_grad=False)),
+            lambda value: comm.all_reduce(value.as_subclass(Labelled)),
+        ):
+            value = encode(rank, 3)
+            call(value)
+            assert torch.equal(value, encode(0, 3) + encode(1, 3))
+        bits = torch.tensor([4, 1 + rank])
+        comm.all_reduce(bits, "bor")
+        assert bits.tolist() == [4, 3]
+        value = encode(rank, 3)
+        comm.broadcast(root=1, tensor=value)
+        assert torch.equal(value, encode(1, 3))
+        parts = torch.empty(6)
+        comm.all_gather(input=encode(rank, 3), output=parts)
+        assert torch.equal(parts, torch.cat([encode(0, 3), encode(1, 3)]))
+        for wrong in (
+            comm.all_reduce,
+            lambda: comm.all_reduce([1.0]),
+            lambda: comm.all_reduce(None, tensor=value),
+            lambda: comm.all_reduce(value, "sum", False),
+            lambda: comm.all_reduce(value, later=True),
+            lambda: comm.broadcast(value, 0.5),
+            lambda: comm.broadcast(value, 1 << 40),
+            lambda: comm.barrier(30.0),
+            lambda: type(comm).barrier(object()),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(TypeError):
+                wrong()
+        assert "async_op: bool = False" in str(type(comm).all_reduce.__doc__)
+        comm.barrier()
+
+
+class Labelled(torch.Tensor):
+    """A tensor that is not exactly one."""
+
+
+def test_arguments_may_be_given_in_every_form(run: Run) -> None:
+    run(2, calls_of_every_form)
+
+
 def absent_peer() -> float:
     with hpcomm.init(dp=2) as mesh:
         start = time.monotonic()

@@ -22,13 +22,21 @@ bool HostCommunicator::in_operation() const noexcept {
 
 bool HostCommunicator::enter(const ErrorContext& what, const OpOptions& options, const std::function<void()>& enqueue) {
   require_open(what);
-  std::lock_guard lock(mutex_);
-  const bool now = options.inline_when_idle && may_run_inline() && pending_ == 0 && stream().idle();
-  ++pending_;
-  if (!now) {
-    enqueue();  // under the lock: threads that issue at the same time are queued as they were counted
+  int counted = 0;
+  if (options.inline_when_idle && may_run_inline() &&
+      pending_.compare_exchange_strong(counted, 1, std::memory_order_acq_rel, std::memory_order_relaxed)) {
+    // Whoever issues from here on sees that it is not the first.
+    if (stream().idle()) {
+      return true;
+    }
+    std::lock_guard lock(mutex_);
+    enqueue();
+    return false;
   }
-  return now;
+  std::lock_guard lock(mutex_);  // threads that issue at the same time are queued as they were counted
+  pending_.fetch_add(1, std::memory_order_acq_rel);
+  enqueue();
+  return false;
 }
 
 void HostCommunicator::require_open(const ErrorContext& what) const {
@@ -40,8 +48,7 @@ void HostCommunicator::require_open(const ErrorContext& what) const {
                 what);
   }
   throw_if_aborted(what);
-  std::lock_guard lock(mutex_);
-  if (closed_) {
+  if (closed_.load(std::memory_order_acquire)) {
     throw Error(ErrorKind::kClosed, str(what.operation, " on a closed communicator"), what);
   }
 }
@@ -61,9 +68,7 @@ WorkPtr HostCommunicator::submit_body(ErrorContext what, const OpOptions& option
   std::shared_ptr<HostWork> work;
   const auto enqueue = [&] {
     work = std::make_shared<HostWork>(what);
-    OpOptions queued = options;
-    queued.poll = nullptr;  // it belongs to the calling thread
-    stream().enqueue([this, queued = std::move(queued), queued_body = make_queued(), work] {
+    stream().enqueue([this, queued = options.queued(), queued_body = make_queued(), work] {
       if (std::exception_ptr error = run(queued_body, queued, work->what(), Place::kCounted)) {
         work->fail(std::move(error));
       } else {
@@ -80,6 +85,9 @@ WorkPtr HostCommunicator::submit_body(ErrorContext what, const OpOptions& option
     work->fail(std::move(error));
     return work;
   }
+  if (!options.wants_work) {
+    return nullptr;
+  }
   return std::make_shared<DoneWork>(std::move(what));
 }
 
@@ -88,7 +96,7 @@ WorkPtr HostCommunicator::submit(Operation operation) {
   const auto execute_here = [this, &operation](Deadline deadline) { execute(operation, deadline); };
   return submit_body(std::move(what), operation.options, execute_here, [this, &operation] {
     Operation queued = operation;
-    queued.options.poll = nullptr;
+    queued.options = operation.options.queued();
     return [this, queued = std::move(queued)](Deadline deadline) { execute(queued, deadline); };
   });
 }
@@ -139,8 +147,7 @@ std::exception_ptr HostCommunicator::run(const Body& body, const OpOptions& opti
     }
   }
   if (place == Place::kCounted) {
-    std::lock_guard lock(mutex_);
-    --pending_;
+    pending_.fetch_sub(1, std::memory_order_acq_rel);
   }
   return error;
 }
@@ -162,11 +169,7 @@ void HostCommunicator::throw_if_aborted(const ErrorContext& what) const {
 }
 
 bool HostCommunicator::idle_until(Deadline deadline) const {
-  const auto idle = [this] {
-    std::lock_guard lock(mutex_);
-    return pending_ == 0;
-  };
-  while (!idle()) {
+  while (pending_.load(std::memory_order_acquire) != 0) {
     if (Clock::now() >= deadline) {
       return false;
     }
@@ -195,8 +198,7 @@ void HostCommunicator::close() {
   // message), and those belong to it.
   stream().synchronize();
   std::lock_guard order(running_);
-  std::lock_guard lock(mutex_);
-  closed_ = true;
+  closed_.store(true, std::memory_order_release);
 }
 
 void HostCommunicator::abort(const Error& why) noexcept {
@@ -218,12 +220,7 @@ void HostCommunicator::shut_down() noexcept {
   if (listener_ != 0) {
     control().remove_listener(listener_);
   }
-  bool busy = !stream().idle();
-  {
-    std::lock_guard lock(mutex_);
-    busy = busy || pending_ > 0;
-  }
-  if (busy) {
+  if (!stream().idle() || pending_.load(std::memory_order_acquire) > 0) {
     abort(Error(ErrorKind::kClosed, "the communicator was destroyed", context("close", -1, 0)));
   }
   // Tasks of the lane use this object and never own it, so this is not the lane's own thread.

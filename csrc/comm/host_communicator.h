@@ -51,7 +51,7 @@ class HostCommunicator : public Communicator {
 
   // True when this thread already runs an operation of this communicator.
   [[nodiscard]] bool in_operation() const noexcept;
-  // Takes a place in the order; true when nothing is before it and the caller shall run it itself.
+  // Takes a place in the order; true when nothing is before it and the caller shall run it itself. No lock then.
   [[nodiscard]] bool enter(const ErrorContext& what, const OpOptions& options, const std::function<void()>& enqueue);
   // What `body` threw, if it did.
   template <typename Body>
@@ -67,8 +67,8 @@ class HostCommunicator : public Communicator {
   mutable std::mutex mutex_;
   std::optional<Error> aborted_;
   std::atomic<bool> is_aborted_ = false;
-  bool closed_ = false;
-  int pending_ = 0;  // issued from outside and not ended
+  std::atomic<bool> closed_ = false;
+  std::atomic<int> pending_ = 0;  // issued from outside and not ended
   // Held by whoever executes: the lane's thread, or a caller for whom an operation runs inline.
   std::mutex running_;
   std::atomic<std::thread::id> runner_{};

@@ -79,6 +79,7 @@ class WorkerStream final : public Stream {
     {
       std::lock_guard lock(queue->mutex);
       queue->tasks.push_back(std::move(task));
+      queue->unfinished.fetch_add(1, std::memory_order_acq_rel);
     }
     queue->ready.notify_one();
   }
@@ -101,10 +102,7 @@ class WorkerStream final : public Stream {
 
   [[nodiscard]] bool is_current() const noexcept override { return std::this_thread::get_id() == thread_.get_id(); }
 
-  [[nodiscard]] bool idle() const noexcept override {
-    std::lock_guard lock(queue_->mutex);
-    return queue_->tasks.empty() && !queue_->running;
-  }
+  [[nodiscard]] bool idle() const noexcept override { return queue_->unfinished.load(std::memory_order_acquire) == 0; }
 
  private:
   // Shared with the thread, which outlives the stream when that is destroyed by one of its own tasks.
@@ -112,7 +110,7 @@ class WorkerStream final : public Stream {
     std::mutex mutex;
     std::condition_variable ready;
     std::deque<Task> tasks;
-    bool running = false;
+    std::atomic<std::size_t> unfinished = 0;  // waiting or running; read without the lock
     bool stopping = false;
   };
 
@@ -126,7 +124,6 @@ class WorkerStream final : public Stream {
       {
         Task task = std::move(queue->tasks.front());
         queue->tasks.pop_front();
-        queue->running = true;
         lock.unlock();
         try {
           task();
@@ -137,8 +134,8 @@ class WorkerStream final : public Stream {
           std::fprintf(stderr, "hpcomm: bug: a stream task threw something that is no std::exception\n");
         }
       }  // the task and what it keeps alive end here, outside the lock
+      queue->unfinished.fetch_sub(1, std::memory_order_acq_rel);
       lock.lock();
-      queue->running = false;
     }
   }
 

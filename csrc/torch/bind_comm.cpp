@@ -1,4 +1,4 @@
-// Communicator as Python sees it. Checks at the top of each call, in this order: device, dtype, contiguity, sizes.
+// Communicator as Python sees it.
 #include <pybind11/stl.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/utils/pybind.h>
@@ -11,141 +11,15 @@
 #include "comm/solo/solo_communicator.h"
 #include "torch/bindings.h"
 #include "torch/c10d_communicator.h"
+#include "torch/comm_calls.h"
 #include "torch/device.h"
 #include "torch/gil.h"
-#include "torch/tensor.h"
 
 namespace py = pybind11;
 
 namespace hpcomm {
 
 namespace {
-
-ReduceOp parse_op(const std::string& op) {
-  for (const ReduceOp known : {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kProduct, ReduceOp::kMin, ReduceOp::kMax,
-                               ReduceOp::kBitAnd, ReduceOp::kBitOr, ReduceOp::kBitXor}) {
-    if (op == to_string(known)) {
-      return known;
-    }
-  }
-  HPCOMM_REQUIRE(false, "reduction '", op, "' is unknown; use sum, avg, product, min, max, band, bor or bxor");
-  return ReduceOp::kSum;
-}
-
-// The tail of every operation: how it is issued and whether the call waits. Synchronous calls run in this thread where
-// a wait can look at signals; inside gloo it could not.
-struct Call {
-  Communicator& self;
-  bool async_op;
-  double timeout;  // seconds; the communicator's own when negative
-
-  [[nodiscard]] OpOptions options(Keepalive keepalive) const {
-    OpOptions options;
-    options.keepalive = std::move(keepalive);
-    options.ready = self.compute()->record();
-    if (!async_op && self.can_poll()) {
-      options.inline_when_idle = true;
-      options.poll = check_signals;
-    }
-    if (timeout > 0) {
-      options.timeout = std::chrono::milliseconds(std::max<std::int64_t>(1, static_cast<std::int64_t>(timeout * 1e3)));
-    }
-    return options;
-  }
-  template <typename Issue>
-  [[nodiscard]] WorkPtr issue_and_wait(const Issue& issue) const {
-    WorkPtr work;
-    {
-      const WithoutGil scope;
-      work = issue();
-    }
-    if (async_op) {
-      return work;
-    }
-    if (self.device().type == DeviceType::kCpu && work->done()) {
-      (void)work->wait_until({});  // throws its error
-    } else {
-      wait_for(*work, -1);  // the operation's own deadline ends it
-    }
-    return work;
-  }
-  template <typename Issue>
-  [[nodiscard]] py::object run(const Issue& issue) const {
-    const WorkPtr work = issue_and_wait(issue);
-    return async_op || self.device().type == DeviceType::kCuda ? py::cast(work) : ended();
-  }
-  // What a call returns that has waited: one object for all of them, for making one takes longer than a small
-  // operation. Never let go of, as a static object would be without an interpreter.
-  [[nodiscard]] static py::object ended() {
-    static PyObject* const work =
-        py::cast(WorkPtr(std::make_shared<DoneWork>(ErrorContext{-1, -1, -1, "ended"}))).release().ptr();
-    return py::reinterpret_borrow<py::object>(work);
-  }
-};
-
-Keepalive keep_both(const at::Tensor& a, const at::Tensor& b) {
-  return std::make_shared<const std::pair<Keepalive, Keepalive>>(keep(a), keep(b));
-}
-
-py::object all_reduce(Communicator& self, const at::Tensor& tensor, const std::string& op, bool async_op,
-                      double timeout) {
-  const BufferView view = view_of(tensor, "all_reduce", self.device());
-  const Call call{self, async_op, timeout};
-  return call.run([&] { return self.all_reduce(view, parse_op(op), call.options(keep(tensor))); });
-}
-
-py::object reduce_scatter(Communicator& self, const at::Tensor& output, const at::Tensor& input, const std::string& op,
-                          bool async_op, double timeout) {
-  const BufferView to = view_of(output, "reduce_scatter output", self.device());
-  const BufferView from = view_of(input, "reduce_scatter input", self.device());
-  const Call call{self, async_op, timeout};
-  return call.run([&] { return self.reduce_scatter(to, from, parse_op(op), call.options(keep_both(output, input))); });
-}
-
-py::object all_gather(Communicator& self, const at::Tensor& output, const at::Tensor& input, bool async_op,
-                      double timeout) {
-  const BufferView to = view_of(output, "all_gather output", self.device());
-  const BufferView from = view_of(input, "all_gather input", self.device());
-  const Call call{self, async_op, timeout};
-  return call.run([&] { return self.all_gather(to, from, call.options(keep_both(output, input))); });
-}
-
-py::object all_to_all(Communicator& self, const at::Tensor& output, const at::Tensor& input, bool async_op,
-                      double timeout) {
-  const BufferView to = view_of(output, "all_to_all output", self.device());
-  const BufferView from = view_of(input, "all_to_all input", self.device());
-  const Call call{self, async_op, timeout};
-  return call.run([&] { return self.all_to_all(to, from, call.options(keep_both(output, input))); });
-}
-
-py::object broadcast(Communicator& self, const at::Tensor& tensor, int root, bool async_op, double timeout) {
-  const BufferView view = view_of(tensor, "broadcast", self.device());
-  const Call call{self, async_op, timeout};
-  return call.run([&] { return self.broadcast(view, root, call.options(keep(tensor))); });
-}
-
-py::object send(Communicator& self, const at::Tensor& tensor, int peer, bool async_op, double timeout) {
-  const BufferView view = view_of(tensor, "send", self.device());
-  const Call call{self, async_op, timeout};
-  return call.run([&] { return self.send(view, peer, call.options(keep(tensor))); });
-}
-
-py::object recv(Communicator& self, const at::Tensor& tensor, int peer, bool async_op, double timeout) {
-  const BufferView view = view_of(tensor, "recv", self.device());
-  const Call call{self, async_op, timeout};
-  return call.run([&] { return self.recv(view, peer, call.options(keep(tensor))); });
-}
-
-py::object barrier(Communicator& self, bool async_op, double timeout) {
-  const Call call{self, async_op, timeout};
-  const auto issue = [&] { return self.barrier(call.options(nullptr)); };
-  if (async_op || self.device().type == DeviceType::kCpu) {
-    return call.run(issue);
-  }
-  const WorkPtr work = call.issue_and_wait(issue);
-  block_on(*work, -1);  // the one operation for which the host itself waits, on every device
-  return py::cast(work);
-}
 
 at::ScalarType to_scalar_type(const py::object& dtype) {
   HPCOMM_REQUIRE(THPDtype_Check(dtype.ptr()), "allocate: dtype must be a torch.dtype");
@@ -202,8 +76,8 @@ void bind_comm(py::module_& module) {
 
   const auto later = py::arg("async_op") = false;
   const auto limit = py::arg("timeout") = -1.0;
-  py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator")
-      .def_property_readonly("rank", &Communicator::rank)
+  py::class_<Communicator, std::shared_ptr<Communicator>> communicator(module, "Communicator");
+  communicator.def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("ranks", &Communicator::ranks)
       .def_property_readonly("name", &Communicator::name)
@@ -213,15 +87,25 @@ void bind_comm(py::module_& module) {
       .def_property_readonly("timeout",
                              [](const Communicator& self) { return static_cast<double>(self.timeout().count()) / 1e3; })
       .def_property_readonly("device", [](const Communicator& self) { return torch_device(self.device()).str(); })
-      .def("all_reduce", &all_reduce, py::arg("tensor"), py::arg("op") = "sum", py::kw_only(), later, limit)
-      .def("reduce_scatter", &reduce_scatter, py::arg("output"), py::arg("input"), py::arg("op") = "sum", py::kw_only(),
-           later, limit)
-      .def("all_gather", &all_gather, py::arg("output"), py::arg("input"), py::kw_only(), later, limit)
-      .def("all_to_all", &all_to_all, py::arg("output"), py::arg("input"), py::kw_only(), later, limit)
-      .def("broadcast", &broadcast, py::arg("tensor"), py::arg("root"), py::kw_only(), later, limit)
-      .def("send", &send, py::arg("tensor"), py::arg("peer"), py::kw_only(), later, limit)
-      .def("recv", &recv, py::arg("tensor"), py::arg("peer"), py::kw_only(), later, limit)
-      .def("barrier", &barrier, py::kw_only(), later, limit)
+      .def(
+          "all_reduce",
+          [](Communicator& self, const at::Tensor& tensor, const std::string& op, bool async_op, double timeout) {
+            return calls::all_reduce(self, tensor, calls::parse_op(op), async_op, timeout);
+          },
+          py::arg("tensor"), py::arg("op") = "sum", py::kw_only(), later, limit)
+      .def(
+          "reduce_scatter",
+          [](Communicator& self, const at::Tensor& output, const at::Tensor& input, const std::string& op,
+             bool async_op, double timeout) {
+            return calls::reduce_scatter(self, output, input, calls::parse_op(op), async_op, timeout);
+          },
+          py::arg("output"), py::arg("input"), py::arg("op") = "sum", py::kw_only(), later, limit)
+      .def("all_gather", &calls::all_gather, py::arg("output"), py::arg("input"), py::kw_only(), later, limit)
+      .def("all_to_all", &calls::all_to_all, py::arg("output"), py::arg("input"), py::kw_only(), later, limit)
+      .def("broadcast", &calls::broadcast, py::arg("tensor"), py::arg("root"), py::kw_only(), later, limit)
+      .def("send", &calls::send, py::arg("tensor"), py::arg("peer"), py::kw_only(), later, limit)
+      .def("recv", &calls::recv, py::arg("tensor"), py::arg("peer"), py::kw_only(), later, limit)
+      .def("barrier", &calls::barrier, py::kw_only(), later, limit)
       .def("allocate", &allocate, py::arg("shape"), py::arg("dtype"))
       .def(
           "split",
@@ -244,6 +128,7 @@ void bind_comm(py::module_& module) {
             self.abort(Error(ErrorKind::kClosed, "aborted: " + reason, self.context("abort", -1, 0)));
           },
           py::arg("reason") = "the program asked for it", py::call_guard<py::gil_scoped_release>());
+  put_direct_calls(communicator);
 
   module.def(
       "solo_communicator",

@@ -1,5 +1,7 @@
-// hpcomm::Error to the Python classes of hpcomm/errors.py: the one translator.
+// hpcomm::Error to the Python classes of hpcomm/errors.py: the one place that translates.
 #include "base/error.h"
+
+#include <new>
 
 #include "torch/bindings.h"
 #include "torch/torch_error.h"
@@ -18,7 +20,32 @@ void raise(const Error& error) {
   PyErr_SetObject(type.ptr(), instance.ptr());
 }
 
+// What is being handled, as Python's error.
+void translate() {
+  try {
+    throw;
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const Error& error) {
+    raise(error);
+  } catch (const TorchError& error) {
+    raise(error.error);
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+}
+
 }  // namespace
+
+void set_python_error() noexcept {
+  try {
+    translate();
+  } catch (py::error_already_set& error) {
+    error.restore();  // the class of the error could not be found
+  }
+}
 
 void bind_errors(py::module_&) {
   py::register_exception_translator([](std::exception_ptr pointer) {

@@ -41,6 +41,9 @@ void block_on(const Work& work, double seconds);
 // OpOptions::poll of Python callers: takes the GIL and raises what a signal handler raised (Ctrl-C).
 void check_signals();
 
+// In a catch block of a function that CPython calls itself: what was thrown, as Python's current error.
+void set_python_error() noexcept;
+
 // A deadline `seconds` from now; far away when negative.
 [[nodiscard]] Deadline in_seconds(double seconds);
 

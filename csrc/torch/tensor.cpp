@@ -3,21 +3,39 @@
 
 #include <c10/core/CPUAllocator.h>
 
+#include <array>
+#include <cstdint>
+#include <optional>
+
 #include "base/error.h"
 #include "torch/device.h"
 
 namespace hpcomm {
 
-DType dtype_of(const at::Tensor& tensor) {
-  const at::ScalarType type = tensor.scalar_type();
-  // Not a switch: torch's enum grows with every version, and most of it never travels.
+namespace {
+
+using DTypes = std::array<std::optional<DType>, 256>;
+
+// By torch's number. Not a switch: its enum grows with every version, and most of it never travels.
+DTypes make_dtypes() {
+  DTypes dtypes;
   for (std::uint8_t code = 0;; ++code) {
     const auto dtype = dtype_from_wire(code);
-    HPCOMM_REQUIRE(dtype.has_value(), "tensors of dtype ", c10::toString(type), " are not supported");
-    if (scalar_type(*dtype) == type) {
-      return *dtype;
+    if (!dtype) {
+      return dtypes;
     }
+    dtypes[static_cast<std::uint8_t>(scalar_type(*dtype))] = dtype;
   }
+}
+
+}  // namespace
+
+DType dtype_of(const at::Tensor& tensor) {
+  static const DTypes dtypes = make_dtypes();
+  const at::ScalarType type = tensor.scalar_type();
+  const auto dtype = dtypes[static_cast<std::uint8_t>(type)];
+  HPCOMM_REQUIRE(dtype.has_value(), "tensors of dtype ", c10::toString(type), " are not supported");
+  return *dtype;
 }
 
 at::ScalarType scalar_type(DType dtype) noexcept {

@@ -512,6 +512,42 @@ TEST(comm_keepalive_is_held_until_the_end) {
   CHECK(watched.expired());
 }
 
+TEST(comm_memory_of_the_caller_is_kept_only_for_what_outlives_the_call) {
+  std::atomic<bool> gate = true;
+  Probe probe(config_of_one(), [&gate](const Probe&, Deadline) {
+    while (!gate) {
+      std::this_thread::sleep_for(50us);
+    }
+  });
+  const auto memory = std::make_shared<int>(1);
+  OpOptions options;
+  options.inline_when_idle = true;
+  options.wants_work = false;
+  options.held = &memory;
+  options.keep = [](const void* held) -> Keepalive { return *static_cast<const std::shared_ptr<int>*>(held); };
+  CHECK(probe.barrier(options) == nullptr);
+  CHECK_EQ(memory.use_count(), 1L);
+  gate = false;
+  const WorkPtr before = probe.barrier();
+  WorkPtr queued = probe.barrier(options);
+  options.held = nullptr;  // as after a return
+  CHECK(queued != nullptr && !queued->done());
+  CHECK(memory.use_count() > 1L);
+  gate = true;
+  queued->wait();
+  probe.stream().synchronize();
+  CHECK_EQ(memory.use_count(), 1L);
+}
+
+TEST(comm_an_operation_that_fails_gives_its_work_to_all) {
+  Probe probe(config_of_one(), [](const Probe&, Deadline) { throw Error(ErrorKind::kTransport, "no"); });
+  OpOptions options;
+  options.inline_when_idle = true;
+  options.wants_work = false;
+  const WorkPtr failed = probe.barrier(options);
+  CHECK(failed != nullptr && error_of(*failed)->kind() == ErrorKind::kTransport);
+}
+
 TEST(comm_errors_of_the_transport_reach_the_work) {
   int calls = 0;
   Probe probe(config_of_one(), [&calls](const Probe&, Deadline) {

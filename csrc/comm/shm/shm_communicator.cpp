@@ -145,7 +145,7 @@ class ShmCommunicator final : public HostCommunicator {
   void park(const Operation& operation) {
     const BufferView& view = operation.input.data != nullptr ? operation.input : operation.output;
     if (view.bytes > 0 && neighbourhood_->arena().locate(view.data, view.bytes)) {
-      neighbourhood_->park(operation.options.keepalive);
+      neighbourhood_->park(operation.options.owner());
     }
   }
 
@@ -211,7 +211,7 @@ class ShmCommunicator final : public HostCommunicator {
       return;
     }
     OpOptions options;
-    options.keepalive = operation.options.keepalive;
+    options.keepalive = operation.options.owner();
     options.timeout = std::max(std::chrono::milliseconds(1),
                                std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()));
     const MailPtr mail = sends ? mailbox_->send(view, operation.peer, kOrderedTag, options)

@@ -1,0 +1,170 @@
+// The operations of a Communicator with torch's tensors. Checks at the top of each call, in this order: device, dtype,
+// contiguity, sizes.
+#include "torch/comm_calls.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include "torch/bindings.h"
+#include "torch/device.h"
+#include "torch/gil.h"
+#include "torch/tensor.h"
+
+namespace py = pybind11;
+
+namespace hpcomm::calls {
+
+namespace {
+
+Keepalive keep_both(const at::Tensor& a, const at::Tensor& b) {
+  return std::make_shared<const std::pair<Keepalive, Keepalive>>(keep(a), keep(b));
+}
+
+// The one or two tensors of a call, whose caller holds them until it returns.
+struct Held {
+  const at::Tensor& first;
+  const at::Tensor* second = nullptr;
+
+  [[nodiscard]] Keepalive keepalive() const { return second == nullptr ? keep(first) : keep_both(first, *second); }
+  [[nodiscard]] static Keepalive of(const void* held) { return static_cast<const Held*>(held)->keepalive(); }
+};
+
+// The tail of every operation: how it is issued and whether the call waits. Synchronous calls run in this thread where
+// a wait can look at signals; inside gloo it could not.
+struct Call {
+  Communicator& self;
+  bool async_op;
+  double timeout;  // seconds; the communicator's own when negative
+
+  // `held` outlives the call.
+  [[nodiscard]] OpOptions options(const Held* held) const {
+    OpOptions options;
+    options.ready = self.compute()->record();
+    if (!async_op && self.can_poll()) {
+      options.inline_when_idle = true;
+      options.poll = check_signals;
+      options.wants_work = false;
+      options.keep = held == nullptr ? nullptr : &Held::of;
+      options.held = held;
+    } else if (held != nullptr) {
+      options.keepalive = held->keepalive();
+    }
+    if (timeout > 0) {
+      options.timeout = std::chrono::milliseconds(std::max<std::int64_t>(1, static_cast<std::int64_t>(timeout * 1e3)));
+    }
+    return options;
+  }
+  template <typename Issue>
+  [[nodiscard]] WorkPtr issue_and_wait(const Issue& issue) const {
+    WorkPtr work;
+    {
+      const WithoutGil scope;
+      work = issue();
+    }
+    if (async_op || work == nullptr) {
+      return work;
+    }
+    if (self.device().type == DeviceType::kCpu && work->done()) {
+      (void)work->wait_until({});  // throws its error
+    } else {
+      wait_for(*work, -1);  // the operation's own deadline ends it
+    }
+    return work;
+  }
+  template <typename Issue>
+  [[nodiscard]] py::object run(const Issue& issue) const {
+    const WorkPtr work = issue_and_wait(issue);
+    return async_op || self.device().type == DeviceType::kCuda ? py::cast(work) : ended();
+  }
+  // What a call returns that has waited: one object for all of them, for making one takes longer than a small
+  // operation. Never let go of, as a static object would be without an interpreter.
+  [[nodiscard]] static py::object ended() {
+    static PyObject* const work =
+        py::cast(WorkPtr(std::make_shared<DoneWork>(ErrorContext{-1, -1, -1, "ended"}))).release().ptr();
+    return py::reinterpret_borrow<py::object>(work);
+  }
+};
+
+}  // namespace
+
+ReduceOp parse_op(std::string_view op) {
+  for (const ReduceOp known : {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kProduct, ReduceOp::kMin, ReduceOp::kMax,
+                               ReduceOp::kBitAnd, ReduceOp::kBitOr, ReduceOp::kBitXor}) {
+    if (op == to_string(known)) {
+      return known;
+    }
+  }
+  HPCOMM_REQUIRE(false, "reduction '", op, "' is unknown; use sum, avg, product, min, max, band, bor or bxor");
+  return ReduceOp::kSum;
+}
+
+py::object all_reduce(Communicator& self, const at::Tensor& tensor, ReduceOp op, bool async_op, double timeout) {
+  const BufferView view = view_of(tensor, "all_reduce", self.device());
+  const Held held{tensor};
+  const Call call{self, async_op, timeout};
+  return call.run([&] { return self.all_reduce(view, op, call.options(&held)); });
+}
+
+py::object reduce_scatter(Communicator& self, const at::Tensor& output, const at::Tensor& input, ReduceOp op,
+                          bool async_op, double timeout) {
+  const BufferView to = view_of(output, "reduce_scatter output", self.device());
+  const BufferView from = view_of(input, "reduce_scatter input", self.device());
+  const Held held{output, &input};
+  const Call call{self, async_op, timeout};
+  return call.run([&] { return self.reduce_scatter(to, from, op, call.options(&held)); });
+}
+
+py::object all_gather(Communicator& self, const at::Tensor& output, const at::Tensor& input, bool async_op,
+                      double timeout) {
+  const BufferView to = view_of(output, "all_gather output", self.device());
+  const BufferView from = view_of(input, "all_gather input", self.device());
+  const Held held{output, &input};
+  const Call call{self, async_op, timeout};
+  return call.run([&] { return self.all_gather(to, from, call.options(&held)); });
+}
+
+py::object all_to_all(Communicator& self, const at::Tensor& output, const at::Tensor& input, bool async_op,
+                      double timeout) {
+  const BufferView to = view_of(output, "all_to_all output", self.device());
+  const BufferView from = view_of(input, "all_to_all input", self.device());
+  const Held held{output, &input};
+  const Call call{self, async_op, timeout};
+  return call.run([&] { return self.all_to_all(to, from, call.options(&held)); });
+}
+
+py::object broadcast(Communicator& self, const at::Tensor& tensor, int root, bool async_op, double timeout) {
+  const BufferView view = view_of(tensor, "broadcast", self.device());
+  const Held held{tensor};
+  const Call call{self, async_op, timeout};
+  return call.run([&] { return self.broadcast(view, root, call.options(&held)); });
+}
+
+py::object send(Communicator& self, const at::Tensor& tensor, int peer, bool async_op, double timeout) {
+  const BufferView view = view_of(tensor, "send", self.device());
+  const Held held{tensor};
+  const Call call{self, async_op, timeout};
+  return call.run([&] { return self.send(view, peer, call.options(&held)); });
+}
+
+py::object recv(Communicator& self, const at::Tensor& tensor, int peer, bool async_op, double timeout) {
+  const BufferView view = view_of(tensor, "recv", self.device());
+  const Held held{tensor};
+  const Call call{self, async_op, timeout};
+  return call.run([&] { return self.recv(view, peer, call.options(&held)); });
+}
+
+py::object barrier(Communicator& self, bool async_op, double timeout) {
+  const Call call{self, async_op, timeout};
+  const auto issue = [&] { return self.barrier(call.options(nullptr)); };
+  if (async_op || self.device().type == DeviceType::kCpu) {
+    return call.run(issue);
+  }
+  const WorkPtr work = call.issue_and_wait(issue);
+  block_on(*work, -1);  // the one operation for which the host itself waits, on every device
+  return py::cast(work);
+}
+
+}  // namespace hpcomm::calls
