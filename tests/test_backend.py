@@ -534,7 +534,17 @@ def test_a_group_of_a_gloo_job_names_global_ranks() -> None:
     assert "rank 2 is gone" in survivor.value
 
 
-def destroyed_meanwhile() -> tuple[str, bool]:
+def waiting_for(operation: str) -> None:
+    value = torch.zeros(3)
+    if operation == "all_reduce":
+        dist.all_reduce(value)
+        return
+    work = dist.irecv(value, 1) if operation == "irecv" else dist.all_reduce(value, async_op=True)
+    assert work is not None
+    work.wait()
+
+
+def destroyed_meanwhile(operation: str) -> tuple[str, bool]:
     dist.init_process_group("hpcomm", timeout=timedelta(seconds=60))
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() != 0:
@@ -542,17 +552,23 @@ def destroyed_meanwhile() -> tuple[str, bool]:
         dist.destroy_process_group()
         return "", True
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    if operation == "irecv":  # beside a collective that nobody waits for, which would get five seconds
+        unattended = dist.all_reduce(torch.zeros(3), async_op=True)
+        assert unattended is not None
     before = backend._get_sequence_number_for_group()
     told = []
+    inside = threading.Event()
 
     def wait() -> None:
+        inside.set()
         with pytest.raises(RuntimeError) as caught:
-            dist.all_reduce(torch.zeros(3))
+            waiting_for(operation)
         told.append(f"{type(caught.value).__name__}: {caught.value}")
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while backend._get_sequence_number_for_group() == before:
+    inside.wait()
+    while operation != "irecv" and backend._get_sequence_number_for_group() == before:
         time.sleep(0.001)
     began = time.monotonic()
     dist.destroy_process_group()
@@ -562,11 +578,12 @@ def destroyed_meanwhile() -> tuple[str, bool]:
     return told[0], at_once
 
 
-def test_destroying_a_group_ends_the_collective_of_another_thread() -> None:
-    (told, at_once), _ = ranks.run(2, destroyed_meanwhile)
+@pytest.mark.parametrize("operation", ["all_reduce", "all_reduce async", "irecv"])
+def test_destroying_a_group_ends_what_another_thread_waits_for(operation: str) -> None:
+    (told, at_once), _ = ranks.run(2, destroyed_meanwhile, operation)
     assert told.startswith("Closed: ")
     assert "the group was destroyed" in told
-    assert "all_reduce #0" in told
+    assert {"irecv": "recv"}.get(operation, "all_reduce #0") in told
     assert at_once
 
 

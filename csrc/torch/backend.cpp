@@ -329,16 +329,26 @@ at::Tensor HpcommBackend::allocateTensor(long size, at::TensorOptions options) {
   });
 }
 
+bool HpcommBackend::ends_unattended(Deadline patience) const {
+  constexpr auto kLook = std::chrono::milliseconds(20);  // for a thread that begins to wait meanwhile
+  const Event issued = communicator_->stream().record();
+  while (*inside_ == 0 && Clock::now() < patience) {
+    const Deadline until = std::min(patience, Clock::now() + kLook);
+    if (issued.wait_until(until) && communicator_->idle_until(until)) {
+      return true;
+    }
+  }
+  return false;
+}
+
 void HpcommBackend::shutdown() {
   const WithoutGil scope;
   if (left_) {
     return;
   }
   const Error destroyed(ErrorKind::kClosed, "the group was destroyed", communicator_->context("shutdown", -1, 0));
-  const Event issued = communicator_->stream().record();
-  const Deadline patience = Clock::now() + kShutdownWait;
-  // Another thread inside a collective cannot mean it any more. What nobody waits for gets time to end.
-  if (inside_ > 0 || !issued.wait_until(patience) || !communicator_->idle_until(patience)) {
+  // A thread that waits for an operation would wait for a group that is gone. What nobody waits for gets time to end.
+  if (!ends_unattended(Clock::now() + kShutdownWait)) {
     communicator_->abort(destroyed);
   }
   communicator_->close();

@@ -4,7 +4,6 @@
 #include <ATen/record_function.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <atomic>
 #include <utility>
 
 #include "torch/backend.h"
@@ -13,34 +12,13 @@
 
 namespace hpcomm {
 
-// Counts the threads that are inside of something.
-class Inside {
- public:
-  // `count` may be null: then it counts nothing.
-  explicit Inside(std::atomic<int>* count) : count_(count) {
-    if (count_ != nullptr) {
-      ++*count_;
-    }
-  }
-  Inside(const Inside&) = delete;
-  Inside& operator=(const Inside&) = delete;
-  ~Inside() {
-    if (count_ != nullptr) {
-      --*count_;
-    }
-  }
-
- private:
-  std::atomic<int>* const count_;
-};
-
 template <typename Start>
 HpcommBackend::C10dWork HpcommBackend::issue(const Call& call, const Tensors& inputs, Tensors results,
                                              const Start& start) {
   const WithoutGil scope;
   const bool coalescing = coalescing_.load(std::memory_order_relaxed);
   const bool waits = !call.async && !coalescing;
-  const Inside inside(waits ? &inside_ : nullptr);  // before it is counted: who sees the number may rely on it
+  const Inside inside(waits ? inside_.get() : nullptr);  // before it is counted: who sees the number may rely on it
   const std::uint64_t sequence = sequence_++;
   const bool profiled = at::hasCallbacks();
   OpOptions options = op_options(call.timeout);
@@ -56,7 +34,7 @@ HpcommBackend::C10dWork HpcommBackend::issue(const Call& call, const Tensors& in
   auto work = c10::make_intrusive<BackendWork>(rank_, call.type, profiled ? call.title : nullptr,
                                                profiled ? std::make_optional(inputs) : std::nullopt, std::move(results),
                                                sequence);
-  work->attach(start(sequence, options), communicator());
+  work->attach(start(sequence, options), communicator(), inside_);
   if (profiled && call.async) {
     communicator()->stream().enqueue([work] { work->end_event(); });  // also when nobody waits
   }

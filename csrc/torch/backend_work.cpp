@@ -70,9 +70,11 @@ BackendWork::BackendWork(int rank, c10d::OpType type, const char* title,
       results_(std::move(results)),
       sequence_(sequence) {}
 
-void BackendWork::attach(WorkPtr work, const std::shared_ptr<HostCommunicator>& communicator) {
+void BackendWork::attach(WorkPtr work, const std::shared_ptr<HostCommunicator>& communicator,
+                         std::shared_ptr<std::atomic<int>> inside) {
   work_ = std::move(work);
   communicator_ = communicator;
+  inside_ = std::move(inside);
 }
 
 void BackendWork::end_event() {
@@ -96,6 +98,7 @@ std::exception_ptr BackendWork::exception() const { return work_->done() ? error
 bool BackendWork::wait(std::chrono::milliseconds timeout) {
   return for_torch([&] {
     try {
+      const Inside inside(work_->done() ? nullptr : inside_.get());
       wait_to_end(*work_, timeout);
     } catch (...) {
       if (work_->done()) {
@@ -177,7 +180,10 @@ std::exception_ptr MessageWork::exception() const { return mail_->done() ? error
 
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
   return for_torch([&] {
-    wait_to_end(*mail_, timeout);
+    {
+      const Inside inside(mail_->done() ? nullptr : inside_.get());
+      wait_to_end(*mail_, timeout);
+    }
     arrived();
     return true;
   });

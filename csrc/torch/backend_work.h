@@ -3,6 +3,7 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -33,6 +34,27 @@ auto for_torch(const Body& body) {
   }
 }
 
+// Counts the threads that are inside of something.
+class Inside {
+ public:
+  // `count` may be null: then it counts nothing.
+  explicit Inside(std::atomic<int>* count) : count_(count) {
+    if (count_ != nullptr) {
+      ++*count_;
+    }
+  }
+  Inside(const Inside&) = delete;
+  Inside& operator=(const Inside&) = delete;
+  ~Inside() {
+    if (count_ != nullptr) {
+      --*count_;
+    }
+  }
+
+ private:
+  std::atomic<int>* const count_;
+};
+
 // A collective: runs on the communicator's lane, or has run already.
 class BackendWork final : public c10d::Work {
  public:
@@ -40,8 +62,9 @@ class BackendWork final : public c10d::Work {
   BackendWork(int rank, c10d::OpType type, const char* title, const std::optional<std::vector<at::Tensor>>& inputs,
               std::vector<at::Tensor> results, std::uint64_t sequence);
 
-  // Once, when the operation has been issued.
-  void attach(WorkPtr work, const std::shared_ptr<HostCommunicator>& communicator);
+  // Once, when the operation has been issued. `inside` counts the threads that wait for it and others.
+  void attach(WorkPtr work, const std::shared_ptr<HostCommunicator>& communicator,
+              std::shared_ptr<std::atomic<int>> inside);
   // Ends the profiler's event, once. Whoever sees that the operation has ended does so before telling: the profiler
   // may be gone a moment later.
   void end_event();
@@ -64,6 +87,7 @@ class BackendWork final : public c10d::Work {
   WorkPtr work_;
   // The group may have been destroyed meanwhile; everything that it had issued has ended then.
   std::weak_ptr<HostCommunicator> communicator_;
+  std::shared_ptr<std::atomic<int>> inside_;
   std::vector<at::Tensor> results_;
   const std::uint64_t sequence_;
   std::once_flag event_ended_;
@@ -78,7 +102,10 @@ class MessageWork final : public c10d::Work {
   MessageWork(int rank, c10d::OpType type, const char* title, const std::optional<std::vector<at::Tensor>>& inputs,
               at::Tensor target, at::Tensor staging);
 
-  void attach(MailPtr mail) { mail_ = std::move(mail); }
+  void attach(MailPtr mail, std::shared_ptr<std::atomic<int>> inside) {
+    mail_ = std::move(mail);
+    inside_ = std::move(inside);
+  }
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -92,6 +119,7 @@ class MessageWork final : public c10d::Work {
   void arrived();
 
   MailPtr mail_;
+  std::shared_ptr<std::atomic<int>> inside_;
   at::Tensor target_;
   at::Tensor staging_;
   std::once_flag arrived_;
