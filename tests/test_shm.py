@@ -232,21 +232,38 @@ def test_memory_that_is_not_there_is_an_error_with_the_sizes() -> None:
     ranks.run(2, too_large, env=SHM)
 
 
-def idle_while_waiting() -> float:
+def idle_while_waiting() -> list[float]:
+    """CPU seconds that this rank uses in each wait for rank 0, which comes half a second late."""
+    used = []
     with hpcomm.init(dp=-1) as mesh:
-        mesh.dp.barrier()
-        if mesh.rank == 0:
-            time.sleep(1.0)
-        before = resource.getrusage(resource.RUSAGE_SELF)
-        mesh.dp.barrier()
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        comm = mesh.dp
+        waits: list[Callable[[], object]] = [
+            comm.barrier,
+            lambda: comm.all_reduce(torch.zeros(100_000)),
+            lambda: comm.broadcast(torch.zeros(1), 0),
+            lambda: comm.all_reduce(torch.zeros(1), async_op=True).wait(),
+            lambda: comm.recv(torch.zeros(1), 0),
+        ]
+        for wait in waits:
+            comm.barrier()
+            if mesh.rank == 0:
+                time.sleep(0.5)
+                if wait is waits[-1]:
+                    for peer in range(1, comm.size):
+                        comm.send(torch.zeros(1), peer)
+                    continue
+            before = resource.getrusage(resource.RUSAGE_SELF)
+            wait()
+            after = resource.getrusage(resource.RUSAGE_SELF)
+            used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return used
 
 
 def test_a_waiting_rank_uses_no_cpu() -> None:
-    # A rank that spun would use a share of a second of the cores; one that sleeps uses about a millisecond.
-    for seconds in ranks.run(8, idle_while_waiting, env=SHM, timeout=60)[1:]:
-        assert seconds < 0.1
+    # A rank that spun would use a share of half a second of the cores; one that sleeps uses about a millisecond.
+    for used in ranks.run(8, idle_while_waiting, env=SHM, timeout=60)[1:]:
+        assert len(used) == 5
+        assert max(used) < 0.05, used
 
 
 def from_threads() -> None:
