@@ -19,6 +19,8 @@
 #endif
 
 #include "native/check.h"
+#include "pack/convert.h"
+#include "pack/copy_bytes.h"
 #include "pack/element.h"
 #include "pack/isa.h"
 #include "pack/pack.h"
@@ -26,20 +28,28 @@
 #include "pack/step_math.h"
 
 // The kernel chooses its instruction set once, by asking the CPU. To see the paths that this machine would not take,
-// the file is compiled again with another answer; no hook in the product.
+// both files are compiled again with another answer; no hook in the product.
 #define detect_isa() kForcedIsa
 namespace base_only {
 [[maybe_unused]] constexpr hpcomm::Isa kForcedIsa = hpcomm::Isa::kBase;
 namespace hpcomm {
 using namespace ::hpcomm;
+namespace convert {
+using namespace ::hpcomm::convert;
 }
+}  // namespace hpcomm
+#include "pack/convert_cpu.cpp"
 #include "pack/pack_cpu.cpp"
 }  // namespace base_only
 namespace avx2_only {
 [[maybe_unused]] constexpr hpcomm::Isa kForcedIsa = hpcomm::Isa::kAvx2;
 namespace hpcomm {
 using namespace ::hpcomm;
+namespace convert {
+using namespace ::hpcomm::convert;
 }
+}  // namespace hpcomm
+#include "pack/convert_cpu.cpp"
 #include "pack/pack_cpu.cpp"
 }  // namespace avx2_only
 #undef detect_isa
@@ -361,6 +371,53 @@ TEST(pack_without_arithmetic_is_bit_for_bit) {
         path.run({{source.data(), target.data(), source.size() / size_of(dtype), dtype, dtype}}, &factor, nullptr);
         CHECK(std::memcmp(target.data(), source.data(), source.size()) == 0);
         CHECK(target.intact());
+      }
+    }
+  }
+}
+
+TEST(copies_of_bytes_keep_to_their_place) {
+  // Every way of copying a tensor, by its length, at addresses that are aligned to nothing; large ones are their own
+  // targets, or go past the caches when others read them. Runs of equal items are cut by those of another kind.
+  constexpr std::size_t kGuard = 64;
+  std::vector<std::size_t> sizes;
+  for (std::size_t size = 0; size < 330; ++size) {
+    sizes.push_back(size);
+  }
+  for (const std::size_t size : {511, 512, 1000, 1023, 1024, 1025, 4096, 16384, 70001}) {
+    sizes.push_back(size);
+  }
+  for (const Path& path : paths()) {
+    for (const Reader reader : {Reader::kThisCore, Reader::kOthers}) {
+      std::vector<std::vector<unsigned char>> sources;
+      std::vector<std::vector<unsigned char>> targets;
+      std::vector<CopyItem> items;
+      for (const std::size_t size : sizes) {
+        auto& source = sources.emplace_back(size + kGuard);
+        for (std::size_t i = 0; i < source.size(); ++i) {
+          source[i] = static_cast<unsigned char>(i * 7 + size);
+        }
+        targets.emplace_back(size + 2 * kGuard, 0xEE);
+      }
+      for (std::size_t i = 0; i < sizes.size(); ++i) {
+        const std::size_t shift = i % 5;
+        items.push_back({sources[i].data() + shift, targets[i].data() + kGuard - shift, sizes[i], DType::kUInt8,
+                         DType::kUInt8, reader});
+        if (i % 50 == 0) {
+          items.push_back({nullptr, nullptr, 0, DType::kUInt8, DType::kUInt8, reader});
+          items.push_back({sources[i].data(), sources[i].data(), sizes[i], DType::kInt8, DType::kInt8, reader});
+        }
+      }
+      const std::vector<unsigned char> itself = sources.back();
+      items.push_back(
+          {sources.back().data(), sources.back().data(), sizes.back(), DType::kUInt8, DType::kUInt8, reader});
+      path.run(items, nullptr, nullptr);
+      CHECK(sources.back() == itself);
+      for (std::size_t i = 0; i < sizes.size(); ++i) {
+        const std::size_t shift = i % 5;
+        std::vector<unsigned char> expected(targets[i].size(), 0xEE);
+        std::copy_n(sources[i].data() + shift, sizes[i], expected.data() + kGuard - shift);
+        CHECK(targets[i] == expected);
       }
     }
   }

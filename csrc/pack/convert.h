@@ -1,0 +1,29 @@
+// The loops of the CPU's pack kernel, found by the types of what they copy.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "pack/pack.h"
+
+namespace hpcomm::convert {
+
+inline constexpr std::size_t kAnySize = SIZE_MAX;
+
+// Copies items, each element times the factor, up to the first that has `most` elements or more, no source, or other
+// types or another reader than items[0]. Returns how many those were. A model has thousands of tensors that take
+// nanoseconds each: hence one call for all of them, which also tells the caches of those to come. An item whose source
+// is its target is converted in place; as bytes, it does nothing.
+using Run = std::size_t (*)(const CopyItem* items, std::size_t count, std::size_t most, double factor);
+// Whether an element, times the factor, is infinite or no number.
+using Check = bool (*)(const void* elements, std::size_t count, double factor);
+
+// Null where no kernel casts, or multiplies.
+[[nodiscard]] Run find_run(DType from, DType to);
+// Between equal types, without a factor.
+[[nodiscard]] Run bytes_run();
+// Null where there is nothing to check. As wide as the loops multiply: what is finite in double may be too large for
+// float32.
+[[nodiscard]] Check find_check(DType from, DType to);
+
+}  // namespace hpcomm::convert

@@ -1,0 +1,86 @@
+// How the bytes of a small tensor are copied: inlined, in pieces as wide as a register. For CPUs.
+#pragma once
+
+#include <cstddef>
+#include <cstring>
+
+#include "pack/pack.h"
+
+namespace hpcomm::convert {
+
+// memcpy decides anew for each tensor how it goes about it.
+template <std::size_t kWidth>
+struct Bytes {
+  [[gnu::always_inline]] static inline void copy(const CopyItem& item, std::size_t element_size, double) {
+    const std::size_t bytes = item.count * element_size;
+    auto* const target = static_cast<char*>(item.target);
+    const auto* const source = static_cast<const char*>(item.source);
+    if (source == target) {
+      return;
+    }
+    if (bytes >= kCalled) {
+      std::memcpy(target, source, bytes);
+    } else if (bytes >= kWidth) {
+      std::size_t at = 0;
+      for (; at + 4 * kWidth <= bytes; at += 4 * kWidth) {
+        four_pieces(target + at, source + at);
+      }
+      pieces<kWidth>(target, source, at, bytes);
+    } else if (bytes >= 16) {
+      pieces<16>(target, source, 0, bytes);
+    } else if (bytes >= 4) {
+      pieces<4>(target, source, 0, bytes);
+    } else {
+      pieces<1>(target, source, 0, bytes);
+    }
+  }
+
+ private:
+  static constexpr std::size_t kCalled = 1024;
+
+  template <std::size_t kBytes>
+  struct Piece {
+    using Vector [[gnu::vector_size(kBytes)]] = char;
+    Vector held;
+    [[gnu::always_inline]] inline void load(const char* source) noexcept { std::memcpy(&held, source, kBytes); }
+    [[gnu::always_inline]] inline void store(char* target) const noexcept { std::memcpy(target, &held, kBytes); }
+  };
+
+  // From `at` on; the last one ends at the end, over some of what is there already.
+  template <std::size_t kBytes>
+  [[gnu::always_inline]] static inline void pieces(char* target, const char* source, std::size_t at,
+                                                   std::size_t bytes) noexcept {
+    for (; at + kBytes <= bytes; at += kBytes) {
+      piece<kBytes>(target + at, source + at);
+    }
+    if (at < bytes) {
+      piece<kBytes>(target + bytes - kBytes, source + bytes - kBytes);
+    }
+  }
+
+  template <std::size_t kBytes>
+  [[gnu::always_inline]] static inline void piece(char* target, const char* source) noexcept {
+    Piece<kBytes> only;
+    only.load(source);
+    only.store(target);
+  }
+
+  // All are read before one is written: a load waits for a store before it whose address differs in the upper bits
+  // alone.
+  [[gnu::always_inline]] static inline void four_pieces(char* target, const char* source) noexcept {
+    Piece<kWidth> a;
+    Piece<kWidth> b;
+    Piece<kWidth> c;
+    Piece<kWidth> d;
+    a.load(source);
+    b.load(source + kWidth);
+    c.load(source + 2 * kWidth);
+    d.load(source + 3 * kWidth);
+    a.store(target);
+    b.store(target + kWidth);
+    c.store(target + 2 * kWidth);
+    d.store(target + 3 * kWidth);
+  }
+};
+
+}  // namespace hpcomm::convert
