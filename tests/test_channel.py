@@ -233,6 +233,49 @@ def test_structure_and_shapes_may_change_with_every_message() -> None:
     ranks.run(2, changing_shapes)
 
 
+def runs_of_like_messages() -> None:
+    """While it waits, a receiver drafts a message like the last; what comes then is sometimes another."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+
+        def message(turn: int, rank: int) -> Any:
+            value = float(10 * turn + rank)
+            kind = turn // 4 % 5  # each comes four times in a row
+            if kind == 0:
+                return torch.full((4,), value)  # behind its header
+            if kind == 1:
+                return [torch.full((300,), value), {"n": turn, "x": torch.full((2, 3), value, requires_grad=True)}]
+            if kind == 2:
+                return {"x": torch.full((300,), value), "empty": torch.zeros(0), "large": torch.full((1 << 17,), value)}
+            if kind == 3:
+                return (torch.full((70,), int(value)), None, "text")
+            return {"x": torch.full((300,), value, dtype=torch.float64)}  # cast on the way
+
+        def same(got: Any, expected: Any) -> None:
+            (structure, tensors), (wanted, values) = hpcomm._C.flatten(got), hpcomm._C.flatten(expected)
+            assert structure == wanted
+            for one, other in zip(tensors, values, strict=True):
+                assert torch.equal(one, other)
+                assert (one.dtype, one.requires_grad) == (other.dtype, other.requires_grad)
+
+        kept = []
+        for turn in range(40):
+            wire = torch.float32 if turn // 4 % 5 == 4 else None
+            if mesh.rank == 0:
+                channel.send(message(turn, 0), wire_dtype=wire).wait()
+            got = channel.recv()
+            same(got, message(turn, 1 - mesh.rank))
+            kept.append(got)
+            if mesh.rank == 1:
+                channel.send(message(turn, 1), wire_dtype=wire).wait()
+        for turn, got in enumerate(kept):
+            same(got, message(turn, 1 - mesh.rank))
+
+
+def test_runs_of_like_messages() -> None:
+    ranks.run(2, runs_of_like_messages)
+
+
 def frozen() -> None:
     with hpcomm.init(dp=1, pp=2) as mesh:
         channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, schema="frozen")

@@ -52,12 +52,11 @@ SendEdge::~SendEdge() = default;
 
 std::size_t SendEdge::slot_bytes() const { return route_->slot_bytes(); }
 
-WorkPtr SendEdge::send(const Schema& schema, const std::vector<Source>& tensors, Keepalive keepalive, int microbatch) {
-  return send(encode_schema(schema), tensors, std::move(keepalive), microbatch);
+WorkPtr SendEdge::send(const Schema& schema, std::vector<Source> tensors, Keepalive keepalive, int microbatch) {
+  return send(encode_schema(schema), std::move(tensors), std::move(keepalive), microbatch);
 }
 
-WorkPtr SendEdge::send(std::string_view schema, const std::vector<Source>& tensors, Keepalive keepalive,
-                       int microbatch) {
+WorkPtr SendEdge::send(std::string_view schema, std::vector<Source> tensors, Keepalive keepalive, int microbatch) {
   Communicator& communicator = *config_.communicator;
   refusal_->check_sometimes();
   Outgoing message;
@@ -97,7 +96,7 @@ WorkPtr SendEdge::send(std::string_view schema, const std::vector<Source>& tenso
       message.header->schema_bytes = static_cast<std::uint32_t>(schema.size());
     }
   }
-  message.sources = tensors;
+  message.sources = std::move(tensors);
   message.keepalive = std::move(keepalive);
   const KnownPtr sent = message.known;
   WorkPtr work = route_->send(std::move(message));
@@ -273,9 +272,9 @@ RecvEdge::RecvEdge(EdgeConfig config, std::shared_ptr<Allocator> allocator) : co
 
 RecvEdge::~RecvEdge() = default;
 
-Receipt RecvEdge::recv(int microbatch, const OpOptions& options, const OnPlaced& placed) {
+Receipt RecvEdge::recv(int microbatch, const OpOptions& options, const Meanwhile& meanwhile) {
   require_in_job(*config_.communicator, config_.communicator->context("recv", config_.peer, sequence_));
-  Receipt receipt = route_->recv(sequence_, microbatch, options, placed);
+  Receipt receipt = route_->recv(sequence_, microbatch, options, meanwhile);
   ++sequence_;
   return receipt;
 }

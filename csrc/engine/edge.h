@@ -71,8 +71,8 @@ class SendEdge {
   // waiting. `schema` is what encode_schema() writes; `tensors[i]` has the dtype and shape of its tensor i, is valid
   // while `keepalive` lives, and not written before the Work ends. Throws kSchemaMismatch before anything is issued
   // when a frozen edge is given another schema; and what the receiver refused an earlier message for.
-  WorkPtr send(std::string_view schema, const std::vector<Source>& tensors, Keepalive keepalive, int microbatch);
-  WorkPtr send(const Schema& schema, const std::vector<Source>& tensors, Keepalive keepalive, int microbatch);
+  WorkPtr send(std::string_view schema, std::vector<Source> tensors, Keepalive keepalive, int microbatch);
+  WorkPtr send(const Schema& schema, std::vector<Source> tensors, Keepalive keepalive, int microbatch);
   [[nodiscard]] Device device() const noexcept { return config_.communicator->device(); }
   // Of the buffers for packed messages that exist now.
   [[nodiscard]] std::size_t slot_bytes() const;
@@ -111,8 +111,15 @@ struct Receipt {
   std::shared_ptr<const Incoming> message;
 };
 
-// Called with a message whose places are known while its bytes are still on their way: time to make tensors of them.
-using OnPlaced = std::function<void(const Incoming&)>;
+// What a caller of recv() may do where it would wait. Each is called at most once, by its thread, from within that
+// call; not at all where the lane receives.
+struct Meanwhile {
+  // Nothing has come yet. The last two messages were of this schema, and so may be the next.
+  std::function<void(const KnownPtr&)> idle;
+  // The message's places are known while its bytes are still on their way: time to make tensors of them. Not called
+  // where both come at once.
+  std::function<void(const Incoming&)> placed;
+};
 
 class RecvEdge {
  public:
@@ -125,12 +132,12 @@ class RecvEdge {
 
   // Issues the receipt of the next message. `microbatch` >= 0 is checked against the header. Messages have no way to
   // be skipped, so once a receipt failed all later ones fail with its error. Of `options`, inline_when_idle and poll
-  // count: a caller that is going to wait anyway may do the work itself. `placed` is called in it, at most once, from
-  // within this call: not at all where the lane receives, or knows the places no earlier than the bytes.
-  [[nodiscard]] Receipt recv(int microbatch, const OpOptions& options = {}, const OnPlaced& placed = nullptr);
+  // count: a caller that is going to wait anyway may do the work itself.
+  [[nodiscard]] Receipt recv(int microbatch, const OpOptions& options = {}, const Meanwhile& meanwhile = {});
   // From now on messages must have this structure, these dtypes and shapes: any other is a kSchemaMismatch here and at
   // the sender. Wire types, requires_grad and values in the structure may be others.
   void expect(std::shared_ptr<const Schema> schema);
+  [[nodiscard]] Device device() const noexcept { return config_.communicator->device(); }
 
  private:
   EdgeConfig config_;

@@ -194,7 +194,7 @@ class LaneRecv final : public RecvRoute {
   LaneRecv(const EdgeConfig& config, std::shared_ptr<Allocator> allocator, std::shared_ptr<Inbound> inbound)
       : RecvRoute(inbound), state_(std::make_shared<State>(config, std::move(allocator), std::move(inbound))) {}
 
-  Receipt recv(std::uint64_t sequence, int microbatch, const OpOptions&, const OnPlaced&) override {
+  Receipt recv(std::uint64_t sequence, int microbatch, const OpOptions&, const Meanwhile&) override {
     Communicator& communicator = inbound_->communicator;
     auto message = std::make_shared<Incoming>();
     message->device = communicator.device();

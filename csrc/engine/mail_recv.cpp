@@ -27,14 +27,14 @@ class MailRecv final : public RecvRoute {
         host_(*means.host),
         state_(std::make_shared<State>(config, std::move(means), std::move(allocator), std::move(inbound))) {}
 
-  Receipt recv(std::uint64_t sequence, int microbatch, const OpOptions& options, const OnPlaced& placed) override {
+  Receipt recv(std::uint64_t sequence, int microbatch, const OpOptions& options, const Meanwhile& meanwhile) override {
     auto message = std::make_shared<Incoming>();
     ErrorContext what = inbound_->communicator.context("recv", inbound_->peer, sequence);
     const auto caller = std::this_thread::get_id();
     OpOptions how;
     how.inline_when_idle = options.inline_when_idle;
     const auto body = [state = std::weak_ptr<State>(state_), message, sequence, microbatch, caller, poll = options.poll,
-                       placed](Deadline deadline) {
+                       meanwhile](Deadline deadline) {
       const auto edge = state.lock();
       if (edge == nullptr) {
         throw Error(ErrorKind::kClosed, "the channel was closed before the message came");
@@ -42,7 +42,7 @@ class MailRecv final : public RecvRoute {
       // They belong to the thread that asked.
       const bool called = std::this_thread::get_id() == caller;
       edge->poll = called ? poll : nullptr;
-      edge->run(sequence, microbatch, *message, deadline, called ? placed : nullptr);
+      edge->run(sequence, microbatch, *message, deadline, called ? meanwhile : Meanwhile{});
     };
     return {host_.run_in_order(std::move(what), body, how), message};
   }
@@ -57,12 +57,12 @@ class MailRecv final : public RecvRoute {
           filled(std::make_shared<SharedFirst>(memory, allocator), config.slots),
           most_kept(static_cast<int>(config.slots / 2)) {}
 
-    void run(std::uint64_t sequence, int microbatch, Incoming& message, Deadline deadline, const OnPlaced& placed) {
+    void run(std::uint64_t sequence, int microbatch, Incoming& message, Deadline deadline, const Meanwhile& meanwhile) {
       if (inbound->broken) {
         std::rethrow_exception(inbound->broken);
       }
       try {
-        receive(sequence, microbatch, message, deadline, placed);
+        receive(sequence, microbatch, message, deadline, meanwhile);
       } catch (const Error&) {
         inbound->fail(std::current_exception());
         throw;
@@ -76,10 +76,11 @@ class MailRecv final : public RecvRoute {
       }
     }
 
-    void receive(std::uint64_t sequence, int microbatch, Incoming& message, Deadline deadline, const OnPlaced& placed) {
+    void receive(std::uint64_t sequence, int microbatch, Incoming& message, Deadline deadline,
+                 const Meanwhile& meanwhile) {
       std::optional<MessageHeader> header;
       if (inbound->needs_header(sequence)) {
-        header = next_header(sequence, microbatch, deadline);
+        header = next_header(sequence, microbatch, deadline, meanwhile);
       }
       message.known = inbound->current;
       const Parcel& parcel = message.known->parcel;
@@ -108,8 +109,8 @@ class MailRecv final : public RecvRoute {
           mails.push_back(post(message.direct, one.offset, one.bytes));
         }
       }
-      if (placed != nullptr) {
-        placed(message);
+      if (meanwhile.placed != nullptr) {
+        meanwhile.placed(message);
       }
       if (block) {
         wait_for(*block, sequence, deadline);
@@ -135,13 +136,17 @@ class MailRecv final : public RecvRoute {
       }
     }
 
-    MessageHeader next_header(std::uint64_t sequence, int microbatch, Deadline deadline) {
+    MessageHeader next_header(std::uint64_t sequence, int microbatch, Deadline deadline, const Meanwhile& meanwhile) {
       if (head.use_count() != 1) {
         // Tensors of the last message, or a mail that ended early, hold the old one.
         head = std::make_shared<Envelope>();
       }
       const Buffer buffer{bytes_at(head->data(), head->size()), head};
-      take(buffer, 0, head->size(), sequence, deadline);
+      const MailPtr mail = post(buffer, 0, head->size());
+      if (repeats && meanwhile.idle != nullptr && !mail->done()) {
+        meanwhile.idle(inbound->current);
+      }
+      wait(*mail, sequence, deadline);
       const MessageHeader header = parse_header({head->data(), kHeaderBytes});
       inbound->require_due(header, sequence);  // or there may be no schema behind it to wait for
       std::string_view schema;
@@ -151,7 +156,8 @@ class MailRecv final : public RecvRoute {
         take(body, 0, header.schema_bytes, sequence, deadline);
         schema = {static_cast<const char*>(body.view.data), header.schema_bytes};
       }
-      (void)inbound->accept(header, schema, sequence, microbatch);
+      const KnownPtr last = inbound->current;
+      repeats = inbound->accept(header, schema, sequence, microbatch) == last;
       return header;
     }
 
@@ -234,6 +240,7 @@ class MailRecv final : public RecvRoute {
     // Of the sender's blocks, by tensors that this program holds.
     const std::shared_ptr<std::atomic<int>> kept = std::make_shared<std::atomic<int>>(0);
     std::shared_ptr<Envelope> head = std::make_shared<Envelope>();
+    bool repeats = false;  // the last message had the schema of the one before
     void (*poll)() = nullptr;
   };
 

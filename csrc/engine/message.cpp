@@ -292,10 +292,8 @@ SchemaWriter::SchemaWriter(std::string& bytes, std::string_view structure, std::
 
 void SchemaWriter::add(DType dtype, DType wire, bool requires_grad, const std::int64_t* shape, std::size_t dimensions) {
   HPCOMM_REQUIRE(dimensions <= kMaxDimensions, "a tensor of ", dimensions, " dimensions");
-  put(bytes_, static_cast<std::uint8_t>(dtype));
-  put(bytes_, static_cast<std::uint8_t>(wire));
-  put(bytes_, static_cast<std::uint8_t>(requires_grad ? 1 : 0));
-  put(bytes_, static_cast<std::uint8_t>(dimensions));
+  put(bytes_, std::array{static_cast<std::uint8_t>(dtype), static_cast<std::uint8_t>(wire),
+                         static_cast<std::uint8_t>(requires_grad ? 1 : 0), static_cast<std::uint8_t>(dimensions)});
   bytes_.append(reinterpret_cast<const char*>(shape), dimensions * sizeof(std::int64_t));
 }
 

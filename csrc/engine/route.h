@@ -74,7 +74,8 @@ class RecvRoute {
   explicit RecvRoute(std::shared_ptr<Inbound> inbound) : inbound_(std::move(inbound)) {}
   // A message nobody wants must not hold the lane.
   virtual ~RecvRoute() { inbound_->closed = true; }
-  virtual Receipt recv(std::uint64_t sequence, int microbatch, const OpOptions& options, const OnPlaced& placed) = 0;
+  virtual Receipt recv(std::uint64_t sequence, int microbatch, const OpOptions& options,
+                       const Meanwhile& meanwhile) = 0;
   [[nodiscard]] Inbound& inbound() noexcept { return *inbound_; }
 
  protected:

@@ -10,6 +10,7 @@
 #include "torch/bindings.h"
 #include "torch/device.h"
 #include "torch/gil.h"
+#include "torch/message_tensors.h"
 #include "torch/tensor.h"
 #include "torch/tree.h"
 
@@ -132,7 +133,7 @@ class TreeSender {
       }
     }
     const WithoutGil scope;
-    return edge_.send(schema_, sources, std::move(owners), microbatch);
+    return edge_.send(schema_, std::move(sources), std::move(owners), microbatch);
   }
 
   [[nodiscard]] std::size_t slot_bytes() const { return edge_.slot_bytes(); }
@@ -145,71 +146,75 @@ class TreeSender {
 
 // --- receiving -------------------------------------------------------------------------------------------------------
 
-// Tensors over the buffers of one message. One storage per buffer: the slot is used again when the last of its tensors
-// is gone.
-class Views {
+// The tree of a message, made as soon as its schema is known.
+class Draft {
  public:
-  explicit Views(const Incoming& message) : message_(message), device_(torch_device(message.device)) {}
+  Draft(const KnownPtr& known, Device device)
+      : tensors_(known, device), tree_(unflatten(known->schema.structure, tensors_.take())) {}
+  [[nodiscard]] bool fits(const Incoming& message) const noexcept { return message.known == tensors_.known(); }
+  // Needs no GIL.
+  void set_memory(const Incoming& message) { tensors_.set_memory(message); }
+  [[nodiscard]] py::object take() { return std::move(tree_); }
 
-  [[nodiscard]] std::vector<at::Tensor> make() const {
-    const Schema& schema = message_.schema();
-    std::vector<at::Tensor> tensors;
-    tensors.reserve(schema.tensors.size());
-    const c10::Storage packed = storage(message_.packed, message_.known->parcel.packed.bytes());
-    const c10::Storage direct = storage(message_.direct, message_.known->parcel.direct_bytes);
-    const c10::Storage cast = storage(message_.cast, message_.known->parcel.cast_bytes);
-    for (std::size_t i = 0; i < schema.tensors.size(); ++i) {
-      const Parcel::Place& place = message_.known->parcel.places[i];
-      switch (place.area) {
-        case Parcel::Area::kNowhere:
-          tensors.push_back(at::empty(schema.tensors[i].shape, options(schema.tensors[i])));
-          break;
-        case Parcel::Area::kPacked:
-          tensors.push_back(view(packed, schema.tensors[i], place.offset));
-          break;
-        case Parcel::Area::kDirect:
-          tensors.push_back(view(direct, schema.tensors[i], place.offset));
-          break;
-        case Parcel::Area::kCast:
-          tensors.push_back(view(cast, schema.tensors[i], place.offset));
-          break;
-      }
-      if (schema.tensors[i].requires_grad) {
-        tensors.back().set_requires_grad(true);
-      }
+ private:
+  MessageTensors tensors_;
+  py::object tree_;
+};
+
+py::object to_tree(const Incoming& message) {
+  Draft draft(message.known, message.device);
+  draft.set_memory(message);
+  return draft.take();
+}
+
+// The tree of a message that is being received: drafted like the last one while nothing has come, which takes as long
+// as the way of a small message; else made while its sender packs; else in the end.
+class Drafting {
+ public:
+  explicit Drafting(Device device) : device_(device) {}
+
+  // Without the GIL, as is placed().
+  void idle(const KnownPtr& known) {
+    const py::gil_scoped_acquire gil;
+    make(known);
+  }
+  void placed(const Incoming& message) {
+    if (!draft_ || !draft_->fits(message)) {
+      const py::gil_scoped_acquire gil;
+      draft_.reset();
+      make(message.known);
     }
-    return tensors;
+    if (draft_) {
+      draft_->set_memory(message);
+      has_memory_ = true;
+    }
+  }
+
+  // With the GIL, once the message has come.
+  [[nodiscard]] py::object finish(const Incoming& message) {
+    if (has_memory_) {
+      return draft_->take();
+    }
+    if (draft_ && draft_->fits(message)) {
+      draft_->set_memory(message);
+      return draft_->take();
+    }
+    return to_tree(message);
   }
 
  private:
-  [[nodiscard]] at::TensorOptions options(const TensorSchema& schema) const {
-    return at::TensorOptions().dtype(scalar_type(schema.dtype)).device(device_);
+  void make(const KnownPtr& known) {
+    try {
+      draft_.emplace(known, device_);
+    } catch (const Error&) {
+      // The message's own fault, not the edge's: the next one may be read. finish() finds it again.
+    }  // what else there is, is the program's: a signal, most likely
   }
 
-  [[nodiscard]] c10::Storage storage(const Buffer& buffer, std::size_t bytes) const {
-    if (buffer.owner == nullptr || bytes == 0) {
-      return {};
-    }
-    auto* const owner = new Keepalive(buffer.owner);
-    c10::DataPtr data(buffer.view.data, owner, [](void* kept) { delete static_cast<Keepalive*>(kept); }, device_);
-    return {c10::Storage::use_byte_size_t(), bytes, std::move(data), nullptr, false};
-  }
-
-  [[nodiscard]] at::Tensor view(const c10::Storage& memory, const TensorSchema& schema, std::size_t offset) const {
-    const auto meta = c10::scalarTypeToTypeMeta(scalar_type(schema.dtype));
-    at::Tensor tensor = at::detail::make_tensor<at::TensorImpl>(
-        c10::Storage(memory), c10::DispatchKeySet(options(schema).computeDispatchKey()), meta);
-    auto* const impl = tensor.unsafeGetTensorImpl();
-    impl->set_storage_offset(static_cast<std::int64_t>(offset / meta.itemsize()));
-    impl->set_sizes_contiguous(schema.shape);
-    return tensor;
-  }
-
-  const Incoming& message_;
-  const c10::Device device_;
+  const Device device_;
+  std::optional<Draft> draft_;
+  bool has_memory_ = false;
 };
-
-py::object to_tree(const Incoming& message) { return unflatten(message.schema().structure, Views(message).make()); }
 
 class TreeReceiver {
  public:
@@ -221,35 +226,25 @@ class TreeReceiver {
     return edge_.recv(microbatch);
   }
 
-  // The next message, received by this thread where nothing is before it. Tensors are made while the sender packs.
+  // The next message, received by this thread where nothing is before it. Tensors are made while it is on its way.
   py::object take(int microbatch) {
-    std::optional<py::object> tree;
-    std::exception_ptr unfit;  // the message's own fault, not the edge's: the next one may be read
-    const auto build = [&](const Incoming& message) {
-      const py::gil_scoped_acquire gil;
-      try {
-        tree = to_tree(message);
-      } catch (const Error&) {
-        unfit = std::current_exception();
-      }  // what else there is, is the program's: a signal, most likely
-    };
+    Drafting drafting(edge_.device());
     Receipt receipt;
     {
       const WithoutGil scope;
       OpOptions options;
       options.inline_when_idle = true;
       options.poll = check_signals;
-      receipt = edge_.recv(microbatch, options, build);
+      receipt = edge_.recv(microbatch, options,
+                           {[&](const KnownPtr& known) { drafting.idle(known); },
+                            [&](const Incoming& message) { drafting.placed(message); }});
     }
     if (receipt.work->device().type == DeviceType::kCpu && receipt.work->done()) {
       (void)receipt.work->wait_until({});  // throws its error
     } else {
       wait_for(*receipt.work, -1);
     }
-    if (unfit) {
-      std::rethrow_exception(unfit);
-    }
-    return tree ? std::move(*tree) : to_tree(*receipt.message);
+    return drafting.finish(*receipt.message);
   }
 
   void expect(const py::object& tree) {

@@ -104,6 +104,12 @@ class Flattener {
     }
     put_bytes(static_cast<std::uint32_t>(count));
   }
+  // Most trees are one container full of tensors.
+  void make_room(Py_ssize_t count, int depth) {
+    if (depth == 0) {
+      flat_.tensors.reserve(static_cast<std::size_t>(count));
+    }
+  }
   void put_text(std::string_view text) {
     put_count(static_cast<Py_ssize_t>(text.size()));
     flat_.structure += text;
@@ -133,6 +139,7 @@ class Flattener {
   void put_items(PyObject* items, int depth) {
     const Py_ssize_t count = PySequence_Fast_GET_SIZE(items);
     put_count(count);
+    make_room(count, depth);
     for (Py_ssize_t i = 0; i < count; ++i) {
       below(PySequence_Fast_GET_ITEM(items, i), depth, [i] { return str("[", i, "]"); });
     }
@@ -141,6 +148,7 @@ class Flattener {
   void put_dict(PyObject* dict, int depth) {
     put(Node::kDict);
     put_count(PyDict_Size(dict));
+    make_room(PyDict_Size(dict), depth);
     PyObject* key = nullptr;
     PyObject* value = nullptr;
     Py_ssize_t position = 0;

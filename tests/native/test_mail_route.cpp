@@ -65,6 +65,20 @@ Schema of_sizes(const std::vector<std::int64_t>& bytes, std::uint64_t direct_fro
 
 std::shared_ptr<HeapAllocator> heap() { return std::make_shared<HeapAllocator>(); }
 
+// What a sender would write ahead of message `sequence`; the first one announces the schema.
+MessageHeader header_of(const Schema& schema, std::uint64_t edge, std::uint64_t sequence = 0) {
+  MessageHeader header{edge, sequence, -1, schema.fingerprint(), Parcel(schema).bytes(), 0, std::nullopt};
+  header.schema_bytes = sequence == 0 ? static_cast<std::uint32_t>(encode_schema(schema).size()) : 0;
+  return header;
+}
+
+// Its mail, with the room for a tiny message behind it.
+std::string forge(const MessageHeader& header) { return encode_header(header) + std::string(192, 'x'); }
+
+WorkPtr post(Communicator& world, std::string& bytes, std::uint64_t edge) {
+  return world.mailbox()->send({bytes.data(), bytes.size(), bytes.size(), DType::kUInt8, {}}, 1, edge, {});
+}
+
 Receipt take(RecvEdge& edge, int microbatch = -1) {
   OpOptions here;
   here.inline_when_idle = true;
@@ -283,8 +297,7 @@ TEST(mail_headers_that_do_not_fit_are_refused) {
   const Schema schema = of_sizes({100, 200});
   const std::string body = encode_schema(schema);
   const auto header = [&](std::uint64_t id) {
-    MessageHeader good{id, 0, -1, schema.fingerprint(), Parcel(schema).bytes(), 0, std::nullopt};
-    good.schema_bytes = static_cast<std::uint32_t>(body.size());
+    MessageHeader good = header_of(schema, id);
     good.lent = MessageHeader::Lent{0, 0};
     return good;
   };
@@ -306,11 +319,10 @@ TEST(mail_headers_that_do_not_fit_are_refused) {
         const std::uint64_t id = world->next_edge_id(0, 1);
         MessageHeader bad = header(id);
         spoil(bad);
-        std::string first = encode_header(bad) + std::string(192, 'x');  // with room for a tiny message
+        std::string first = forge(bad);
         std::string second = body;
-        const auto mailbox = world->mailbox();
         for (std::string* bytes : {&first, &second}) {
-          (void)mailbox->send({bytes->data(), bytes->size(), bytes->size(), DType::kUInt8, {}}, 1, id, {});
+          (void)post(*world, *bytes, id);
         }
         (void)job.control(0)->receive(1, 1, Clock::now() + 20s);
       } else {
@@ -338,17 +350,13 @@ TEST(mail_names_a_block_before_it_is_full) {
       LoanPool pool(world->peer_memory(), 2, parcel.packed.bytes());
       for (const bool fills : {true, false}) {
         const auto loan = pool.lend(parcel.packed.bytes());
-        MessageHeader header{id, fills ? 0U : 1U, -1, schema.fingerprint(), parcel.bytes(), 0, std::nullopt};
-        header.schema_bytes = fills ? static_cast<std::uint32_t>(body.size()) : 0;
+        MessageHeader header = header_of(schema, id, fills ? 0 : 1);
         header.lent = MessageHeader::Lent{loan->place.segment, loan->place.offset};
-        std::string first = encode_header(header) + std::string(192, 'x');
+        std::string first = forge(header);
         std::string second = body;
-        const auto post = [&](std::string& bytes) {
-          world->mailbox()->send({bytes.data(), bytes.size(), bytes.size(), DType::kUInt8, {}}, 1, id, {})->wait();
-        };
-        post(first);
+        post(*world, first, id)->wait();
         if (fills) {
-          post(second);
+          post(*world, second, id)->wait();
         }
         (void)job.control(0)->receive(1, 1, Clock::now() + 20s);  // it knows the places
         if (!fills) {
@@ -374,12 +382,53 @@ TEST(mail_names_a_block_before_it_is_full) {
         place = incoming.data(1);
         job.control(1)->send(0, 1, "placed");
       };
-      const Receipt full = edge.recv(-1, here, placed);
+      const Receipt full = edge.recv(-1, here, {nullptr, placed});
       full.work->wait();
       CHECK(is_message(*full.message, schema, 5));
       CHECK_EQ(full.message->data(1), place);
-      const Receipt empty = edge.recv(-1, here, placed);
+      const Receipt empty = edge.recv(-1, here, {nullptr, placed});
       CHECK_THROWS(ErrorKind::kPeerError, empty.work->wait(), "it fell over its own feet");
+    }
+  });
+}
+
+// A receiver that waits for a message like the last two is told so, once; what comes then may still be another.
+TEST(mail_tells_who_waits_what_the_last_ones_were_like) {
+  const Schema tiny = of_sizes({100});
+  const Schema lent = of_sizes({1000, 3000});
+  const Schema large = of_sizes({10, 5000});
+  const std::vector<const Schema*> order{&lent, &lent, &tiny, &tiny, &tiny, &large, &large, &lent, &lent};
+  const auto repeats = [&](std::size_t turn) { return turn >= 2 && order[turn - 1] == order[turn - 2]; };
+  const ShmJob job(2);
+  run_ranks(2, [&](int rank) {
+    const auto world = job.communicator(rank);
+    EdgeConfig config;
+    config.communicator = world;
+    config.peer = 1 - rank;
+    if (rank == 0) {
+      SendEdge edge(config, heap());
+      for (std::size_t turn = 0; turn < order.size(); ++turn) {
+        if (repeats(turn)) {
+          (void)job.control(0)->receive(1, 1, Clock::now() + 20s);  // it waits already
+        }
+        send(edge, *order[turn], static_cast<unsigned>(turn))->wait();
+      }
+    } else {
+      RecvEdge edge(config, heap());
+      OpOptions here;
+      here.inline_when_idle = true;
+      for (std::size_t turn = 0; turn < order.size(); ++turn) {
+        std::vector<Schema> told;
+        const auto idle = [&](const KnownPtr& known) {
+          told.push_back(known->schema);
+          job.control(1)->send(0, 1, "waiting");
+        };
+        const Receipt receipt = edge.recv(-1, here, {idle, nullptr});
+        receipt.work->wait();
+        CHECK(is_message(*receipt.message, *order[turn], static_cast<unsigned>(turn)));
+        CHECK_EQ(told.size(), repeats(turn) ? 1U : 0U);
+        CHECK(told.empty() || told[0] == *order[turn - 1]);
+      }
     }
   });
 }
@@ -393,13 +442,10 @@ TEST(mail_says_so_when_a_header_comes_again) {
     const auto world = job.communicator(rank);
     if (rank == 0) {
       const std::uint64_t id = world->next_edge_id(0, 1);
-      MessageHeader header{id, 0, -1, schema.fingerprint(), Parcel(schema).bytes(), 0, std::nullopt};
-      header.schema_bytes = static_cast<std::uint32_t>(body.size());
-      std::string first = encode_header(header) + std::string(192, 'x');  // the payload is in it
+      std::string first = forge(header_of(schema, id));  // the payload is in it
       std::string second = body;
-      const auto mailbox = world->mailbox();
       for (std::string* bytes : {&first, &second, &first}) {
-        (void)mailbox->send({bytes->data(), bytes->size(), bytes->size(), DType::kUInt8, {}}, 1, id, {});
+        (void)post(*world, *bytes, id);
       }
       (void)job.control(0)->receive(1, 1, Clock::now() + 20s);
     } else {
