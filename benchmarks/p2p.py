@@ -4,6 +4,7 @@
     python -m benchmarks.p2p --cases "32 x 16 KB,1 x 25 MB" --rounds 15 --json result.json
     python -m benchmarks.p2p --transport gloo                 # hpcomm over gloo, as between hosts
     python -m benchmarks.p2p --tune                           # from which size does a tensor travel unpacked?
+    python -m benchmarks.p2p --headers                        # what do header and schema cost?
 
 Two ranks bounce a message: rank 0 sends, rank 1 receives it and sends one of its own, alike, back. A time is that of
 the round trip on rank 0, divided by 2: one message from the call of send to the tensors in the receiver's hands. The
@@ -14,6 +15,10 @@ schema="frozen"; `send` is dist.send and dist.recv for each tensor; `batch` is d
 torch.cat of the bytes, one dist.send, and views of what came (these three over gloo, into tensors that are there
 already, without a word about shapes); `mpich` is MPICH's Send and Recv of as many bytes as are packed already (mpi4py,
 the extra "bench"): no packing, no structure, no tensors made.
+
+With --headers, three channels take turns: a frozen one, whose messages have no header; one whose schema stays the same;
+and one whose schema is always another. The differences, round by round, are what a header costs in all, on both sides
+together and with the way that its bytes take, and what a new schema costs beyond that.
 
 Before the first and after the last round every peer's messages are compared with what was sent, on new values each
 time. The exit code is 1 if a byte was wrong.
@@ -45,6 +50,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("-n", "--iterations", type=positive, help="of a block; as many as take 30 ms by default")
     parser.add_argument("--transport", choices=("auto", "shm", "gloo"), default="auto", help="of hpcomm (auto)")
     parser.add_argument("--tune", action="store_true", help="measure from which size tensors travel unpacked, instead")
+    parser.add_argument("--headers", action="store_true", help="measure what headers and schemas cost, instead")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for everything (1800)")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     arguments = parser.parse_args(argv)
@@ -61,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     """The job, and the JSON; returns the exit code."""
     notes = []
     mpiexec = None
-    if "mpich" in arguments.peers and not arguments.tune:
+    if "mpich" in arguments.peers and not (arguments.tune or arguments.headers):
         mpiexec = find_mpiexec() if importlib.util.find_spec("mpi4py") else None
         if mpiexec is None:
             arguments.peers.remove("mpich")

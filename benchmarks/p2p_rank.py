@@ -203,6 +203,8 @@ class Rank:
         """Rank 0's result counts."""
         if self._arguments["tune"]:
             return self._tune()
+        if self._arguments["headers"]:
+            return self._headers()
         peers = self._make_peers()
         described = environment(self._mesh)
         for peer in peers:
@@ -349,6 +351,46 @@ class Rank:
             packed, direct = (statistics.median(samples[way.name]) for way in ways)
             self._say(f"{size // KB:>11} KB{packed * 1e6:>11.1f} us{direct * 1e6:>11.1f} us{direct / packed:>24.2f}")
             rows.append({"bytes": size, "seconds": samples})
+        return {"environment": described, "arguments": self._arguments, "rows": rows, "wrong": wrong}
+
+    # --- --headers ------------------------------------------------------------------------------------------------
+
+    def _headers(self) -> dict[str, Any]:
+        """The same message with a header and without one, in turn; and with a schema that is always another."""
+        described = environment(self._mesh)
+        self._say("".join(f"# {key:<18} {value}\n" for key, value in described.items()))
+        self._say(f"{'one message':<16}{'no header':>12}{'header':>12}{'new schema':>12}"
+                  f"{'header, both sides':>24}{'new schema, more':>24}")  # fmt: skip
+        rows: list[dict[str, Any]] = []
+        wrong = 0
+        for number in (1, 32):
+            name = f"{number} x 4 B"
+            same, changing = Case((4,) * number), Case((4,) * number, changing=True)
+            ways = [
+                (ChannelBouncer(self.rank, self._mesh.pp, "no header", schema="frozen"), same),
+                (ChannelBouncer(self.rank, self._mesh.pp, "header"), same),
+                (ChannelBouncer(self.rank, self._mesh.pp, "new schema"), changing),
+            ]
+            for way, case in ways:
+                messages = self._messages(case)
+                way.prepare(messages)
+                wrong += self._wrong(way, messages, 1)
+            turns = [self._arguments["iterations"] or self._turns(way) for way, _ in ways]
+            samples: dict[str, list[float]] = {way.name: [] for way, _ in ways}
+            gc.disable()
+            for i in range(self._arguments["rounds"]):
+                order = list(zip(ways, turns, strict=True))
+                for (way, _), count in [*order[i % 3 :], *order[: i % 3]]:
+                    samples[way.name].append(self._block(way, count) / 2)
+            gc.enable()
+            header = [a - b for a, b in zip(samples["header"], samples["no header"], strict=True)]
+            more = [a - b for a, b in zip(samples["new schema"], samples["header"], strict=True)]
+            cells = "".join(f"{statistics.median(samples[way.name]) * 1e6:>9.1f} us" for way, _ in ways)
+            for costs in (header, more):
+                low, middle, high = statistics.quantiles(costs, n=4) if len(costs) > 1 else costs * 3
+                cells += f"{middle * 1e6:>10.1f} us {low * 1e6:>4.1f}-{high * 1e6:<5.1f}"
+            self._say(f"{name:<16}{cells}")
+            rows.append({"case": name, "seconds": samples, "header": header, "new_schema": more})
         return {"environment": described, "arguments": self._arguments, "rows": rows, "wrong": wrong}
 
     def _say(self, text: str) -> None:

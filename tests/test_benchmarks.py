@@ -243,6 +243,33 @@ def test_messages_are_timed_and_right(tmp_path: Path) -> None:
     assert measured["32 x 4 B changing"] == ["channel"]
 
 
+def test_headers_are_timed_and_right(tmp_path: Path) -> None:
+    file = tmp_path / "headers.json"
+    command = [sys.executable, "-m", "benchmarks.p2p", "--headers", "-n", "2", "--rounds", "2", "--timeout", "50"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(
+        [*command, "--json", str(file)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    document = json.loads(file.read_text())
+    assert document["wrong"] == 0
+    for row in document["rows"]:
+        assert {name: len(times) for name, times in row["seconds"].items()} == {
+            "no header": 2,
+            "header": 2,
+            "new schema": 2,
+        }
+        assert row["header"] == [
+            a - b for a, b in zip(*(row["seconds"][k] for k in ("header", "no header")), strict=True)
+        ]
+
+
 def test_packing_is_timed_and_right() -> None:
     command = [sys.executable, "-m", "benchmarks.pack", "--totals", "0.125", "--counts", "4,64", "--rounds", "2"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
