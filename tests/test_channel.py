@@ -240,7 +240,7 @@ def runs_of_like_messages() -> None:
 
         def message(turn: int, rank: int) -> Any:
             value = float(10 * turn + rank)
-            kind = turn // 4 % 5  # each comes four times in a row
+            kind = turn // 4 % 6  # each comes four times in a row
             if kind == 0:
                 return torch.full((4,), value)  # behind its header
             if kind == 1:
@@ -249,7 +249,12 @@ def runs_of_like_messages() -> None:
                 return {"x": torch.full((300,), value), "empty": torch.zeros(0), "large": torch.full((1 << 17,), value)}
             if kind == 3:
                 return (torch.full((70,), int(value)), None, "text")
-            return {"x": torch.full((300,), value, dtype=torch.float64)}  # cast on the way
+            if kind == 4:
+                return {"x": torch.full((300 + turn % 2,), value, dtype=torch.float64)}  # cast on the way
+            # Other shapes each time: empty, tiny, packed, as they are.
+            sizes = [(0, 3), (2, 5), (9, 1 << 10), (4, 1 << 20)][turn % 4]
+            large = torch.full((sizes[1],), value, dtype=torch.float64, requires_grad=True)
+            return [torch.full((sizes[0], 7), value), large, torch.full((), turn)]
 
         def same(got: Any, expected: Any) -> None:
             (structure, tensors), (wanted, values) = hpcomm._C.flatten(got), hpcomm._C.flatten(expected)
@@ -259,8 +264,8 @@ def runs_of_like_messages() -> None:
                 assert (one.dtype, one.requires_grad) == (other.dtype, other.requires_grad)
 
         kept = []
-        for turn in range(40):
-            wire = torch.float32 if turn // 4 % 5 == 4 else None
+        for turn in range(48):
+            wire = torch.float32 if turn // 4 % 6 == 4 else None
             if mesh.rank == 0:
                 channel.send(message(turn, 0), wire_dtype=wire).wait()
             got = channel.recv()

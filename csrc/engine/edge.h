@@ -114,7 +114,8 @@ struct Receipt {
 // What a caller of recv() may do where it would wait. Each is called at most once, by its thread, from within that
 // call; not at all where the lane receives.
 struct Meanwhile {
-  // Nothing has come yet. The last two messages were of this schema, and so may be the next.
+  // Nothing has come yet. The last message was of this schema, the one before at most of other shapes; so may be the
+  // next.
   std::function<void(const KnownPtr&)> idle;
   // The message's places are known while its bytes are still on their way: time to make tensors of them. Not called
   // where both come at once.

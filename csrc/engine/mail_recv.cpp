@@ -157,7 +157,8 @@ class MailRecv final : public RecvRoute {
         schema = {static_cast<const char*>(body.view.data), header.schema_bytes};
       }
       const KnownPtr last = inbound->current;
-      repeats = inbound->accept(header, schema, sequence, microbatch) == last;
+      const KnownPtr known = inbound->accept(header, schema, sequence, microbatch);
+      repeats = known == last || (last != nullptr && same_but_shapes(known->schema, last->schema));
       return header;
     }
 
@@ -240,7 +241,7 @@ class MailRecv final : public RecvRoute {
     // Of the sender's blocks, by tensors that this program holds.
     const std::shared_ptr<std::atomic<int>> kept = std::make_shared<std::atomic<int>>(0);
     std::shared_ptr<Envelope> head = std::make_shared<Envelope>();
-    bool repeats = false;  // the last message had the schema of the one before
+    bool repeats = false;  // the last message was like the one before, but for shapes
     void (*poll)() = nullptr;
   };
 

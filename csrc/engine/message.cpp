@@ -21,6 +21,7 @@ constexpr std::uint32_t kMagic = 0x676d6368;  // "hcmg"
 constexpr std::uint16_t kVersion = 2;
 constexpr std::uint16_t kLent = 1;
 constexpr std::size_t kMaxDimensions = 64;
+constexpr std::size_t kLeastTensorBytes = 4;  // of a schema: a tensor without dimensions
 
 struct WireHeader {
   std::uint32_t magic = kMagic;
@@ -103,6 +104,7 @@ class Reader {
     return taken;
   }
   [[nodiscard]] bool empty() const noexcept { return rest_.empty(); }
+  [[nodiscard]] std::size_t left() const noexcept { return rest_.size(); }
 
  private:
   std::string_view rest_;
@@ -131,6 +133,7 @@ TensorSchema take_tensor(Reader& reader) {
   if (dimensions > static_cast<int>(kMaxDimensions)) {
     reject(str("schema has a tensor of ", dimensions, " dimensions"));
   }
+  tensor.shape.reserve(std::min(static_cast<std::size_t>(dimensions), reader.left() / sizeof(std::int64_t)));
   // A later zero makes any product zero, so the running product must be checked without the zeros.
   std::uint64_t bytes = std::max(size_of(tensor.dtype), size_of(tensor.wire()));
   for (int i = 0; i < dimensions; ++i) {
@@ -158,7 +161,7 @@ std::size_t TensorSchema::count() const noexcept {
   return count;
 }
 
-std::uint64_t fingerprint_of(std::string_view schema) { return Fingerprint().add(schema).value(); }
+std::uint64_t fingerprint_of(std::string_view schema) { return fingerprint_by_words(schema); }
 
 std::uint64_t Schema::fingerprint() const { return fingerprint_of(encode_schema(*this)); }
 
@@ -223,6 +226,14 @@ std::string difference(const Schema& found, const Schema& expected, Compare what
   }
   const bool same = what == Compare::kLeaves || found.structure == expected.structure;
   return same ? "" : "the values or containers around the tensors differ";
+}
+
+bool same_but_shapes(const Schema& one, const Schema& other) noexcept {
+  return one.structure == other.structure &&
+         std::equal(one.tensors.begin(), one.tensors.end(), other.tensors.begin(), other.tensors.end(),
+                    [](const TensorSchema& a, const TensorSchema& b) {
+                      return a.dtype == b.dtype && a.requires_grad == b.requires_grad && a.cast == b.cast;
+                    });
 }
 
 std::string encode_header(const MessageHeader& header) {
@@ -312,6 +323,7 @@ Schema parse_schema(std::string_view bytes) {
   schema.structure = reader.take(reader.take<std::uint32_t>());
   schema.direct_from = reader.take<std::uint64_t>();
   const auto tensors = reader.take<std::uint32_t>();
+  schema.tensors.reserve(std::min<std::size_t>(tensors, reader.left() / kLeastTensorBytes));
   std::uint64_t total = 0;
   for (std::uint32_t i = 0; i < tensors; ++i) {  // grows with the bytes that are there, not with the announced count
     schema.tensors.push_back(take_tensor(reader));

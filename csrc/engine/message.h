@@ -50,6 +50,9 @@ struct Schema {
 enum class Compare { kEverything, kLeaves };
 [[nodiscard]] std::string difference(const Schema& found, const Schema& expected, Compare what);
 
+// True when they differ in shapes at most: what was made for one can be given the sizes of the other.
+[[nodiscard]] bool same_but_shapes(const Schema& one, const Schema& other) noexcept;
+
 struct MessageHeader {
   std::uint64_t edge = 0;
   std::uint64_t sequence = 0;

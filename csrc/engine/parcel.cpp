@@ -1,6 +1,7 @@
 // The rule, offsets, and what is kept of it.
 #include "engine/parcel.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace hpcomm {
@@ -20,6 +21,9 @@ Parcel::Parcel(const Schema& schema) : places(schema.tensors.size()) {
   }
   std::vector<TensorSize> sizes;
   std::vector<DType> wires;
+  sizes.reserve(full);
+  wires.reserve(full);
+  packed_tensors.reserve(full);
   for (std::size_t i = 0; i < schema.tensors.size(); ++i) {
     const TensorSchema& tensor = schema.tensors[i];
     const std::size_t bytes_of_it = tensor.count() * size_of(tensor.dtype);
@@ -60,26 +64,26 @@ KnownPtr KnownSchema::read(std::string_view bytes, std::uint64_t fingerprint) {
 }
 
 KnownPtr SchemaBook::find(std::uint64_t fingerprint) const {
-  for (const KnownPtr& known : known_) {
-    if (known->fingerprint == fingerprint) {
-      return known;
-    }
-  }
-  return nullptr;
+  const std::size_t place = place_of(fingerprint);
+  return place < known_.size() ? known_[place] : nullptr;
+}
+
+std::size_t SchemaBook::place_of(std::uint64_t fingerprint) const noexcept {
+  const auto found = std::find(fingerprints_.begin(), fingerprints_.end(), fingerprint);
+  return static_cast<std::size_t>(found - fingerprints_.begin());
 }
 
 void SchemaBook::add(KnownPtr known) {
   // Sent again: it keeps its place, on both ends.
-  for (KnownPtr& same : known_) {
-    if (same->fingerprint == known->fingerprint) {
-      same = std::move(known);
-      return;
-    }
-  }
-  if (known_.size() < kMost) {
+  const std::uint64_t fingerprint = known->fingerprint;
+  if (const std::size_t place = place_of(fingerprint); place < known_.size()) {
+    known_[place] = std::move(known);
+  } else if (known_.size() < kMost) {
     known_.push_back(std::move(known));
+    fingerprints_.push_back(fingerprint);
   } else {
     known_[next_] = std::move(known);
+    fingerprints_[next_] = fingerprint;
     next_ = (next_ + 1) % kMost;
   }
 }

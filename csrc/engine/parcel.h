@@ -62,7 +62,10 @@ class SchemaBook {
   void add(KnownPtr known);
 
  private:
-  std::vector<KnownPtr> known_;  // a ring, the newest at `next_` - 1
+  [[nodiscard]] std::size_t place_of(std::uint64_t fingerprint) const noexcept;
+
+  std::vector<KnownPtr> known_;              // a ring, the newest at `next_` - 1
+  std::vector<std::uint64_t> fingerprints_;  // of each: a search should not touch them all
   std::size_t next_ = 0;
 };
 

@@ -150,9 +150,9 @@ class TreeSender {
 class Draft {
  public:
   Draft(const KnownPtr& known, Device device)
-      : tensors_(known, device), tree_(unflatten(known->schema.structure, tensors_.take())) {}
-  [[nodiscard]] bool fits(const Incoming& message) const noexcept { return message.known == tensors_.known(); }
-  // Needs no GIL.
+      : tensors_(known, device), tree_(unflatten(known->schema.structure, tensors_.all())) {}
+  // False when this cannot be the tree of a message of schema `known`. Needs no GIL, as set_memory().
+  [[nodiscard]] bool become(const KnownPtr& known) { return tensors_.become(known); }
   void set_memory(const Incoming& message) { tensors_.set_memory(message); }
   [[nodiscard]] py::object take() { return std::move(tree_); }
 
@@ -168,7 +168,8 @@ py::object to_tree(const Incoming& message) {
 }
 
 // The tree of a message that is being received: drafted like the last one while nothing has come, which takes as long
-// as the way of a small message; else made while its sender packs; else in the end.
+// as the way of a small message, and given other shapes if it has others; else made while its sender packs; else in the
+// end.
 class Drafting {
  public:
   explicit Drafting(Device device) : device_(device) {}
@@ -179,7 +180,7 @@ class Drafting {
     make(known);
   }
   void placed(const Incoming& message) {
-    if (!draft_ || !draft_->fits(message)) {
+    if (!draft_ || !draft_->become(message.known)) {
       const py::gil_scoped_acquire gil;
       draft_.reset();
       make(message.known);
@@ -195,7 +196,7 @@ class Drafting {
     if (has_memory_) {
       return draft_->take();
     }
-    if (draft_ && draft_->fits(message)) {
+    if (draft_ && draft_->become(message.known)) {
       draft_->set_memory(message);
       return draft_->take();
     }

@@ -20,36 +20,44 @@ void give(c10::Storage& storage, const Buffer& buffer) {
       buffer.view.data, owner, [](void* kept) { delete static_cast<Keepalive*>(kept); }, storage.device()));
 }
 
+void lay_out(c10::TensorImpl& tensor, const TensorSchema& schema, const Parcel::Place& place) {
+  tensor.set_storage_offset(static_cast<std::int64_t>(place.offset / size_of(schema.dtype)));
+  tensor.set_sizes_contiguous(schema.shape);
+}
+
 }  // namespace
 
 MessageTensors::MessageTensors(KnownPtr known, Device device)
-    : known_(std::move(known)),
-      device_(torch_device(device)),
-      packed_(storage(known_->parcel.packed.bytes())),
-      direct_(storage(known_->parcel.direct_bytes)),
-      cast_(storage(known_->parcel.cast_bytes)) {
+    : known_(std::move(known)), device_(torch_device(device)) {
+  make_storages();
   const Schema& schema = known_->schema;
   tensors_.reserve(schema.tensors.size());
   for (std::size_t i = 0; i < schema.tensors.size(); ++i) {
-    const Parcel::Place& place = known_->parcel.places[i];
-    switch (place.area) {
-      case Parcel::Area::kNowhere:
-        tensors_.push_back(at::empty(schema.tensors[i].shape, options(schema.tensors[i])));
-        break;
-      case Parcel::Area::kPacked:
-        tensors_.push_back(view(packed_, schema.tensors[i], place.offset));
-        break;
-      case Parcel::Area::kDirect:
-        tensors_.push_back(view(direct_, schema.tensors[i], place.offset));
-        break;
-      case Parcel::Area::kCast:
-        tensors_.push_back(view(cast_, schema.tensors[i], place.offset));
-        break;
-    }
+    tensors_.push_back(make(i));
     if (schema.tensors[i].requires_grad) {
       tensors_.back().set_requires_grad(true);
     }
   }
+}
+
+bool MessageTensors::become(const KnownPtr& known) {
+  if (known == known_) {
+    return true;
+  }
+  if (!same_but_shapes(known->schema, known_->schema)) {
+    return false;
+  }
+  known_ = known;
+  make_storages();
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    const TensorSchema& schema = known_->schema.tensors[i];
+    const Parcel::Place& place = known_->parcel.places[i];
+    const bool empty = place.area == Parcel::Area::kNowhere;
+    auto* const impl = tensors_[i].unsafeGetTensorImpl();
+    impl->set_storage_keep_dtype(empty ? at::empty({0}, options(schema)).storage() : storage_of(place.area));
+    lay_out(*impl, schema, place);
+  }
+  return true;
 }
 
 void MessageTensors::set_memory(const Incoming& message) {
@@ -70,13 +78,35 @@ c10::Storage MessageTensors::storage(std::size_t bytes) const {
   return {c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device_), nullptr, false};
 }
 
-at::Tensor MessageTensors::view(const c10::Storage& memory, const TensorSchema& schema, std::size_t offset) const {
-  const auto meta = c10::scalarTypeToTypeMeta(scalar_type(schema.dtype));
-  at::Tensor tensor = at::detail::make_tensor<at::TensorImpl>(
-      c10::Storage(memory), c10::DispatchKeySet(options(schema).computeDispatchKey()), meta);
-  auto* const impl = tensor.unsafeGetTensorImpl();
-  impl->set_storage_offset(static_cast<std::int64_t>(offset / meta.itemsize()));
-  impl->set_sizes_contiguous(schema.shape);
+void MessageTensors::make_storages() {
+  packed_ = storage(known_->parcel.packed.bytes());
+  direct_ = storage(known_->parcel.direct_bytes);
+  cast_ = storage(known_->parcel.cast_bytes);
+}
+
+const c10::Storage& MessageTensors::storage_of(Parcel::Area area) const noexcept {
+  switch (area) {
+    case Parcel::Area::kNowhere:
+    case Parcel::Area::kPacked:
+      return packed_;
+    case Parcel::Area::kDirect:
+      return direct_;
+    case Parcel::Area::kCast:
+      return cast_;
+  }
+  return packed_;
+}
+
+at::Tensor MessageTensors::make(std::size_t i) const {
+  const TensorSchema& schema = known_->schema.tensors[i];
+  const Parcel::Place& place = known_->parcel.places[i];
+  if (place.area == Parcel::Area::kNowhere) {
+    return at::empty(schema.shape, options(schema));
+  }
+  at::Tensor tensor = at::detail::make_tensor<at::TensorImpl>(c10::Storage(storage_of(place.area)),
+                                                              c10::DispatchKeySet(options(schema).computeDispatchKey()),
+                                                              c10::scalarTypeToTypeMeta(scalar_type(schema.dtype)));
+  lay_out(*tensor.unsafeGetTensorImpl(), schema, place);
   return tensor;
 }
 

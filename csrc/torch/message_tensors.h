@@ -13,21 +13,24 @@ class MessageTensors {
  public:
   // Of any message of this schema: tensors without memory, which nobody may read before set_memory().
   MessageTensors(KnownPtr known, Device device);
-  // Gives them the buffers of `message`, which has the schema that they were made for. Needs no GIL. One storage per
-  // buffer: the slot is used again when the last of its tensors is gone.
+  // False when they cannot be those of a message of schema `known`. Else they are from now on: they get its shapes.
+  [[nodiscard]] bool become(const KnownPtr& known);
+  // Gives them the buffers of `message`, which has the schema that they are made for. Needs no GIL, as become(). One
+  // storage per buffer: the slot is used again when the last of its tensors is gone.
   void set_memory(const Incoming& message);
 
-  [[nodiscard]] const KnownPtr& known() const noexcept { return known_; }
-  [[nodiscard]] std::vector<at::Tensor> take() noexcept { return std::move(tensors_); }
+  [[nodiscard]] const std::vector<at::Tensor>& all() const noexcept { return tensors_; }
 
  private:
+  void make_storages();
+  [[nodiscard]] const c10::Storage& storage_of(Parcel::Area area) const noexcept;
   [[nodiscard]] at::TensorOptions options(const TensorSchema& schema) const;
   [[nodiscard]] c10::Storage storage(std::size_t bytes) const;
-  [[nodiscard]] at::Tensor view(const c10::Storage& memory, const TensorSchema& schema, std::size_t offset) const;
+  [[nodiscard]] at::Tensor make(std::size_t i) const;
 
   KnownPtr known_;
   c10::Device device_;
-  // Empty where the schema has no such part.
+  // Null where the schema has no such part.
   c10::Storage packed_;
   c10::Storage direct_;
   c10::Storage cast_;

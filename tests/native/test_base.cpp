@@ -1,6 +1,7 @@
 // base/: element types, errors, fingerprints.
 #include <array>
 #include <cstdint>
+#include <set>
 #include <string>
 
 #include "base/dtype.h"
@@ -119,6 +120,26 @@ TEST(fingerprint_is_fnv1a) {
   CHECK_EQ(Fingerprint().value(), 0xcbf29ce484222325ULL);
   CHECK_EQ(Fingerprint().add("a", 1).value(), 0xaf63dc4c8601ec8cULL);
   CHECK_EQ(Fingerprint().add("foobar", 6).value(), 0x85944171f73967e8ULL);
+}
+
+TEST(fingerprint_by_words_tells_texts_apart) {
+  // Every byte counts, whatever the length; so does the length itself, where the bytes behind are zero.
+  std::set<std::uint64_t> seen;
+  std::size_t texts = 0;
+  for (std::size_t length = 0; length < 40; ++length) {
+    std::string text(length, '\0');
+    seen.insert(fingerprint_by_words(text));
+    ++texts;
+    for (char& byte : text) {
+      for (const int bit : {0, 7}) {
+        byte = static_cast<char>(1U << static_cast<unsigned>(bit));
+        seen.insert(fingerprint_by_words(text));
+        ++texts;
+      }
+      byte = 0;
+    }
+  }
+  CHECK_EQ(seen.size(), texts);
 }
 
 TEST(fingerprint_of_texts_keeps_their_boundaries) {
