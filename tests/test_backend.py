@@ -552,9 +552,6 @@ def destroyed_meanwhile(operation: str) -> tuple[str, bool]:
         dist.destroy_process_group()
         return "", True
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-    if operation == "irecv":  # beside a collective that nobody waits for, which would get five seconds
-        unattended = dist.all_reduce(torch.zeros(3), async_op=True)
-        assert unattended is not None
     before = backend._get_sequence_number_for_group()
     told = []
     inside = threading.Event()
@@ -585,6 +582,37 @@ def test_destroying_a_group_ends_what_another_thread_waits_for(operation: str) -
     assert "the group was destroyed" in told
     assert {"irecv": "recv"}.get(operation, "all_reduce #0") in told
     assert at_once
+
+
+def unattended_beside_a_waiter() -> float:
+    """A collective that nobody waits for ends well, though a thread waits for a message when its group is destroyed."""
+    dist.init_process_group("hpcomm", timeout=timedelta(seconds=60))
+    value = torch.ones(3)
+    if dist.get_rank() != 0:
+        time.sleep(0.5)
+        dist.all_reduce(value)
+        dist.destroy_process_group()
+        return value[0].item()
+    told = []
+
+    def wait() -> None:
+        with pytest.raises(RuntimeError) as caught:
+            dist.recv(torch.zeros(3), 1)
+        told.append(str(caught.value))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    work = dist.all_reduce(value, async_op=True)
+    assert work is not None
+    dist.destroy_process_group()
+    thread.join()
+    assert len(told) == 1
+    work.wait()
+    return value[0].item()
+
+
+def test_a_message_that_is_waited_for_costs_no_collective() -> None:
+    assert ranks.run(2, unattended_beside_a_waiter) == [2, 2]
 
 
 def timing_out() -> str:

@@ -281,6 +281,41 @@ def test_runs_of_like_messages() -> None:
     ranks.run(2, runs_of_like_messages)
 
 
+@dataclasses.dataclass
+class Summed:
+    """Code of the program runs when its field is set."""
+
+    x: torch.Tensor
+    total: float
+
+
+def _sum_up(self: Summed, value: torch.Tensor) -> None:
+    self.__dict__["x"] = value
+    self.__dict__["sums"] = self.__dict__.get("sums", ()) + (value.sum().item(),)
+
+
+Summed.x = property(lambda self: self.__dict__["x"], _sum_up)  # type: ignore[assignment]
+
+
+def code_in_a_setter() -> None:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        for length in (16, 16, 16, 17, 300, 300, 301, 1 << 16, 1 << 16):
+            value = torch.arange(length, dtype=torch.float64)
+            expected = value.sum().item()
+            if mesh.rank == 0:
+                channel.send(Summed(value, expected)).wait()
+            got = channel.recv()
+            assert got.__dict__["sums"] == (expected,) == (got.total,)
+            if mesh.rank == 1:
+                channel.send(Summed(value, expected)).wait()
+
+
+def test_setters_of_a_message_see_its_values() -> None:
+    ranks.run(2, code_in_a_setter)
+    ranks.run(2, code_in_a_setter, env={"HPCOMM_CPU_TRANSPORT": "gloo"})
+
+
 def frozen() -> None:
     with hpcomm.init(dp=1, pp=2) as mesh:
         channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, schema="frozen")

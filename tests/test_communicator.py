@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -229,6 +230,31 @@ def absent_peer() -> float:
         else:
             time.sleep(1.5)
         return time.monotonic() - start
+
+
+def memory_swapped_meanwhile() -> None:
+    """The tensor of a call that waits gets other memory from another thread; the call keeps what it was given."""
+    with hpcomm.init(dp=2) as mesh:
+        value = torch.full((1 << 20,), mesh.rank + 1.0)
+        if mesh.rank == 0:
+
+            def swap() -> None:
+                time.sleep(0.3)  # by then the call waits for its peer
+                value.data = torch.zeros(1)
+
+            thread = threading.Thread(target=swap)
+            thread.start()
+            mesh.dp.all_reduce(value)
+            thread.join()
+            assert value.shape == (1,)
+        else:
+            time.sleep(0.8)
+            mesh.dp.all_reduce(value)
+            assert bool((value == 3).all())
+
+
+def test_a_call_keeps_the_memory_it_was_given() -> None:
+    ranks.run(2, memory_swapped_meanwhile)
 
 
 def test_an_operation_that_one_rank_skips_times_out(run: Run) -> None:

@@ -39,8 +39,9 @@ struct OpOptions {
   // Of sums, where premultiplies(): every input is multiplied by it on the way. One number of the buffers' dtype, a
   // float, in the device's memory, which `keepalive` holds; it is read when the operation runs.
   void* factor = nullptr;
-  // In place of `keepalive`, for callers who hold the memory until the call returns, on transports that can_poll():
-  // called with `held` should an operation need it for longer. A small operation costs little more than making one.
+  // In place of `keepalive`, for callers who hold the memory itself until the call returns, on transports that
+  // can_poll(): called with `held` should an operation need it for longer. A small operation costs little more than
+  // making one.
   Keepalive (*keep)(const void* held) = nullptr;
   const void* held = nullptr;
   // False: an operation that has ended well when its call returns gives null in place of a Work, which costs to make.

@@ -24,6 +24,7 @@ class Walk {
     }
     return tensors_;
   }
+  [[nodiscard]] bool has_dataclass() const noexcept { return has_dataclass_; }
 
  private:
   // `place` is that of the node; it is the same again afterwards.
@@ -76,6 +77,7 @@ class Walk {
         return;
       }
       case Node::kDataclass: {
+        has_dataclass_ = true;
         (void)reader_.text();
         const std::uint32_t count = reader_.count();
         for (std::uint32_t i = 0; i < count; ++i) {
@@ -128,6 +130,7 @@ class Walk {
   StructureReader reader_;
   std::vector<std::string>* names_;
   std::size_t tensors_ = 0;
+  bool has_dataclass_ = false;
 };
 
 }  // namespace
@@ -173,5 +176,11 @@ std::vector<std::string> leaf_names(std::string_view structure) {
 }
 
 std::size_t count_leaves(std::string_view structure) { return Walk(structure, nullptr).run(); }
+
+bool holds_dataclass(std::string_view structure) {
+  Walk walk(structure, nullptr);
+  (void)walk.run();
+  return walk.has_dataclass();
+}
 
 }  // namespace hpcomm

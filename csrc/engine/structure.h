@@ -55,5 +55,7 @@ class StructureReader {
 [[nodiscard]] std::vector<std::string> leaf_names(std::string_view structure);
 // The number of tensors, with every check of leaf_names() and no text.
 [[nodiscard]] std::size_t count_leaves(std::string_view structure);
+// Throws as count_leaves() does.
+[[nodiscard]] bool holds_dataclass(std::string_view structure);
 
 }  // namespace hpcomm

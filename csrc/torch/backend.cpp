@@ -347,7 +347,8 @@ void HpcommBackend::shutdown() {
     return;
   }
   const Error destroyed(ErrorKind::kClosed, "the group was destroyed", communicator_->context("shutdown", -1, 0));
-  // A thread that waits for an operation would wait for a group that is gone. What nobody waits for gets time to end.
+  // A thread that waits for a collective would wait for a group that is gone. What nobody waits for gets time to end,
+  // also while a thread waits for a message: peers may be about to finish it.
   if (!ends_unattended(Clock::now() + kShutdownWait)) {
     communicator_->abort(destroyed);
   }

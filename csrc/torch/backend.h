@@ -83,8 +83,8 @@ class HpcommBackend final : public c10d::Backend {
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
-  // Finishes what was issued (within a few seconds), then leaves the job. An operation that another thread is inside of
-  // or waits for ends at once, with kClosed. Idempotent.
+  // Finishes what was issued (within a few seconds), then leaves the job. A collective that another thread is inside
+  // of, or waits for by its Work, ends at once, with kClosed; messages when the collectives have ended. Idempotent.
   void shutdown() override;
   // Ends every operation, now.
   void abort() override;
@@ -109,7 +109,7 @@ class HpcommBackend final : public c10d::Backend {
   [[nodiscard]] OpOptions op_options(std::chrono::milliseconds timeout) const;
   [[nodiscard]] const std::shared_ptr<HostCommunicator>& communicator() const;
   void leave() noexcept;
-  // False when `patience` was over first, or when a thread waits for an operation.
+  // False when `patience` was over first, or when a thread waits for a collective.
   [[nodiscard]] bool ends_unattended(Deadline patience) const;
 
   std::shared_ptr<HostCommunicator> communicator_;
@@ -119,7 +119,7 @@ class HpcommBackend final : public c10d::Backend {
   std::atomic<std::uint64_t> sequence_ = 0;
   std::atomic<std::uint64_t> monitored_barriers_ = 0;
   std::atomic<bool> left_ = false;
-  // Threads that wait for an operation, in its call or by its Work, which may outlive this object.
+  // Threads that wait for a collective, in its call or by its Work, which may outlive this object.
   std::shared_ptr<std::atomic<int>> inside_ = std::make_shared<std::atomic<int>>(0);
 
   std::mutex coalescing_mutex_;

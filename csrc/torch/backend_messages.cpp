@@ -31,8 +31,7 @@ HpcommBackend::C10dWork HpcommBackend::message(c10d::OpType type, const char* ti
                                                  profiled ? std::make_optional(tensors) : std::nullopt, tensor,
                                                  staged ? memory : at::Tensor());
     const std::uint64_t full_tag = tag_in(TagSpace::kUser, static_cast<std::uint64_t>(tag));
-    work->attach(sends ? mailbox_->send(view, peer, full_tag, options) : mailbox_->recv(view, peer, full_tag, options),
-                 inside_);
+    work->attach(sends ? mailbox_->send(view, peer, full_tag, options) : mailbox_->recv(view, peer, full_tag, options));
     if (coalescing_.load(std::memory_order_relaxed)) {
       const std::lock_guard lock(coalescing_mutex_);
       coalesced_.push_back(work);

@@ -180,10 +180,7 @@ std::exception_ptr MessageWork::exception() const { return mail_->done() ? error
 
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
   return for_torch([&] {
-    {
-      const Inside inside(mail_->done() ? nullptr : inside_.get());
-      wait_to_end(*mail_, timeout);
-    }
+    wait_to_end(*mail_, timeout);
     arrived();
     return true;
   });

@@ -102,10 +102,7 @@ class MessageWork final : public c10d::Work {
   MessageWork(int rank, c10d::OpType type, const char* title, const std::optional<std::vector<at::Tensor>>& inputs,
               at::Tensor target, at::Tensor staging);
 
-  void attach(MailPtr mail, std::shared_ptr<std::atomic<int>> inside) {
-    mail_ = std::move(mail);
-    inside_ = std::move(inside);
-  }
+  void attach(MailPtr mail) { mail_ = std::move(mail); }
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -119,7 +116,6 @@ class MessageWork final : public c10d::Work {
   void arrived();
 
   MailPtr mail_;
-  std::shared_ptr<std::atomic<int>> inside_;
   at::Tensor target_;
   at::Tensor staging_;
   std::once_flag arrived_;

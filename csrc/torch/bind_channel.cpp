@@ -162,9 +162,9 @@ class Draft {
 };
 
 py::object to_tree(const Incoming& message) {
-  Draft draft(message.known, message.device);
-  draft.set_memory(message);
-  return draft.take();
+  MessageTensors tensors(message.known, message.device);
+  tensors.set_memory(message);
+  return unflatten(message.known->schema.structure, tensors.all());
 }
 
 // The tree of a message that is being received: drafted like the last one while nothing has come, which takes as long
@@ -206,7 +206,10 @@ class Drafting {
  private:
   void make(const KnownPtr& known) {
     try {
-      draft_.emplace(known, device_);
+      // The fields of a dataclass may be set by code of the program, which may read them.
+      if (!holds_dataclass(known->schema.structure)) {
+        draft_.emplace(known, device_);
+      }
     } catch (const Error&) {
       // The message's own fault, not the edge's: the next one may be read. finish() finds it again.
     }  // what else there is, is the program's: a signal, most likely

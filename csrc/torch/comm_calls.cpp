@@ -19,17 +19,19 @@ namespace hpcomm::calls {
 
 namespace {
 
-Keepalive keep_both(const at::Tensor& a, const at::Tensor& b) {
-  return std::make_shared<const std::pair<Keepalive, Keepalive>>(keep(a), keep(b));
-}
+// The memory of a call's one or two tensors, until it returns: the caller holds the tensors, and another thread may
+// give them other memory meanwhile.
+class Held {
+ public:
+  explicit Held(const at::Tensor& only) : memory_(only.storage(), c10::Storage()) {}
+  Held(const at::Tensor& output, const at::Tensor& input) : memory_(output.storage(), input.storage()) {}
 
-// The one or two tensors of a call, whose caller holds them until it returns.
-struct Held {
-  const at::Tensor& first;
-  const at::Tensor* second = nullptr;
-
-  [[nodiscard]] Keepalive keepalive() const { return second == nullptr ? keep(first) : keep_both(first, *second); }
+  [[nodiscard]] Keepalive keepalive() const { return std::make_shared<const Memory>(memory_); }
   [[nodiscard]] static Keepalive of(const void* held) { return static_cast<const Held*>(held)->keepalive(); }
+
+ private:
+  using Memory = std::pair<c10::Storage, c10::Storage>;
+  Memory memory_;
 };
 
 // The tail of every operation: how it is issued and whether the call waits. Synchronous calls run in this thread where
@@ -103,7 +105,7 @@ ReduceOp parse_op(std::string_view op) {
 
 py::object all_reduce(Communicator& self, const at::Tensor& tensor, ReduceOp op, bool async_op, double timeout) {
   const BufferView view = view_of(tensor, "all_reduce", self.device());
-  const Held held{tensor};
+  const Held held(tensor);
   const Call call{self, async_op, timeout};
   return call.run([&] { return self.all_reduce(view, op, call.options(&held)); });
 }
@@ -112,7 +114,7 @@ py::object reduce_scatter(Communicator& self, const at::Tensor& output, const at
                           bool async_op, double timeout) {
   const BufferView to = view_of(output, "reduce_scatter output", self.device());
   const BufferView from = view_of(input, "reduce_scatter input", self.device());
-  const Held held{output, &input};
+  const Held held(output, input);
   const Call call{self, async_op, timeout};
   return call.run([&] { return self.reduce_scatter(to, from, op, call.options(&held)); });
 }
@@ -121,7 +123,7 @@ py::object all_gather(Communicator& self, const at::Tensor& output, const at::Te
                       double timeout) {
   const BufferView to = view_of(output, "all_gather output", self.device());
   const BufferView from = view_of(input, "all_gather input", self.device());
-  const Held held{output, &input};
+  const Held held(output, input);
   const Call call{self, async_op, timeout};
   return call.run([&] { return self.all_gather(to, from, call.options(&held)); });
 }
@@ -130,28 +132,28 @@ py::object all_to_all(Communicator& self, const at::Tensor& output, const at::Te
                       double timeout) {
   const BufferView to = view_of(output, "all_to_all output", self.device());
   const BufferView from = view_of(input, "all_to_all input", self.device());
-  const Held held{output, &input};
+  const Held held(output, input);
   const Call call{self, async_op, timeout};
   return call.run([&] { return self.all_to_all(to, from, call.options(&held)); });
 }
 
 py::object broadcast(Communicator& self, const at::Tensor& tensor, int root, bool async_op, double timeout) {
   const BufferView view = view_of(tensor, "broadcast", self.device());
-  const Held held{tensor};
+  const Held held(tensor);
   const Call call{self, async_op, timeout};
   return call.run([&] { return self.broadcast(view, root, call.options(&held)); });
 }
 
 py::object send(Communicator& self, const at::Tensor& tensor, int peer, bool async_op, double timeout) {
   const BufferView view = view_of(tensor, "send", self.device());
-  const Held held{tensor};
+  const Held held(tensor);
   const Call call{self, async_op, timeout};
   return call.run([&] { return self.send(view, peer, call.options(&held)); });
 }
 
 py::object recv(Communicator& self, const at::Tensor& tensor, int peer, bool async_op, double timeout) {
   const BufferView view = view_of(tensor, "recv", self.device());
-  const Held held{tensor};
+  const Held held(tensor);
   const Call call{self, async_op, timeout};
   return call.run([&] { return self.recv(view, peer, call.options(&held)); });
 }

@@ -2,6 +2,7 @@
 //
 // A call whose arguments are of the usual types is made here; every other one, the wrong ones included, goes to the
 // method that pybind11 made, which converts or says what it expects. So both accept the same, and both say the same.
+#include <cxxabi.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <array>
@@ -213,6 +214,8 @@ class Direct {
           return result->inc_ref().ptr();
         }
       }
+    } catch (abi::__forced_unwind&) {
+      throw;  // the thread is being ended
     } catch (...) {
       set_python_error();
       return nullptr;
