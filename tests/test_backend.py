@@ -534,14 +534,14 @@ def test_a_group_of_a_gloo_job_names_global_ranks() -> None:
     assert "rank 2 is gone" in survivor.value
 
 
-def waiting_for(operation: str) -> None:
+def waiting_for(operation: str) -> Callable[[], object]:
+    """What a thread is to do; messages are asked for here, for nothing tells when a thread has got that far."""
     value = torch.zeros(3)
+    if operation == "irecv":
+        return dist.irecv(value, 1).wait  # type: ignore[union-attr]
     if operation == "all_reduce":
-        dist.all_reduce(value)
-        return
-    work = dist.irecv(value, 1) if operation == "irecv" else dist.all_reduce(value, async_op=True)
-    assert work is not None
-    work.wait()
+        return lambda: dist.all_reduce(value)
+    return lambda: dist.all_reduce(value, async_op=True).wait()  # type: ignore[union-attr]
 
 
 def destroyed_meanwhile(operation: str) -> tuple[str, bool]:
@@ -554,12 +554,13 @@ def destroyed_meanwhile(operation: str) -> tuple[str, bool]:
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     before = backend._get_sequence_number_for_group()
     told = []
+    act = waiting_for(operation)
     inside = threading.Event()
 
     def wait() -> None:
         inside.set()
         with pytest.raises(RuntimeError) as caught:
-            waiting_for(operation)
+            act()
         told.append(f"{type(caught.value).__name__}: {caught.value}")
 
     thread = threading.Thread(target=wait)
@@ -594,10 +595,12 @@ def unattended_beside_a_waiter() -> float:
         dist.destroy_process_group()
         return value[0].item()
     told = []
+    message = dist.irecv(torch.zeros(3), 1)
+    assert message is not None
 
     def wait() -> None:
         with pytest.raises(RuntimeError) as caught:
-            dist.recv(torch.zeros(3), 1)
+            message.wait()
         told.append(str(caught.value))
 
     thread = threading.Thread(target=wait)
