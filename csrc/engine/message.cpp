@@ -18,7 +18,7 @@ static_assert(std::endian::native == std::endian::little, "the wire format is wr
 namespace {
 
 constexpr std::uint32_t kMagic = 0x676d6368;  // "hcmg"
-constexpr std::uint16_t kVersion = 2;
+constexpr std::uint16_t kVersion = 3;
 constexpr std::uint16_t kLent = 1;
 constexpr std::size_t kMaxDimensions = 64;
 constexpr std::size_t kLeastTensorBytes = 4;  // of a schema: a tensor without dimensions

@@ -192,21 +192,22 @@ Check best_check() {
 }
 #endif
 
-template <typename From>
-Run run_to(DType to) {
-  switch (to) {
+// What `visit` answers for the C++ type of a floating point `dtype`; nothing for any other.
+template <typename Answer, typename Visit>
+Answer for_floating(DType dtype, const Visit& visit) {
+  switch (dtype) {
     case DType::kFloat16:
-      return best_run<Elements<From, Float16>>();
+      return visit(std::type_identity<Float16>{});
     case DType::kBFloat16:
-      return best_run<Elements<From, BFloat16>>();
+      return visit(std::type_identity<BFloat16>{});
     case DType::kFloat32:
-      return best_run<Elements<From, float>>();
+      return visit(std::type_identity<float>{});
     case DType::kFloat64:
-      return best_run<Elements<From, double>>();
+      return visit(std::type_identity<double>{});
     case DType::kFloat8E4M3FN:
-      return best_run<Elements<From, Float8E4M3FN>>();
+      return visit(std::type_identity<Float8E4M3FN>{});
     case DType::kFloat8E5M2:
-      return best_run<Elements<From, Float8E5M2>>();
+      return visit(std::type_identity<Float8E5M2>{});
     case DType::kBool:
     case DType::kUInt8:
     case DType::kInt8:
@@ -228,30 +229,9 @@ Check check_in(DType to) {
 }  // namespace
 
 Run find_run(DType from, DType to) {
-  switch (from) {
-    case DType::kFloat16:
-      return run_to<Float16>(to);
-    case DType::kBFloat16:
-      return run_to<BFloat16>(to);
-    case DType::kFloat32:
-      return run_to<float>(to);
-    case DType::kFloat64:
-      return run_to<double>(to);
-    case DType::kFloat8E4M3FN:
-      return run_to<Float8E4M3FN>(to);
-    case DType::kFloat8E5M2:
-      return run_to<Float8E5M2>(to);
-    case DType::kBool:
-    case DType::kUInt8:
-    case DType::kInt8:
-    case DType::kInt16:
-    case DType::kInt32:
-    case DType::kInt64:
-    case DType::kComplex64:
-    case DType::kComplex128:
-      return nullptr;
-  }
-  return nullptr;
+  return for_floating<Run>(from, [to]<typename From>(std::type_identity<From>) {
+    return for_floating<Run>(to, []<typename To>(std::type_identity<To>) { return best_run<Elements<From, To>>(); });
+  });
 }
 
 Run bytes_run() {
@@ -263,30 +243,7 @@ Run bytes_run() {
 }
 
 Check find_check(DType from, DType to) {
-  switch (from) {
-    case DType::kFloat16:
-      return check_in<Float16>(to);
-    case DType::kBFloat16:
-      return check_in<BFloat16>(to);
-    case DType::kFloat32:
-      return check_in<float>(to);
-    case DType::kFloat64:
-      return check_in<double>(to);
-    case DType::kFloat8E4M3FN:
-      return check_in<Float8E4M3FN>(to);
-    case DType::kFloat8E5M2:
-      return check_in<Float8E5M2>(to);
-    case DType::kBool:
-    case DType::kUInt8:
-    case DType::kInt8:
-    case DType::kInt16:
-    case DType::kInt32:
-    case DType::kInt64:
-    case DType::kComplex64:
-    case DType::kComplex128:
-      return nullptr;
-  }
-  return nullptr;
+  return for_floating<Check>(from, [to]<typename From>(std::type_identity<From>) { return check_in<From>(to); });
 }
 
 }  // namespace hpcomm::convert
