@@ -3,7 +3,9 @@
 A row per pipeline rank, an action per cell: ``2F0`` is the forward of microbatch 0 on stage 2, ``B``, ``I`` and ``W``
 its backward and the halves of it, ``0SEND_F1`` the message of stage 0's forward, ``1RECV_F1`` its receipt on stage 1,
 and ``SEND_B``, ``RECV_B`` those of gradients. Empty cells are bubbles. This is the format of ``_load_csv`` and
-``_dump_csv`` of torch's ``_PipelineScheduleRuntime`` (``compute_only`` and ``compute_comms``), as of torch 2.13.
+``_dump_csv`` of torch's ``_PipelineScheduleRuntime`` (``compute_only`` and ``compute_comms``), as of torch 2.13; with
+the waits that torch 2.15 has in it: ``0WAIT_SEND_F1`` holds a rank until that message has been received, and
+``0WAIT_REDUCE_GRAD`` until the reduction has ended.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from hpcomm.plan.table import ComputeAction, Table, num_microbatches_of, placeme
 if TYPE_CHECKING:
     from hpcomm._C import StepPlan
 
-_CELL = re.compile(r"(\d{1,9})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|UNSHARD|RESHARD)(\d{0,9})")
+_CELL = re.compile(r"(\d{1,9})(F|B|I|W|(?:WAIT_)?SEND_[FB]|RECV_[FB]|(?:WAIT_)?REDUCE_GRAD|UNSHARD|RESHARD)(\d{0,9})")
 # An overlapped pair: torch may run the two at the same time; a plan issues one after the other.
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-_WITHOUT_MICROBATCH = {"REDUCE_GRAD", "UNSHARD", "RESHARD"}
+_WITHOUT_MICROBATCH = {"REDUCE_GRAD", "WAIT_REDUCE_GRAD", "UNSHARD", "RESHARD"}
 
 
 class _Cell(NamedTuple):
@@ -37,11 +39,17 @@ def to_csv(table: Table) -> str:
     return _write([[f"{action.stage}{action}" for action in actions] for actions in table])
 
 
-def plan_to_csv(plan: StepPlan) -> str:
+def plan_to_csv(plan: StepPlan, *, waits: bool = False) -> str:
     """A plan in its own order, as ``_load_csv(..., format="compute_comms")`` reads it: of the first replica.
 
     torch knows messages between neighbouring stages only, reduces a stage's gradients as a whole, and has no loss of
     its own: the first reduction of each stage becomes ``REDUCE_GRAD``, and what has no name there is left out.
+
+    Args:
+        waits: Write ``WAIT_SEND_F``, ``WAIT_SEND_B`` and ``WAIT_REDUCE_GRAD``, which torch 2.15 demands and torch 2.13
+            does not know. A sent activation is waited for behind the backward that its gradient came for, a gradient at
+            the end of the row, a reduction at once: none of them can make the order of a plan that verified wait for
+            what comes later.
 
     Raises ``ValueError`` for a skip connection or tied parameters.
     """
@@ -50,7 +58,8 @@ def plan_to_csv(plan: StepPlan) -> str:
         cells = []
         for action in plan.actions(rank):
             cells += [_cell(action)] + [_cell(inner) for inner in action.inside]
-        rows.append(list(dict.fromkeys(cell for cell in cells if cell)))
+        row = list(dict.fromkeys(cell for cell in cells if cell))
+        rows.append(_with_waits(row) if waits else row)
     return _write(rows)
 
 
@@ -69,7 +78,8 @@ def plan_from_csv(text: str, *, slot_depth: int = 0) -> StepPlan:
     """The plan that a CSV with communication describes, every action where it stands.
 
     Nothing is added or moved, so ``verify()`` judges the order of the file: computations, messages on one communicator
-    per direction, and ``REDUCE_GRAD`` as a reduction of one rank. ``UNSHARD`` and ``RESHARD`` are left out.
+    per direction, and ``REDUCE_GRAD`` as a reduction of one rank. ``UNSHARD``, ``RESHARD`` and the waits are left out:
+    ``verify()`` lets each send wait for its receive where it stands, which is sooner.
 
     Raises ``ValueError`` that names the row and the cell which cannot be read, or what the file contradicts.
     """
@@ -101,6 +111,24 @@ def _cell(action: Any) -> str:
             f"{action.peer_stage}"
         )
     return f"{action.stage}{kind}_{'F' if action.payload.name == 'ACTIVATION' else 'B'}{action.microbatch}"
+
+
+def _with_waits(row: list[str]) -> list[str]:
+    """The row with a wait for each of its messages and reductions."""
+    waiting = {cell for cell in row if "SEND" in cell}
+    cells: list[str] = []
+    for cell in row:
+        cells.append(cell)
+        match = _CELL.fullmatch(cell)
+        assert match is not None
+        stage, kind, microbatch = match.groups()
+        if kind == "REDUCE_GRAD":
+            cells.append(f"{stage}WAIT_REDUCE_GRAD")
+        sent = f"{stage}SEND_F{microbatch}"
+        if kind in ("B", "I") and sent in waiting:
+            waiting.remove(sent)
+            cells.append(f"{stage}WAIT_SEND_F{microbatch}")
+    return cells + [cell.replace("SEND", "WAIT_SEND") for cell in row if cell in waiting]
 
 
 def _read(text: str) -> Iterator[list[_Cell]]:
@@ -142,7 +170,7 @@ class _Builder:
             plan.communicators = [native.CommunicatorSpec(list(range(plan.pp)), lane) for lane in lanes]
         lists = []
         for rank, row in enumerate(rows):
-            cells = (cell for cell in row if cell.kind not in ("UNSHARD", "RESHARD"))
+            cells = (cell for cell in row if not cell.kind.startswith(("UNSHARD", "RESHARD", "WAIT_")))
             lists.append([native.Issue(self._operation(cell, rank)) for cell in cells])
         plan.operations = self._operations
         plan.lists = lists

@@ -29,6 +29,7 @@ def load(backend: str, world_size: int) -> type[unittest.TestCase]:
     os.environ.setdefault("TEMP_DIR", "/tmp")
     warnings.filterwarnings("ignore")
     import torch
+    import torch.testing._internal.common_device_type  # before a GPU is pretended: it looks for one
     from torch.testing._internal.distributed import distributed_test as suite
 
     torch.set_num_threads(1)

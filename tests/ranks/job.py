@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
@@ -24,6 +25,11 @@ import pytest
 from ranks import zygote
 from ranks.outcome import Outcome, RankError, prefixed, report, tail
 from ranks.rank import STACK_SIGNAL
+
+# Triton's complaint of itself at the end of an interpreter; it comes with torch's builds for CUDA.
+_NANOBIND = re.compile(
+    r"^(?:nanobind: .*| - (?:leaked .*|\.\.\. skipped remainder)|See https://nanobind\..*)(?:\n|\Z)", re.MULTILINE
+)
 
 # How long the others may run on after the first failure: enough to fail themselves, which often says more.
 GRACE = 2.0
@@ -210,7 +216,9 @@ class Job:
         with contextlib.suppress(FileNotFoundError):
             result = pickle.loads((self._path / f"{rank}.result").read_bytes())
         failed_at = result.pop("time", ended)
-        outcome = Outcome(rank, **result, seconds=failed_at - self._start, output=self._read(rank, "out"))
+        outcome = Outcome(
+            rank, **result, seconds=failed_at - self._start, output=_NANOBIND.sub("", self._read(rank, "out"))
+        )
         if outcome.exception:
             return outcome
         outcome.killed = rank in self._killed
