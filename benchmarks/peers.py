@@ -81,12 +81,7 @@ class Hpcomm(Peer):
             case "all_to_all":
                 return partial(world.all_to_all, output, data)
             case "sendrecv":
-                # Operations run in order, and a send may wait for its receive: one end receives first.
-                return _in_turn(
-                    partial(world.send, data, case.next),
-                    partial(world.recv, output, case.previous),
-                    case.rank % 2 == 0,
-                )
+                return partial(world.sendrecv, data, case.next, output, case.previous)
         if case.partner is None:
             return _nothing
         return _in_turn(

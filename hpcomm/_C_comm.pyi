@@ -80,6 +80,9 @@ class Communicator:
     all such calls, which names no operation. ``timeout`` is in seconds (negative: the communicator's own). Ranks are
     positions in ``ranks``.
 
+    send() and recv() run in order like the others, so two ranks that both send first may wait for each other.
+    sendrecv() sends ``tensor`` to ``peer`` and receives ``output`` from ``source`` at once, as MPI_Sendrecv does.
+
     Raises InvalidArgument for wrong tensors or peers; RankFailed, PeerError, TimedOut, TransportError from the wait.
     """
 
@@ -122,6 +125,16 @@ class Communicator:
     def broadcast(self, tensor: torch.Tensor, root: int, *, async_op: bool = False, timeout: float = -1.0) -> Work: ...
     def send(self, tensor: torch.Tensor, peer: int, *, async_op: bool = False, timeout: float = -1.0) -> Work: ...
     def recv(self, tensor: torch.Tensor, peer: int, *, async_op: bool = False, timeout: float = -1.0) -> Work: ...
+    def sendrecv(
+        self,
+        tensor: torch.Tensor,
+        peer: int,
+        output: torch.Tensor,
+        source: int,
+        *,
+        async_op: bool = False,
+        timeout: float = -1.0,
+    ) -> Work: ...
     def barrier(self, *, async_op: bool = False, timeout: float = -1.0) -> Work: ...
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
     def split(self, color: int, key: int = 0) -> Communicator: ...

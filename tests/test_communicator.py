@@ -94,6 +94,33 @@ def test_messages_are_fifo(run: Run) -> None:
     run(2, messages)
 
 
+def exchanges() -> None:
+    with hpcomm.init(dp=3, timeout=20.0) as mesh:
+        comm, rank = mesh.dp, mesh.rank
+        following, before = (rank + 1) % 3, (rank - 1) % 3
+        for count in (1, 1000, 3_000_000):  # far more than any buffer holds: in turn, all would wait for all
+            received = torch.empty(count)
+            comm.sendrecv(encode(rank, count), following, received, before)
+            assert torch.equal(received, encode(before, count))
+            work = comm.sendrecv(tensor=encode(rank, count, torch.int64), peer=before, async_op=True, timeout=10,
+                                 output=(other := torch.empty(count, dtype=torch.int64)), source=following)  # fmt: skip
+            assert work.operation == "sendrecv"
+            work.wait()
+            assert torch.equal(other, encode(following, count, torch.int64))
+        with pytest.raises(hpcomm.InvalidArgument, match="no peer"):
+            comm.sendrecv(torch.zeros(1), following, torch.zeros(1), rank)
+        comm.barrier()
+
+
+def test_sendrecv_in_a_ring(run: Run) -> None:
+    run(3, exchanges)
+
+
+@pytest.mark.parametrize("rules", ["nccl:delay=200", "nccl:lanes"])
+def test_sendrecv_in_a_ring_under_the_rules_of_nccl(rules: str) -> None:
+    ranks.run(3, exchanges, env={"HPCOMM_EMULATE": rules})
+
+
 def test_async_work_is_issued_and_waited(run: Run) -> None:
     run(2, async_all_reduce)
 

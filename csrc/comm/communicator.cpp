@@ -27,10 +27,20 @@ const char* Communicator::operation_name(Operation::Kind kind) noexcept {
       return "send";
     case Operation::Kind::kRecv:
       return "recv";
+    case Operation::Kind::kSendRecv:
+      return "sendrecv";
     case Operation::Kind::kBarrier:
       return "barrier";
   }
   return "unknown";
+}
+
+Communicator::Operation Communicator::Operation::sending() const {
+  return {Kind::kSend, {}, input, op, peer, sequence, options};
+}
+
+Communicator::Operation Communicator::Operation::receiving() const {
+  return {Kind::kRecv, output, {}, op, source, source_sequence, options};
 }
 
 Communicator::Communicator(CommunicatorConfig config)
@@ -67,6 +77,10 @@ WorkPtr Communicator::issue(Operation operation) {
       break;
     case Operation::Kind::kRecv:
       operation.sequence = received_[static_cast<std::size_t>(operation.peer)]++;
+      break;
+    case Operation::Kind::kSendRecv:
+      operation.sequence = sent_[static_cast<std::size_t>(operation.peer)]++;
+      operation.source_sequence = received_[static_cast<std::size_t>(operation.source)]++;
       break;
     case Operation::Kind::kAllReduce:
     case Operation::Kind::kReduceScatter:
@@ -125,6 +139,13 @@ WorkPtr Communicator::send(const BufferView& buffer, int peer, const OpOptions& 
 WorkPtr Communicator::recv(const BufferView& buffer, int peer, const OpOptions& options) {
   require_peer("recv", peer);
   return issue({Operation::Kind::kRecv, buffer, {}, ReduceOp::kSum, peer, 0, options});
+}
+
+WorkPtr Communicator::sendrecv(const BufferView& input, int to, const BufferView& output, int from,
+                               const OpOptions& options) {
+  require_peer("sendrecv", to);
+  require_peer("sendrecv", from);
+  return issue({Operation::Kind::kSendRecv, output, input, ReduceOp::kSum, to, 0, options, from});
 }
 
 WorkPtr Communicator::barrier(const OpOptions& options) {

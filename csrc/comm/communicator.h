@@ -105,6 +105,8 @@ class Communicator {
   // First in, first out per pair of ranks; there are no tags. Empty buffers are not sent.
   WorkPtr send(const BufferView& buffer, int peer, const OpOptions& options = {});
   WorkPtr recv(const BufferView& buffer, int peer, const OpOptions& options = {});
+  // Both at once, neither behind the other: what `to` receives in its own order, and what `from` sends in its.
+  WorkPtr sendrecv(const BufferView& input, int to, const BufferView& output, int from, const OpOptions& options = {});
   WorkPtr barrier(const OpOptions& options = {});
   // Issues what `issue` issues here as one operation, none of which waits for another of them. At most 256 operations.
   // Only sends and receives of different directions need it; transports that never wait in issue order just call it.
@@ -154,7 +156,17 @@ class Communicator {
   explicit Communicator(CommunicatorConfig config);
   // What a transport supplies: puts `operation` in order on the lane.
   struct Operation {
-    enum class Kind { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kAllToAll, kSend, kRecv, kBarrier };
+    enum class Kind {
+      kAllReduce,
+      kReduceScatter,
+      kAllGather,
+      kBroadcast,
+      kAllToAll,
+      kSend,
+      kRecv,
+      kSendRecv,
+      kBarrier
+    };
     Kind kind;
     BufferView output;  // or the only buffer
     BufferView input;
@@ -162,6 +174,12 @@ class Communicator {
     int peer = -1;  // root, for a broadcast
     std::uint64_t sequence = 0;
     OpOptions options;
+    int source = -1;  // of kSendRecv: whom it receives from, and the number of that message
+    std::uint64_t source_sequence = 0;
+
+    // The halves of kSendRecv, as operations of their own.
+    [[nodiscard]] Operation sending() const;
+    [[nodiscard]] Operation receiving() const;
   };
   [[nodiscard]] static const char* operation_name(Operation::Kind kind) noexcept;
   virtual WorkPtr submit(Operation operation) = 0;

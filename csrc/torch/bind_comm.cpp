@@ -105,6 +105,8 @@ void bind_comm(py::module_& module) {
       .def("broadcast", &calls::broadcast, py::arg("tensor"), py::arg("root"), py::kw_only(), later, limit)
       .def("send", &calls::send, py::arg("tensor"), py::arg("peer"), py::kw_only(), later, limit)
       .def("recv", &calls::recv, py::arg("tensor"), py::arg("peer"), py::kw_only(), later, limit)
+      .def("sendrecv", &calls::sendrecv, py::arg("tensor"), py::arg("peer"), py::arg("output"), py::arg("source"),
+           py::kw_only(), later, limit)
       .def("barrier", &calls::barrier, py::kw_only(), later, limit)
       .def("allocate", &allocate, py::arg("shape"), py::arg("dtype"))
       .def(

@@ -95,8 +95,13 @@ class C10dCommunicator final : public HostCommunicator {
       switch (operation.kind) {
         case Operation::Kind::kSend:
         case Operation::Kind::kRecv:
-          transfer(operation, limit);
+          transfer(operation, {begin(operation)}, limit);
           return;
+        case Operation::Kind::kSendRecv: {
+          const Message received = begin(operation.receiving());
+          transfer(operation, {received, begin(operation.sending())}, limit);
+          return;
+        }
         case Operation::Kind::kAllReduce:
         case Operation::Kind::kReduceScatter:
         case Operation::Kind::kAllGather:
@@ -126,9 +131,9 @@ class C10dCommunicator final : public HostCommunicator {
   void interrupt() noexcept override {
     std::lock_guard lock(mutex_);
     interrupted_ = true;
-    if (transfer_ != nullptr) {
+    for (const Message& message : transfers_) {
       try {
-        transfer_->abort();
+        message->abort();
       } catch (const std::exception&) {
         // A backend without abort() ends by its own time-out.
       }
@@ -136,28 +141,40 @@ class C10dCommunicator final : public HostCommunicator {
   }
 
  private:
-  // Messages: the backend's Work can be aborted.
-  void transfer(const Operation& operation, std::chrono::milliseconds limit) {
+  // The backend's Work of a message, which can be aborted.
+  using Message = c10::intrusive_ptr<c10d::Work>;
+
+  // Null for an empty message, which is not sent.
+  [[nodiscard]] Message begin(const Operation& operation) {
     const bool sends = operation.kind == Operation::Kind::kSend;
     const BufferView& view = sends ? operation.input : operation.output;
     if (view.bytes == 0) {
-      return;
+      return {};
     }
     std::vector<at::Tensor> tensors{as_tensor(view, operation.options.keepalive)};
-    auto work = sends ? backend_->send(tensors, operation.peer, 0) : backend_->recv(tensors, operation.peer, 0);
+    return sends ? backend_->send(tensors, operation.peer, 0) : backend_->recv(tensors, operation.peer, 0);
+  }
+
+  // Waits for messages that have begun.
+  void transfer(const Operation& operation, std::vector<Message> messages, std::chrono::milliseconds limit) {
+    std::erase(messages, Message());
     {
       std::lock_guard lock(mutex_);
-      if (interrupted_) {
-        work->abort();
+      for (const Message& message : messages) {
+        if (interrupted_) {
+          message->abort();
+        }
       }
-      transfer_ = work;
+      transfers_ = messages;
     }
     const auto forget = [this] {
       std::lock_guard lock(mutex_);
-      transfer_.reset();
+      transfers_.clear();
     };
     try {
-      work->wait(limit);
+      for (const Message& message : messages) {
+        message->wait(limit);
+      }
     } catch (...) {
       forget();
       throw;
@@ -212,6 +229,7 @@ class C10dCommunicator final : public HostCommunicator {
       }
       case Operation::Kind::kSend:
       case Operation::Kind::kRecv:
+      case Operation::Kind::kSendRecv:
         break;
     }
     HPCOMM_ASSERT(false, "not a collective");
@@ -308,8 +326,8 @@ class C10dCommunicator final : public HostCommunicator {
   C10dBackendFactory factory_;
   std::shared_ptr<shm::Neighbourhood> neighbourhood_;
   std::mutex mutex_;
-  c10::intrusive_ptr<c10d::Work> transfer_;
-  at::Tensor scratch_;  // of the reduce_scatter that runs
+  std::vector<Message> transfers_;  // that the lane waits for, under mutex_
+  at::Tensor scratch_;              // of the reduce_scatter that runs
   std::optional<Deadline> farewell_;
   bool interrupted_ = false;
   bool abandoned_ = false;  // written on the lane, read after shut_down()

@@ -158,6 +158,15 @@ py::object recv(Communicator& self, const at::Tensor& tensor, int peer, bool asy
   return call.run([&] { return self.recv(view, peer, call.options(&held)); });
 }
 
+py::object sendrecv(Communicator& self, const at::Tensor& tensor, int peer, const at::Tensor& output, int source,
+                    bool async_op, double timeout) {
+  const BufferView from = view_of(tensor, "sendrecv tensor", self.device());
+  const BufferView to = view_of(output, "sendrecv output", self.device());
+  const Held held(output, tensor);
+  const Call call{self, async_op, timeout};
+  return call.run([&] { return self.sendrecv(from, peer, to, source, call.options(&held)); });
+}
+
 py::object barrier(Communicator& self, bool async_op, double timeout) {
   const Call call{self, async_op, timeout};
   const auto issue = [&] { return self.barrier(call.options(nullptr)); };

@@ -27,6 +27,8 @@ pybind11::object all_to_all(Communicator& self, const at::Tensor& output, const 
 pybind11::object broadcast(Communicator& self, const at::Tensor& tensor, int root, bool async_op, double timeout);
 pybind11::object send(Communicator& self, const at::Tensor& tensor, int peer, bool async_op, double timeout);
 pybind11::object recv(Communicator& self, const at::Tensor& tensor, int peer, bool async_op, double timeout);
+pybind11::object sendrecv(Communicator& self, const at::Tensor& tensor, int peer, const at::Tensor& output, int source,
+                          bool async_op, double timeout);
 pybind11::object barrier(Communicator& self, bool async_op, double timeout);
 
 }  // namespace calls

@@ -132,6 +132,12 @@ struct Recv {
   static constexpr std::array kParameters{"tensor", "peer", "async_op", "timeout"};
   static constexpr std::size_t kPositional = 2;
 };
+struct SendRecv {
+  static constexpr auto kCall = &calls::sendrecv;
+  static constexpr const char* kName = "sendrecv";
+  static constexpr std::array kParameters{"tensor", "peer", "output", "source", "async_op", "timeout"};
+  static constexpr std::size_t kPositional = 4;
+};
 struct Barrier {
   static constexpr auto kCall = &calls::barrier;
   static constexpr const char* kName = "barrier";
@@ -262,6 +268,7 @@ void put_direct_calls(py::handle type) {
   Direct<Broadcast>::put_on(type);
   Direct<Send>::put_on(type);
   Direct<Recv>::put_on(type);
+  Direct<SendRecv>::put_on(type);
   Direct<Barrier>::put_on(type);
 }
 

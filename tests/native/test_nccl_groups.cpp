@@ -39,6 +39,24 @@ TEST(nccl_group_exchanges_in_both_directions) {
   });
 }
 
+TEST(nccl_sendrecv_is_one_group) {
+  NcclJob(3).run([](Communicator& world) {
+    const int next = (world.rank() + 1) % 3;
+    const int before = (world.rank() + 2) % 3;
+    for (const std::size_t count : {std::size_t{1000}, std::size_t{0}}) {
+      DeviceVector<float> out(world.rank(), 1000, static_cast<float>(10 + world.rank()));
+      DeviceVector<float> in(world.rank(), 1000, 0);
+      BufferView from = out.view();
+      BufferView to = in.view();
+      from.count = to.count = count;
+      from.bytes = to.bytes = count * 4;
+      world.sendrecv(from, next, to, before)->wait();
+      CHECK_EQ(in[999], count == 0 ? 0.0F : static_cast<float>(10 + before));
+    }
+    CHECK_THROWS(ErrorKind::kInvalidArgument, world.sendrecv({}, next, {}, world.rank()), "has no peer");
+  });
+}
+
 TEST(nccl_without_a_group_two_senders_hang) {
   // What the group is for; the watchdog ends it.
   NcclJob job(2, {}, 300ms);

@@ -340,6 +340,52 @@ TEST(shm_inline_and_queued_operations_keep_their_order) {
   });
 }
 
+TEST(shm_sendrecv_waits_for_nobody_elses_order) {
+  ShmJob(3).run([](Communicator& world) {
+    const int next = (world.rank() + 1) % 3;
+    const int before = (world.rank() + 2) % 3;
+    for (const std::size_t count : {std::size_t{1}, std::size_t{5000}, std::size_t{9} << 20}) {
+      for (const bool queued : {false, true}) {
+        std::vector<float> out(count, static_cast<float>(10 + world.rank()));
+        std::vector<float> in(count);
+        OpOptions options;
+        options.inline_when_idle = !queued;
+        world.sendrecv(view_of(out), next, view_of(in), before, options)->wait();
+        CHECK_EQ(in.front(), static_cast<float>(10 + before));
+        CHECK_EQ(in.back(), static_cast<float>(10 + before));
+      }
+    }
+    // It takes its place among messages of the other kind.
+    std::vector<float> first{1};
+    std::vector<float> second{2};
+    std::vector<float> got(2);
+    if (world.rank() == 0) {
+      world.send(view_of(first), 1)->wait();
+      world.sendrecv(view_of(second), 1, {got.data(), 4, 1, DType::kFloat32, {}}, 2)->wait();
+      CHECK_EQ(got[0], 1.0F);
+    } else if (world.rank() == 1) {
+      world.recv({got.data(), 4, 1, DType::kFloat32, {}}, 0)->wait();
+      world.sendrecv(view_of(second), 2, {got.data() + 1, 4, 1, DType::kFloat32, {}}, 0)->wait();
+      CHECK_EQ(got, (std::vector<float>{1, 2}));
+    } else {
+      world.sendrecv(view_of(first), 0, {got.data(), 4, 1, DType::kFloat32, {}}, 1)->wait();
+      CHECK_EQ(got[0], 2.0F);
+    }
+    // An empty half is not sent.
+    world.sendrecv({}, next, {}, before)->wait();
+    // Other elements than were sent: only the receiver's half fails, and what follows is whole.
+    std::vector<double> wrong(1);
+    OpOptions limit;
+    limit.timeout = 20s;
+    if (world.rank() == 0) {
+      const auto error = error_of(*world.sendrecv(view_of(first), 1, view_of(wrong), 1, limit));
+      CHECK(error && error->kind() == ErrorKind::kSchemaMismatch);
+    } else if (world.rank() == 1) {
+      (void)error_of(*world.sendrecv(view_of(first), 0, view_of(second), 0, limit));
+    }
+  });
+}
+
 TEST(shm_composites_take_a_place_in_the_order) {
   ShmJob(2).run([](Communicator& world) {
     auto& host = dynamic_cast<HostCommunicator&>(world);

@@ -257,12 +257,44 @@ class ThreadCommunicator final : public HostCommunicator {
       room_->send(rank(), operation.peer, operation.input, wait);
     } else if (operation.kind == Operation::Kind::kRecv) {
       room_->recv(operation.peer, rank(), operation.output, wait);
+    } else if (operation.kind == Operation::Kind::kSendRecv) {
+      std::exception_ptr error;
+      std::thread sender([&] {
+        try {
+          room_->send(rank(), operation.peer, operation.input, wait);
+        } catch (...) {
+          error = std::current_exception();
+        }
+      });
+      const Joined joined(sender);
+      room_->recv(operation.source, rank(), operation.output, wait);
+      joined.now();
+      if (error != nullptr) {
+        std::rethrow_exception(error);
+      }
     } else {
       collective(operation, wait);
     }
   }
 
  private:
+  // Joins a thread, at the latest when an exception passes.
+  class Joined {
+   public:
+    explicit Joined(std::thread& thread) : thread_(thread) {}
+    ~Joined() { now(); }
+    Joined(const Joined&) = delete;
+    Joined& operator=(const Joined&) = delete;
+    void now() const {
+      if (thread_.joinable()) {
+        thread_.join();
+      }
+    }
+
+   private:
+    std::thread& thread_;
+  };
+
   template <typename Wait>
   void collective(const Operation& operation, const Wait& wait) {
     Room::Post post;
@@ -308,6 +340,7 @@ class ThreadCommunicator final : public HostCommunicator {
         break;
       case Operation::Kind::kSend:
       case Operation::Kind::kRecv:
+      case Operation::Kind::kSendRecv:
       case Operation::Kind::kBarrier:
         break;
     }

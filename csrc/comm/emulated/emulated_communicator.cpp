@@ -123,7 +123,7 @@ class EmulatedCommunicator final : public HostCommunicator, private DeviceSlot {
       const std::lock_guard alone(one_at_a_time_);
       delay(ticket.has_value());
       throw_if_aborted(what);
-      run(operation, what, deadline);
+      run(operation, deadline);
     } catch (const Error& error) {
       throw_if_aborted(what);
       Error told = error;
@@ -223,7 +223,7 @@ class EmulatedCommunicator final : public HostCommunicator, private DeviceSlot {
     }
   }
 
-  void run(const Operation& operation, const ErrorContext& what, Deadline deadline) {
+  void run(const Operation& operation, Deadline deadline) {
     OpOptions options;
     options.keepalive = operation.options.keepalive;
     options.poll = operation.options.poll;
@@ -247,16 +247,31 @@ class EmulatedCommunicator final : public HostCommunicator, private DeviceSlot {
         return inner_->all_to_all(operation.output, operation.input, limited())->wait();
       case Operation::Kind::kSend:
         if (operation.input.bytes > 0) {
-          meet(operation, what, deadline);
+          announce(operation);
+          meet(operation, deadline);
           inner_->send(operation.input, operation.peer, limited())->wait();
         }
         return;
       case Operation::Kind::kRecv:
         if (operation.output.bytes > 0) {
-          meet(operation, what, deadline);
+          announce(operation);
+          meet(operation, deadline);
           inner_->recv(operation.output, operation.peer, limited())->wait();
         }
         return;
+      case Operation::Kind::kSendRecv: {
+        std::vector<Operation> halves;
+        for (const Operation& half : {operation.sending(), operation.receiving()}) {
+          if (half.input.bytes + half.output.bytes > 0) {
+            announce(half);
+            halves.push_back(half);
+          }
+        }
+        for (const Operation& half : halves) {
+          meet(half, deadline);
+        }
+        return inner_->sendrecv(operation.input, operation.peer, operation.output, operation.source, limited())->wait();
+      }
       case Operation::Kind::kBarrier:
         return inner_->barrier(limited())->wait();
     }
@@ -269,16 +284,29 @@ class EmulatedCommunicator final : public HostCommunicator, private DeviceSlot {
     return hash.add_int(static_cast<std::uint64_t>(from)).add_int(static_cast<std::uint64_t>(to)).value();
   }
 
+  [[nodiscard]] static std::string described(const Operation& operation) {
+    const BufferView& view = operation.kind == Operation::Kind::kSend ? operation.input : operation.output;
+    return str("#", operation.sequence, ", ", view.count, " ", to_string(view.dtype));
+  }
+
+  // Says that this rank has come to a send or a receive.
+  void announce(const Operation& operation) {
+    const bool sends = operation.kind == Operation::Kind::kSend;
+    const int from = sends ? rank() : operation.peer;
+    const int to = sends ? operation.peer : rank();
+    const int peer = ranks()[static_cast<std::size_t>(operation.peer)];
+    control().send(peer, channel(sends ? "send" : "recv", from, to), described(operation));
+  }
+
   // The handshake. Through Control and not through the inner transport, which would need a second connection per pair
   // to tell a handshake from data; and because Control's sends never block, both sides can say that they are there
   // and then wait.
-  void meet(const Operation& operation, const ErrorContext& what, Deadline deadline) {
+  void meet(const Operation& operation, Deadline deadline) {
+    const ErrorContext what = context(operation_name(operation.kind), operation.peer, operation.sequence);
     const bool sends = operation.kind == Operation::Kind::kSend;
-    const BufferView& view = sends ? operation.input : operation.output;
     const int from = sends ? rank() : operation.peer;
     const int to = sends ? operation.peer : rank();
-    const std::string mine = str("#", operation.sequence, ", ", view.count, " ", to_string(view.dtype));
-    control().send(what.peer, channel(sends ? "send" : "recv", from, to), mine);
+    const std::string mine = described(operation);
     const std::uint64_t answers = channel(sends ? "recv" : "send", from, to);
     const char* theirs = sends ? "recv" : "send";
     for (;;) {

@@ -280,6 +280,13 @@ class NcclCommunicator final : public Communicator {
         return {{sends ? Call::Kind::kSend : Call::Kind::kRecv, buffer.data, buffer.data,
                  buffer.count * elements.per_element, elements.type, RedOp::kSum, operation.peer}};
       }
+      case Kind::kSendRecv: {
+        std::vector<Call> calls = calls_of(operation.sending(), what);
+        for (Call& call : calls_of(operation.receiving(), what)) {
+          calls.push_back(call);
+        }
+        return calls;
+      }
       case Kind::kAllToAll: {
         if (input.count == 0) {
           return {};

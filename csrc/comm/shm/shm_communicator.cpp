@@ -109,8 +109,14 @@ class ShmCommunicator final : public HostCommunicator {
           return;
         case Operation::Kind::kSend:
         case Operation::Kind::kRecv:
-          transfer(operation, deadline);
+          finish(post(operation, deadline), operation, deadline);
           return;
+        case Operation::Kind::kSendRecv: {
+          const MailPtr sent = post(operation.sending(), deadline);
+          finish(post(operation.receiving(), deadline), operation, deadline);
+          finish(sent, operation, deadline);
+          return;
+        }
       }
     } catch (const shm::WaitEnded& ended) {
       park(operation);
@@ -166,7 +172,7 @@ class ShmCommunicator final : public HostCommunicator {
   }
 
   static bool is_message(Operation::Kind kind) noexcept {
-    return kind == Operation::Kind::kSend || kind == Operation::Kind::kRecv;
+    return kind == Operation::Kind::kSend || kind == Operation::Kind::kRecv || kind == Operation::Kind::kSendRecv;
   }
 
   [[nodiscard]] static shm::Descriptor describe(const Operation& operation) noexcept {
@@ -203,19 +209,25 @@ class ShmCommunicator final : public HostCommunicator {
     return text + ")";
   }
 
-  // Empty messages are not sent: neither end of this contract expects them.
-  void transfer(const Operation& operation, Deadline deadline) {
+  // Null for an empty message, which is not sent: neither end of this contract expects it.
+  [[nodiscard]] MailPtr post(const Operation& operation, Deadline deadline) {
     const bool sends = operation.kind == Operation::Kind::kSend;
     const BufferView& view = sends ? operation.input : operation.output;
     if (view.bytes == 0) {
-      return;
+      return nullptr;
     }
     OpOptions options;
     options.keepalive = operation.options.owner();
     options.timeout = std::max(std::chrono::milliseconds(1),
                                std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()));
-    const MailPtr mail = sends ? mailbox_->send(view, operation.peer, kOrderedTag, options)
-                               : mailbox_->recv(view, operation.peer, kOrderedTag, options);
+    return sends ? mailbox_->send(view, operation.peer, kOrderedTag, options)
+                 : mailbox_->recv(view, operation.peer, kOrderedTag, options);
+  }
+
+  void finish(const MailPtr& mail, const Operation& operation, Deadline deadline) {
+    if (mail == nullptr) {
+      return;
+    }
     const auto& own = static_cast<const shm::Mail&>(*mail);
     while (!own.done()) {
       (void)mailbox_->drive(own, deadline + std::chrono::milliseconds(5), operation.options.poll);
