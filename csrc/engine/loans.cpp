@@ -37,39 +37,44 @@ LoanPool::Block LoanPool::make(std::size_t bytes) {
 std::optional<LoanPool::Loan> LoanPool::lend(std::size_t bytes) {
   const std::lock_guard lock(mutex_);
   const std::size_t need = sizeof(LoanFlag) + bytes;
-  Block* found = nullptr;
-  Block* other = nullptr;  // free, but of another size
-  for (Block& block : blocks_) {
-    if (block.is_lent()) {
+  const std::size_t count = blocks_.size();
+  std::size_t found = count;
+  std::size_t other = count;  // free, but of another size
+  for (std::size_t turn = 1; turn <= count; ++turn) {
+    const std::size_t i = (last_ + turn) % count;
+    if (blocks_[i].is_lent()) {
       continue;
     }
-    if (block.buffer.view.bytes >= need && (found == nullptr || block.buffer.view.bytes < found->buffer.view.bytes)) {
-      found = &block;
+    const std::size_t size = blocks_[i].buffer.view.bytes;
+    if (size >= need && (found == count || size < blocks_[found].buffer.view.bytes)) {
+      found = i;
     } else {
-      other = &block;
+      other = i;
     }
   }
-  if (found == nullptr) {
-    if (blocks_.size() < most_) {
-      blocks_.push_back(make(bytes));
-      found = &blocks_.back();
-    } else if (other != nullptr) {
-      other->buffer = {};  // first, so that its place may serve
-      try {
-        *other = make(bytes);
-      } catch (...) {
-        blocks_.erase(blocks_.begin() + (other - blocks_.data()));
-        throw;
-      }
-      found = other;
-    } else {
+  const bool has_second = count > 1 || bytes > kCached;
+  if ((found == count || !has_second) && count < most_) {
+    blocks_.push_back(make(bytes));
+    found = count;
+  } else if (found == count) {
+    if (other == count) {
       return std::nullopt;
     }
+    blocks_[other].buffer = {};  // first, so that its place may serve
+    try {
+      blocks_[other] = make(bytes);
+    } catch (...) {
+      blocks_.erase(blocks_.begin() + static_cast<std::ptrdiff_t>(other));
+      throw;
+    }
+    found = other;
   }
+  last_ = found;
+  Block& block = blocks_[found];
   // Relaxed: the header that names it comes later.
-  found->flag().filled.store(0, std::memory_order_relaxed);
-  found->flag().lent.store(1, std::memory_order_relaxed);
-  return Loan{static_cast<char*>(found->buffer.view.data) + sizeof(LoanFlag), found->place};
+  block.flag().filled.store(0, std::memory_order_relaxed);
+  block.flag().lent.store(1, std::memory_order_relaxed);
+  return Loan{static_cast<char*>(block.buffer.view.data) + sizeof(LoanFlag), block.place};
 }
 
 namespace {

@@ -126,9 +126,10 @@ class MailSend final : public SendRoute {
     }
 
     void issue_lent(std::vector<WorkPtr>& mails, Outgoing& message, const LoanPool::Loan& loan) {
+      const bool is_cached = message.known->parcel.packed.bytes() <= LoanPool::kCached;
       std::vector<CopyItem> items;
       try {
-        items = pack_items(message, loan.payload, Reader::kOthers);
+        items = pack_items(message, loan.payload, is_cached ? Reader::kThisCore : Reader::kOthers);
         message.header->lent = MessageHeader::Lent{loan.place.segment, loan.place.offset};
         post_head(mails, message, seal(*message.header));
       } catch (...) {

@@ -31,7 +31,8 @@ struct FiniteCheck {
 };
 
 // Who reads what a kernel writes. Other cores do not find it in the cache of this one: for them the CPU's kernel writes
-// large tensors past it. Makes no difference on GPUs.
+// large tensors past it. What is so little that it stays in a cache which cores share is better written as for this
+// core. Makes no difference on GPUs.
 enum class Reader : std::uint8_t { kThisCore, kOthers };
 
 // Copies contiguous tensors into `buffer` at the places of `layout`. `tensors[i]` may be null when its entry is to be

@@ -538,6 +538,37 @@ TEST(loans_come_back_by_their_flag) {
   CHECK_EQ(pool.bytes(), 164 + 5064);
 }
 
+// Lends `bytes` and gets them back, and says where they lay.
+const char* lend_once(LoanPool& pool, std::size_t bytes) {
+  const auto loan = pool.lend(bytes);
+  CHECK(loan.has_value());
+  LoanPool::take_back(*loan);
+  return loan->payload;
+}
+
+TEST(loans_of_small_blocks_take_turns) {
+  const ShmJob job(1);
+  const auto memory = job.communicator(0)->peer_memory();
+  LoanPool pool(memory, 4, 0);
+  const char* const first = lend_once(pool, 100);
+  const char* const second = lend_once(pool, 100);
+  CHECK(first != second);
+  for (int i = 0; i < 3; ++i) {
+    CHECK(lend_once(pool, 100) == first);
+    CHECK(lend_once(pool, 100) == second);
+  }
+  CHECK_EQ(pool.bytes(), 2 * 164);  // two of four are enough
+  LoanPool only(memory, 1, 0);
+  CHECK(lend_once(only, 100) == lend_once(only, 100));
+}
+
+TEST(loans_of_large_blocks_take_one_where_one_is_enough) {
+  const ShmJob job(1);
+  LoanPool pool(job.communicator(0)->peer_memory(), 4, 0);
+  CHECK(lend_once(pool, LoanPool::kCached + 1) == lend_once(pool, LoanPool::kCached + 1));
+  CHECK_EQ(pool.bytes(), 64 + LoanPool::kCached + 1);
+}
+
 TEST(loans_are_made_beforehand_when_their_size_is_known) {
   const ShmJob job(1);
   const auto world = job.communicator(0);
