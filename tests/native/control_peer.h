@@ -21,12 +21,15 @@ namespace hpcomm::testing {
 
 class Stranger {
  public:
-  explicit Stranger(const std::string& address) : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+  // `expected`: somebody listens there, whatever happened before.
+  explicit Stranger(const std::string& address, bool expected = true)
+      : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
     sockaddr_in where{};
     where.sin_family = AF_INET;
     where.sin_port = htons(static_cast<std::uint16_t>(std::stoi(address.substr(address.rfind(':') + 1))));
     ::inet_pton(AF_INET, "127.0.0.1", &where.sin_addr);
-    CHECK_EQ(::connect(fd_, reinterpret_cast<const sockaddr*>(&where), sizeof where), 0);
+    const int refused = ::connect(fd_, reinterpret_cast<const sockaddr*>(&where), sizeof where);
+    CHECK(refused == 0 || !expected);
   }
   Stranger(const Stranger&) = delete;
   Stranger& operator=(const Stranger&) = delete;

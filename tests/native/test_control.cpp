@@ -13,11 +13,17 @@
 #include <thread>
 #include <vector>
 
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
 #include "control/control.h"
 #include "control/tcp_control.h"
 #include "control/wire.h"
 #include "native/check.h"
 #include "native/control_peer.h"
+#include "native/patience.h"
 #include "native/thread_communicator.h"
 
 using namespace hpcomm;
@@ -33,6 +39,27 @@ std::size_t count_entries(const char* folder) {
   return static_cast<std::size_t>(
       std::distance(std::filesystem::directory_iterator(folder), std::filesystem::directory_iterator{}));
 }
+
+// A port where nobody listens, and nobody else can begin to while this lives.
+class DeafPort {
+ public:
+  DeafPort() : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    sockaddr_in where{};
+    where.sin_family = AF_INET;
+    ::inet_pton(AF_INET, "127.0.0.1", &where.sin_addr);
+    CHECK_EQ(::bind(fd_, reinterpret_cast<const sockaddr*>(&where), sizeof where), 0);
+    socklen_t length = sizeof where;
+    CHECK_EQ(::getsockname(fd_, reinterpret_cast<sockaddr*>(&where), &length), 0);
+    address = str("127.0.0.1:", ntohs(where.sin_port));
+  }
+  DeafPort(const DeafPort&) = delete;
+  DeafPort& operator=(const DeafPort&) = delete;
+  ~DeafPort() { ::close(fd_); }
+  std::string address;
+
+ private:
+  int fd_;
+};
 
 }  // namespace
 
@@ -237,11 +264,10 @@ TEST(control_names_a_rank_that_dies) {
     });
     run_ranks(2, [&](int rank) {
       Control& mine = *controls[static_cast<std::size_t>(rank)];
-      // Rank 0 waits for the dead rank, rank 1 for the living one: both must learn it.
-      const auto start = Clock::now();
+      // Rank 0 waits for the dead rank, rank 1 for the living one: both must learn it, and by the end of the
+      // connection.
       const auto error = error_from([&] { (void)mine.receive(rank == 0 ? 2 : 0, 0, soon()); });
-      CHECK(Clock::now() - start < 5s);
-      check_kind(error, ErrorKind::kRankFailed, "rank 2 is gone");
+      check_kind(error, ErrorKind::kRankFailed, "rank 2 is gone: its ");
       CHECK_EQ(error->context().peer, 2);
       CHECK_EQ(error->context().rank, rank);
       check_kind(mine.failure(), ErrorKind::kRankFailed, "rank 2 is gone");
@@ -294,7 +320,8 @@ TEST(control_start_is_not_disturbed_by_strangers) {
     strangers.pop_back();  // hangs up at once
   }
   std::vector<std::shared_ptr<Control>> controls(3);
-  std::thread forger([&] { CHECK(!Stranger(addresses[0]).greet(2, 0, 8)); });
+  const Stranger impostor(addresses[0]);  // connected before rank 0 may be done and hear nobody any more
+  std::thread forger([&] { CHECK(!impostor.greet(2, 0, 8)); });
   run_ranks(3, [&](int rank) {
     const auto r = static_cast<std::size_t>(rank);
     std::this_thread::sleep_for(rank * 3ms);
@@ -320,12 +347,15 @@ TEST(control_start_reads_no_more_of_a_stranger_than_a_greeting) {
   const std::uint64_t length = kMaxBody;
   std::memcpy(announced.data() + 16, &length, sizeof length);
   flood.say(announced + std::string(8192, 'x'));
-  std::atomic<bool> refused = false;
-  std::thread watcher([&] { refused = eventually([&] { return flood.hung_up_on(); }, 1000ms); });
-  check_kind(error_from([&] { (void)listener.connect({listener.address(), "127.0.0.1:9"}, Clock::now() + 300ms); }),
-             ErrorKind::kTimedOut, "rank 1");
+  // The rank that this one waits for comes when the stranger is gone: it was refused during the start.
+  std::unique_ptr<Stranger> peer;
+  std::thread watcher([&] {
+    CHECK(eventually([&] { return flood.hung_up_on(); }));
+    peer = std::make_unique<Stranger>(listener.address());
+    CHECK(peer->greet(1, 0));
+  });
+  const auto mine = listener.connect({listener.address(), "127.0.0.1:9"}, soon());
   watcher.join();
-  CHECK(refused.load());
   CHECK(captured.text().find("the limit is 40") != std::string::npos);
 }
 
@@ -375,31 +405,40 @@ TEST(control_start_refuses_a_second_rank_of_the_same_number) {
 }
 
 TEST(control_start_names_the_ranks_that_are_missing) {
-  std::vector<std::unique_ptr<ControlListener>> listeners;
-  std::vector<std::string> addresses;
-  for (int rank = 0; rank < 4; ++rank) {
-    listeners.push_back(std::make_unique<ControlListener>("127.0.0.1", rank, 4, JobToken{7}));
-    addresses.push_back(listeners.back()->address());
-  }
-  // Ranks 1 and 3 never connect, though their ports are open.
-  run_ranks(4, [&](int rank) {
-    if (rank % 2 == 0) {
-      const auto error = error_from(
-          [&] { (void)listeners[static_cast<std::size_t>(rank)]->connect(addresses, Clock::now() + 200ms); });
-      // Whoever notices first tells the other.
-      check_kind(error, error && error->kind() == ErrorKind::kPeerError ? ErrorKind::kPeerError : ErrorKind::kTimedOut,
-                 "did not hear from rank 1, rank 3 ");
-    }
-  });
+  // With patience: ranks 0 and 2 have to find each other within the limit.
+  CHECK_EQ(with_patience(200ms,
+                         [](milliseconds limit) {
+                           std::vector<std::unique_ptr<ControlListener>> listeners;
+                           std::vector<std::string> addresses;
+                           for (int rank = 0; rank < 4; ++rank) {
+                             listeners.push_back(std::make_unique<ControlListener>("127.0.0.1", rank, 4, JobToken{7}));
+                             addresses.push_back(listeners.back()->address());
+                           }
+                           std::vector<std::string> wrong(4);
+                           // Ranks 1 and 3 never connect, though their ports are open.
+                           run_ranks(4, [&](int rank) {
+                             const auto r = static_cast<std::size_t>(rank);
+                             if (rank % 2 == 0) {
+                               const auto error =
+                                   error_from([&] { (void)listeners[r]->connect(addresses, Clock::now() + limit); });
+                               // Whoever notices first tells the other.
+                               const bool late = error && (error->kind() == ErrorKind::kPeerError ||
+                                                           error->kind() == ErrorKind::kTimedOut);
+                               const std::string words = error ? error->what() : "no error";
+                               if (!late || words.find("did not hear from rank 1, rank 3 ") == std::string::npos) {
+                                 wrong[r] = str("rank ", rank, ": ", words);
+                               }
+                             }
+                           });
+                           return wrong[0] + wrong[2];
+                         }),
+           "");
 }
 
 TEST(control_start_reports_a_rank_that_cannot_be_reached) {
-  std::string closed_port;
-  {
-    closed_port = ControlListener("127.0.0.1", 0, 2, JobToken{7}).address();
-  }
+  const DeafPort closed;
   ControlListener listener("127.0.0.1", 1, 2, JobToken{7});
-  const auto error = error_from([&] { (void)listener.connect({closed_port, listener.address()}, soon()); });
+  const auto error = error_from([&] { (void)listener.connect({closed.address, listener.address()}, soon()); });
   check_kind(error, ErrorKind::kRankFailed, "cannot reach rank 0");
   CHECK_EQ(error->context().peer, 0);
 }
@@ -409,12 +448,17 @@ TEST(control_start_reports_a_peer_of_another_job) {
   ControlListener zero("127.0.0.1", 0, 2, JobToken{7});
   ControlListener one("127.0.0.1", 1, 2, JobToken{8});
   const std::vector<std::string> addresses{zero.address(), one.address()};
+  std::unique_ptr<Stranger> right;
   run_ranks(2, [&](int rank) {
-    const auto error = error_from(
-        [&] { (void)(rank == 0 ? zero : one).connect(addresses, Clock::now() + (rank == 0 ? 300ms : 10000ms)); });
-    check_kind(error, rank == 0 ? ErrorKind::kTimedOut : ErrorKind::kRankFailed,
-               rank == 0 ? "rank 1" : "refused rank 1");
+    if (rank == 0) {
+      (void)zero.connect(addresses, soon());  // it goes on to wait for the right one
+    } else {
+      check_kind(error_from([&] { (void)one.connect(addresses, soon()); }), ErrorKind::kRankFailed, "refused rank 1");
+      right = std::make_unique<Stranger>(addresses[0]);
+      CHECK(right->greet(1, 0));
+    }
   });
+  CHECK(captured.text().find("its secret is another one") != std::string::npos);
 }
 
 TEST(control_listener_checks_its_arguments) {
@@ -464,8 +508,9 @@ TEST(control_leaves_no_descriptor_and_no_thread) {
       (void)error_from([&] { (void)alone.connect({alone.address(), "127.0.0.1:9"}, Clock::now()); });
     }
   }
-  CHECK_EQ(count_entries("/proc/self/fd"), descriptors);
-  CHECK(eventually([&] { return count_entries("/proc/self/task") == threads; }));
+  // Threads of the tests before this one, which were joined, may have ended only now in the eyes of the kernel.
+  CHECK(count_entries("/proc/self/fd") <= descriptors);
+  CHECK(eventually([&] { return count_entries("/proc/self/task") <= threads; }));
 }
 
 TEST(solo_control_has_nobody_to_talk_to) {

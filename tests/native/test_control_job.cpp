@@ -1,4 +1,6 @@
 // Control among the ranks of a job: what holds over sockets holds through shared memory as well.
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <map>
 #include <memory>
@@ -294,9 +296,10 @@ BOTH(aborts_of_several_ranks_race_without_harm) {
     for (const auto& control : controls) {
       control->close();
     }
-    CHECK(eventually([&] { return calls[0] == 1; }));
-    for (std::size_t r = 1; r < 4; ++r) {
-      CHECK_EQ(calls[r].load(), 1);
+    // Also of a rank that aborted: it may have heard of another one first, and then its I/O thread calls, at any time.
+    CHECK(eventually([&] { return std::all_of(calls.begin(), calls.end(), [](const auto& n) { return n >= 1; }); }));
+    for (const auto& number : calls) {
+      CHECK_EQ(number.load(), 1);
     }
   }
 }

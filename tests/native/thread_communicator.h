@@ -463,7 +463,7 @@ class HeapAllocator final : public Allocator {
 
 // Whether `condition` comes true within a generous bound; polls.
 template <typename Condition>
-bool eventually(const Condition& condition, milliseconds limit = milliseconds(5000)) {
+bool eventually(const Condition& condition, milliseconds limit = milliseconds(20000)) {
   const Deadline deadline = Clock::now() + limit;
   while (!condition()) {
     if (Clock::now() >= deadline) {
