@@ -326,13 +326,17 @@ TEST(comm_a_failed_peer_ends_what_runs_and_what_waits) {
   run_ranks(3, [&](int rank) {
     const auto world = job.communicator(rank);
     if (rank == 2) {
-      std::this_thread::sleep_for(5ms);
+      for (const int peer : {0, 1}) {
+        (void)job.control(2)->receive(peer, 1, Clock::now() + 20s);
+      }
+      std::this_thread::sleep_for(5ms);  // most of the time the others wait by then
       job.control(2)->abort("out of memory");
       return;
     }
     std::vector<float> values{1};
     const WorkPtr running = world->all_reduce(view_of(values), ReduceOp::kSum);
     const WorkPtr queued = world->barrier();
+    job.control(rank)->send(2, 1, "issued");
     for (const WorkPtr& work : {running, queued}) {
       const auto error = error_of(*work);
       CHECK(error && error->kind() == ErrorKind::kPeerError);
@@ -346,20 +350,24 @@ TEST(comm_a_failed_peer_ends_what_runs_and_what_waits) {
 }
 
 TEST(comm_deadline_counts_from_the_start_on_the_lane) {
-  const ThreadJob job(2, 1, 20s);
-  run_ranks(2, [&](int rank) {
-    const auto world = job.communicator(rank);
-    if (rank == 0) {
-      // The barrier waits 60 ms for rank 1 before it starts; its own limit of 50 ms has not begun to run.
-      world->stream().enqueue([] { std::this_thread::sleep_for(60ms); });
-      OpOptions options;
-      options.timeout = 50ms;
-      CHECK(!error_of(*world->barrier(options)));
-    } else {
-      world->stream().enqueue([] { std::this_thread::sleep_for(50ms); });
-      world->barrier()->wait();
-    }
+  // What stands before the operation takes longer than its limit, which has not begun to run.
+  constexpr auto kLimit = 20ms;
+  Deadline start{};
+  Deadline given{};
+  Deadline seen{};
+  Probe probe(config_of_one(), [&](const Probe&, Deadline deadline) {
+    given = deadline;
+    seen = Clock::now();
   });
+  probe.stream().enqueue([&] {
+    std::this_thread::sleep_for(2 * kLimit);
+    start = Clock::now();
+  });
+  OpOptions options;
+  options.timeout = kLimit;
+  CHECK(!error_of(*probe.barrier(options)));
+  CHECK(given >= start + kLimit);
+  CHECK(given <= seen + kLimit);
 }
 
 TEST(comm_timeout_names_the_operation) {

@@ -1,4 +1,5 @@
 // engine/mail_send, engine/mail_recv and engine/loans: messages through memory that both ends see.
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -198,10 +199,13 @@ TEST(mail_sender_that_is_ahead_waits_and_takes_no_more_memory) {
         for (unsigned i = 0; i < 40; ++i) {
           works.push_back(send(edge, schema, i));
         }
-        std::this_thread::sleep_for(20ms);
-        for (const WorkPtr& work : works) {
-          ended += work->done() ? 1 : 0;
-        }
+        const auto count = [&works] {
+          return static_cast<int>(
+              std::count_if(works.begin(), works.end(), [](const WorkPtr& work) { return work->done(); }));
+        };
+        CHECK(eventually([&] { return count() >= 4; }));  // each has a block of its own
+        std::this_thread::sleep_for(20ms);                // and no other gets one
+        ended = count();
         CHECK(edge.slot_bytes() <= 4 * (64 + 2 * 1024));
         world.control().send(1, 1, "sent");
         for (const WorkPtr& work : works) {
@@ -256,8 +260,8 @@ TEST(mail_another_microbatch_is_told_to_both) {
     if (rank == 0) {
       SendEdge edge(config, heap());
       send(edge, schema, 0, 3)->wait();
-      (void)job.control(0)->receive(1, 1, Clock::now() + 20s);
-      std::this_thread::sleep_for(10ms);
+      (void)job.control(0)->receive(1, 1, Clock::now() + 20s);  // behind the refusal
+      std::this_thread::sleep_for(10ms);                        // it looks for one every 5 ms
       CHECK_THROWS(ErrorKind::kSchemaMismatch, send(edge, schema, 1, 4),
                    "rank 1 refused a message of this rank: edge 0->1 delivered microbatch 3");
     } else {
@@ -286,7 +290,7 @@ TEST(mail_other_tensors_than_expected_are_told_to_both) {
         auto expected = std::make_shared<Schema>(of_sizes({100, 7, 1 << 22}));
         edge.expect(expected);
         CHECK_THROWS(ErrorKind::kSchemaMismatch, take(edge), "instead of uint8[7]");
-        (void)eventually([&] { return job.control(1)->has_left(0); }, 3000ms);
+        CHECK(eventually([&] { return job.control(1)->has_left(0); }));
       }
       job.control(rank)->close();
     });

@@ -317,13 +317,16 @@ TEST(shm_an_abort_ends_mail) {
   run_ranks(2, [&](int rank) {
     const auto world = job.communicator(rank);
     if (rank == 1) {
-      std::this_thread::sleep_for(20ms);
+      (void)job.control(rank)->receive(0, 1, Clock::now() + 20s);
+      std::this_thread::sleep_for(20ms);  // mostly it waits by then
       job.control(rank)->abort("enough");
       return;
     }
     std::vector<std::int64_t> in(1);
     const MailPtr open = world->mailbox()->recv(view_of(in), Mailbox::kAnySource, 1);
-    const auto error = error_of(*world->recv(view_of(in), 1));
+    const WorkPtr received = world->recv(view_of(in), 1);
+    job.control(rank)->send(1, 1, "issued");
+    const auto error = error_of(*received);
     CHECK(error && error->kind() == ErrorKind::kPeerError);
     const auto other = error_of(*open);
     CHECK(other && other->kind() == ErrorKind::kPeerError);
