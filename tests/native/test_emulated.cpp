@@ -13,6 +13,7 @@
 #include "comm/emulated/emulated_communicator.h"
 #include "engine/edge.h"
 #include "native/check.h"
+#include "native/patience.h"
 #include "native/plan_fixtures.h"
 #include "native/thread_communicator.h"
 #include "plan/compile.h"
@@ -286,24 +287,34 @@ TEST(emulated_operations_are_those_of_the_transport) {
 }
 
 TEST(emulated_send_first_on_both_sides_names_both) {
+  // With patience: both have to start their send within the limit to be seen by the other.
   for (const Start start : kStarts) {
-    const ThreadJob job(2, 1, 800ms);
-    run_to_the_end(job, 2, {start, 3}, [](const std::shared_ptr<Communicator>& comm) {
-      const int peer = 1 - comm->rank();
-      std::vector<float> mine(1 << 18);
-      std::vector<float> theirs(1 << 18);
-      const WorkPtr sent = comm->send(view_of(mine), peer);
-      const WorkPtr got = comm->recv(view_of(theirs), peer);
-      const auto error = error_of(*sent);
-      CHECK(error && error->kind() == ErrorKind::kTimedOut);
-      const std::string text = message_of(sent);
-      CHECK(contains(text, str("send #0 to rank ", peer, " on lane world waits for rank ", peer)));
-      CHECK(contains(text, str("rank ", peer, " has itself started a send (#0, 262144 float32) with rank ",
-                               comm->rank(), ": on one communicator one of the two has to receive first")));
-      // What stood behind it is not run on what is left.
-      CHECK(error_of(*got).has_value());
-      CHECK_THROWS(ErrorKind::kTimedOut, comm->barrier(), "send #0");
-    });
+    CHECK_EQ(
+        with_patience(
+            300ms,
+            [start](milliseconds limit) {
+              const ThreadJob job(2, 1, limit);
+              std::vector<std::string> wrong(2);
+              run_to_the_end(job, 2, {start, 3}, [&wrong](const std::shared_ptr<Communicator>& comm) {
+                const int peer = 1 - comm->rank();
+                std::vector<float> mine(1 << 18);
+                std::vector<float> theirs(1 << 18);
+                const WorkPtr sent = comm->send(view_of(mine), peer);
+                // What stands behind it is not run on what is left.
+                CHECK(error_of_issue([&] { return comm->recv(view_of(theirs), peer); }).has_value());
+                const auto error = error_of(*sent);
+                CHECK(error && error->kind() == ErrorKind::kTimedOut);
+                CHECK_THROWS(ErrorKind::kTimedOut, comm->barrier(), "send #0");
+                const std::string text = message_of(sent);
+                CHECK(contains(text, str("send #0 to rank ", peer, " on lane world waits for rank ", peer)));
+                if (!contains(text, str("rank ", peer, " has itself started a send (#0, 262144 float32) with rank ",
+                                        comm->rank(), ": on one communicator one of the two has to receive first"))) {
+                  wrong[static_cast<std::size_t>(comm->rank())] = text;
+                }
+              });
+              return wrong[0] + wrong[1];
+            }),
+        "");
   }
 }
 
@@ -340,44 +351,56 @@ TEST(emulated_orders_that_differ_between_ranks_hang_in_one_slot) {
       const auto second = comm->subgroup({0, 1}, "second");
       std::vector<float> a(4, 1);
       std::vector<float> b(4, 1);
-      OpOptions patient;
       OpOptions hasty;
-      patient.timeout = one_slot ? 800ms : 20000ms;
       hasty.timeout = one_slot ? 400ms : 20000ms;
       auto& front = comm->rank() == 0 ? first : second;
       auto& behind = comm->rank() == 0 ? second : first;
-      const WorkPtr holds = front->all_reduce(view_of(a), ReduceOp::kSum, patient);
+      // It keeps the slot until it is given up below, however late the other one is.
+      const WorkPtr holds = front->all_reduce(view_of(a), ReduceOp::kSum);
       const WorkPtr waits = behind->all_reduce(view_of(b), ReduceOp::kSum, hasty);
       const std::string behind_text = message_of(waits);
-      const std::string front_text = message_of(holds);
       if (!one_slot) {
-        CHECK_EQ(front_text + behind_text, "");
+        CHECK_EQ(message_of(holds) + behind_text, "");
         CHECK_EQ(a[0] + b[0], 4.0F);
         return;
       }
       CHECK(contains(behind_text, str("all_reduce #0 on lane ", behind->lane(),
                                       " waits for the device slot held by all_reduce #0 on lane ", front->lane())));
-      CHECK(!front_text.empty());
+      CHECK(!holds->done());
+      front->abort(Error(ErrorKind::kClosed, "enough"));
+      CHECK(contains(message_of(holds), "enough"));
     });
   }
 }
 
 TEST(emulated_holder_of_the_slot_says_who_waits_behind) {
-  const ThreadJob job(2, 1, 20000ms);
-  run_to_the_end(job, 2, {}, [](const std::shared_ptr<Communicator>& comm) {
-    const auto other = comm->subgroup({0, 1}, "other");
-    if (comm->rank() == 1) {
-      return;  // never comes
-    }
-    std::vector<float> a(4);
-    OpOptions hasty;
-    hasty.timeout = 300ms;
-    const WorkPtr holds = comm->all_reduce(view_of(a), ReduceOp::kSum, hasty);
-    const WorkPtr waits = other->barrier();
-    CHECK(contains(message_of(holds), "; it holds the device slot, for which wait: barrier #0 on lane other"));
-    other->abort(Error(ErrorKind::kClosed, "enough"));
-    CHECK(contains(message_of(waits), "enough"));
-  });
+  // With patience: the one behind has to be issued, and its lane to wait, within the limit of the other.
+  CHECK_EQ(
+      with_patience(300ms,
+                    [](milliseconds limit) {
+                      const ThreadJob job(2, 1, 60000ms);
+                      std::string wrong;
+                      run_to_the_end(job, 2, {}, [&](const std::shared_ptr<Communicator>& comm) {
+                        const auto other = comm->subgroup({0, 1}, "other");
+                        if (comm->rank() == 1) {
+                          return;  // never comes
+                        }
+                        std::vector<float> a(4);
+                        OpOptions hasty;
+                        hasty.timeout = limit;
+                        const WorkPtr holds = comm->all_reduce(view_of(a), ReduceOp::kSum, hasty);
+                        const WorkPtr waits = other->barrier();
+                        const std::string text = message_of(holds);
+                        CHECK(contains(text, "all_reduce #0 on lane world"));
+                        if (!contains(text, "; it holds the device slot, for which wait: barrier #0 on lane other")) {
+                          wrong = text;
+                        }
+                        other->abort(Error(ErrorKind::kClosed, "enough"));
+                        CHECK(contains(message_of(waits), "enough"));
+                      });
+                      return wrong;
+                    }),
+      "");
 }
 
 TEST(emulated_abort_ends_every_wait) {
