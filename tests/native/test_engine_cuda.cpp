@@ -12,6 +12,7 @@
 #include "engine/edge.h"
 #include "engine/reducer.h"
 #include "native/nccl_job.h"
+#include "native/patience.h"
 
 using namespace hpcomm;
 using namespace hpcomm::testing;
@@ -359,20 +360,34 @@ TEST(engine_cuda_host_that_runs_ahead_takes_no_more_memory) {
 }
 
 TEST(engine_cuda_message_that_does_not_come) {
-  NcclJob job(2, {}, 300ms);
-  job.run_threads([&](int rank) {
-    const Gpu gpu(job, rank);
-    const auto lane = gpu.lane("up");
-    if (rank == 1) {
-      RecvEdge receiver({lane, 0}, std::make_shared<CommunicatorAllocator>(lane));
-      const Receipt receipt = receiver.recv(-1);
-      CHECK_THROWS(ErrorKind::kTimedOut, receipt.work->wait(), "no message came in time");
-      CHECK_THROWS(ErrorKind::kTimedOut, receipt.work->check(), "no message came in time");
-      const Receipt next = receiver.recv(-1);
-      CHECK_THROWS(ErrorKind::kTimedOut, next.work->wait(), "no message came in time");
-    }
-    lane->close();
-  });
+  // With patience: the lane is made within the limit as well.
+  CHECK_EQ(with_patience(300ms,
+                         [](milliseconds limit) {
+                           NcclJob job(2, {}, limit);
+                           std::vector<std::string> wrong(2);
+                           job.run_threads([&](int rank) {
+                             const Gpu gpu(job, rank);
+                             std::shared_ptr<Communicator> lane;
+                             try {
+                               lane = gpu.lane("up");
+                             } catch (const Error& error) {
+                               wrong[static_cast<std::size_t>(rank)] = error.what();
+                               job.control(rank)->abort(error.what());
+                               return;
+                             }
+                             if (rank == 1) {
+                               RecvEdge receiver({lane, 0}, std::make_shared<CommunicatorAllocator>(lane));
+                               const Receipt receipt = receiver.recv(-1);
+                               CHECK_THROWS(ErrorKind::kTimedOut, receipt.work->wait(), "no message came in time");
+                               CHECK_THROWS(ErrorKind::kTimedOut, receipt.work->check(), "no message came in time");
+                               const Receipt next = receiver.recv(-1);
+                               CHECK_THROWS(ErrorKind::kTimedOut, next.work->wait(), "no message came in time");
+                             }
+                             lane->close();
+                           });
+                           return wrong[0] + wrong[1];
+                         }),
+           "");
 }
 
 TEST(engine_cuda_peer_that_fails_ends_a_step) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "native/nccl_job.h"
+#include "native/patience.h"
 
 using namespace hpcomm;
 using namespace hpcomm::testing;
@@ -31,35 +32,47 @@ bool has(const std::string& text, const std::string& part) {
 }  // namespace
 
 TEST(nccl_timeout_names_the_operation_and_the_last_that_ended) {
-  NcclJob job(2);
-  job.run_threads([&](int rank) {
-    const auto world = job.communicator(rank);
-    DeviceVector<float> values(rank, 4);
-    DeviceVector<float> eight(rank, 8);
-    world->all_gather(eight.view(), values.view())->wait();
-    if (rank == 1) {
-      // Never comes; hears of it.
-      CHECK(eventually([&] { return world->aborted().has_value(); }, 20s));
-      const auto why = world->aborted();
-      CHECK(why && why->kind() == ErrorKind::kPeerError && why->context().peer == 0);
-      has(words_of(why), "all_reduce #1 is not done, 200 ms after it was issued");
-      CHECK_THROWS(ErrorKind::kPeerError, world->barrier(), "barrier #1 on lane world: ");
-      return;
-    }
-    OpOptions options;
-    options.timeout = 200ms;
-    const WorkPtr first = world->all_reduce(values.view(), ReduceOp::kSum, options);
-    const WorkPtr second = world->barrier();
-    const auto error = error_of(*first);
-    CHECK(error && error->kind() == ErrorKind::kTimedOut);
-    CHECK(error && error->context().operation == "all_reduce" && error->context().sequence == 1);
-    has(words_of(error), "all_reduce #1 on lane world: ");
-    has(words_of(error), "the last to end was all_gather #0; 1 more wait behind it");
-    has(words_of(error_of(*second)), "barrier #2 on lane world: all_reduce #1 is not done");
-    first->event().wait();
-    CHECK_THROWS(ErrorKind::kTimedOut, world->barrier(), "barrier #3 on lane world: all_reduce #1 is not done");
-    CHECK_THROWS(ErrorKind::kTimedOut, world->split(0, 0), "split #0");
-  });
+  // With patience: the second operation has to be issued within the limit of the first.
+  CHECK_EQ(with_patience(
+               200ms,
+               [](milliseconds limit) {
+                 NcclJob job(2);
+                 std::string wrong;
+                 job.run_threads([&](int rank) {
+                   const auto world = job.communicator(rank);
+                   DeviceVector<float> values(rank, 4);
+                   DeviceVector<float> eight(rank, 8);
+                   world->all_gather(eight.view(), values.view())->wait();
+                   if (rank == 1) {
+                     // Never comes; hears of it.
+                     CHECK(eventually([&] { return world->aborted().has_value(); }, 20s));
+                     const auto why = world->aborted();
+                     CHECK(why && why->kind() == ErrorKind::kPeerError && why->context().peer == 0);
+                     has(words_of(why), str("all_reduce #1 is not done, ", limit.count(), " ms after it was issued"));
+                     CHECK_THROWS(ErrorKind::kPeerError, world->barrier(), "barrier #1 on lane world: ");
+                     return;
+                   }
+                   OpOptions options;
+                   options.timeout = limit;
+                   const WorkPtr first = world->all_reduce(values.view(), ReduceOp::kSum, options);
+                   const auto behind = error_of_issue([&] { return world->barrier(); });
+                   const auto error = error_of(*first);
+                   CHECK(error && error->kind() == ErrorKind::kTimedOut);
+                   CHECK(error && error->context().operation == "all_reduce" && error->context().sequence == 1);
+                   has(words_of(error), "all_reduce #1 on lane world: ");
+                   has(words_of(behind), "barrier #2 on lane world: all_reduce #1 is not done");
+                   first->event().wait();
+                   CHECK_THROWS(ErrorKind::kTimedOut, world->barrier(),
+                                "barrier #3 on lane world: all_reduce #1 is not");
+                   CHECK_THROWS(ErrorKind::kTimedOut, world->split(0, 0), "split #0");
+                   if (words_of(error).find("the last to end was all_gather #0; 1 more wait behind it") ==
+                       std::string::npos) {
+                     wrong = words_of(error);
+                   }
+                 });
+                 return wrong;
+               }),
+           "");
 }
 
 TEST(nccl_asynchronous_errors_end_all_ranks) {
@@ -238,7 +251,7 @@ TEST(nccl_initialisation_that_never_completes) {
 }
 
 TEST(nccl_split_that_a_peer_does_not_join) {
-  NcclJob job(2, {}, 500ms);
+  NcclJob job(2);
   job.run_threads([&](int rank) {
     const auto world = job.communicator(rank);
     job.meet(rank, 1);
@@ -267,13 +280,16 @@ TEST(nccl_mismatches_name_both_sides) {
 TEST(nccl_mismatches_hang_as_they_do_and_time_out) {
   fake_nccl::Rules rules;
   rules.strict = false;
-  NcclJob job(2, rules, 200ms);
+  NcclJob job(2, rules);
   job.run_threads([&](int rank) {
     const auto world = job.communicator(rank);
     DeviceVector<float> values(rank, 4);
-    const WorkPtr work =
-        rank == 0 ? world->all_reduce(values.view(), ReduceOp::kSum) : world->all_reduce(values.view(), ReduceOp::kMax);
-    has(words_of(error_of(*work)), "all_reduce #0 is not done");
+    OpOptions options;
+    options.timeout = 200ms;
+    // The other rank may run out of time first, even before this one comes.
+    const auto error = error_of_issue(
+        [&] { return world->all_reduce(values.view(), rank == 0 ? ReduceOp::kSum : ReduceOp::kMax, options); });
+    has(words_of(error), "all_reduce #0 is not done, 200 ms after it was issued");
   });
 }
 
