@@ -505,7 +505,7 @@ def test_what_was_received_may_be_written() -> None:
 
 def send_until_told(channel: hpcomm.Channel, tree: object) -> None:
     """A message that the receiver refuses may have left before it says so: then one of the next raises."""
-    for _ in range(500):
+    for _ in range(2000):
         channel.send(tree).wait()
         time.sleep(0.01)
 

@@ -15,13 +15,12 @@ import hpcomm
 
 SHM = {"HPCOMM_CPU_TRANSPORT": "shm"}
 GLOO = {"HPCOMM_CPU_TRANSPORT": "gloo"}
-# Seconds that a survivor may take to notice. Ten milliseconds on a quiet machine; a time-out would take minutes.
-SOON = 5.0
 LARGE = 16 << 20  # elements of float32: far more than the ring between two ranks takes
 
 
 def shared_memory() -> set[Path]:
-    return set(Path("/dev/shm").iterdir())
+    """What has a name, and is ours by it: other programs use the folder as well."""
+    return {path for path in Path("/dev/shm").iterdir() if "hpcomm" in path.name}
 
 
 def a_channel() -> tuple[hpcomm.Mesh, hpcomm.Channel]:
@@ -29,15 +28,14 @@ def a_channel() -> tuple[hpcomm.Mesh, hpcomm.Channel]:
     return mesh, hpcomm.Channel(mesh.pp, 1 - mesh.rank)
 
 
-def fails(operation: str, caught: pytest.ExceptionInfo[hpcomm.RankFailed]) -> float:
-    """Checks the names in the error; returns when it came."""
-    seen = time.time()
+def fails(operation: str, caught: pytest.ExceptionInfo[hpcomm.RankFailed]) -> None:
+    """Checks the names in the error, and that the end of a connection told it: a time-out would take minutes."""
     assert caught.value.peer == 1
     assert caught.value.rank == 0
     assert caught.value.operation == operation
     assert f"{operation} #" in str(caught.value)
     assert "rank 1" in str(caught.value)
-    return seen
+    assert "heartbeat" not in str(caught.value)
 
 
 def wait_to_be_killed() -> None:
@@ -45,7 +43,7 @@ def wait_to_be_killed() -> None:
     time.sleep(60)
 
 
-def waits_in_recv() -> float:
+def waits_in_recv() -> None:
     mesh, channel = a_channel()
     mesh.barrier()
     if mesh.rank == 1:
@@ -53,10 +51,10 @@ def waits_in_recv() -> float:
     ranks.tell("here")
     with pytest.raises(hpcomm.RankFailed) as caught:
         channel.recv()
-    return fails("recv", caught)
+    fails("recv", caught)
 
 
-def asked_before() -> float:
+def asked_before() -> None:
     mesh, channel = a_channel()
     pending = [channel.irecv() for _ in range(3)]
     mesh.barrier()
@@ -66,10 +64,10 @@ def asked_before() -> float:
     for one in pending:
         with pytest.raises(hpcomm.RankFailed) as caught:
             one.wait()
-    return fails("recv", caught)
+    fails("recv", caught)
 
 
-def is_half_way_into_a_send() -> float:
+def is_half_way_into_a_send() -> None:
     """The ring is full and the receiver has taken nothing."""
     mesh, channel = a_channel()
     mesh.barrier()
@@ -79,10 +77,10 @@ def is_half_way_into_a_send() -> float:
     ranks.tell("here")
     with pytest.raises(hpcomm.RankFailed) as caught:
         work.wait()
-    return fails("send", caught)
+    fails("send", caught)
 
 
-def is_ahead_with_sends() -> float:
+def is_ahead_with_sends() -> None:
     """All blocks are lent; later sends wait for one."""
     mesh, channel = a_channel()
     mesh.barrier()
@@ -92,7 +90,7 @@ def is_ahead_with_sends() -> float:
     ranks.tell("here")
     with pytest.raises(hpcomm.RankFailed) as caught:
         works[-1].wait()
-    return fails("send", caught)
+    fails("send", caught)
 
 
 def send_for_ever(channel: hpcomm.Channel) -> None:
@@ -106,7 +104,7 @@ def recv_for_ever(channel: hpcomm.Channel) -> None:
         channel.recv()
 
 
-def sends_for_ever() -> float:
+def sends_for_ever() -> None:
     """The receiver takes one message after the other, and dies somewhere within."""
     mesh, channel = a_channel()
     mesh.barrier()
@@ -115,10 +113,10 @@ def sends_for_ever() -> float:
         recv_for_ever(channel)
     with pytest.raises(hpcomm.RankFailed) as caught:
         send_for_ever(channel)
-    return fails("send", caught)
+    fails("send", caught)
 
 
-def receives_for_ever() -> float:
+def receives_for_ever() -> None:
     mesh, channel = a_channel()
     mesh.barrier()
     ranks.tell("here")
@@ -126,10 +124,10 @@ def receives_for_ever() -> float:
         send_for_ever(channel)
     with pytest.raises(hpcomm.RankFailed) as caught:
         recv_for_ever(channel)
-    return fails("recv", caught)
+    fails("recv", caught)
 
 
-def holds_what_was_lent() -> float:
+def holds_what_was_lent() -> None:
     """Tensors that lie in the dead rank's memory, and large ones that were copied."""
     mesh, channel = a_channel()
     trees = [[torch.arange(1000.0) + i, torch.arange(7) + i, torch.full((1 << 17,), float(i))] for i in range(2)]
@@ -141,14 +139,13 @@ def holds_what_was_lent() -> float:
     ranks.tell("here")
     with pytest.raises(hpcomm.RankFailed) as caught:
         channel.recv()
-    seen = fails("recv", caught)
+    fails("recv", caught)
     del channel
     for got, tree in zip(kept, trees, strict=True):
         for a, b in zip(got, tree, strict=True):
             assert torch.equal(a, b)
         got[0].fill_(7)  # and still its own
         assert got[0].sum() == 7000
-    return seen
 
 
 @pytest.mark.parametrize(
@@ -169,18 +166,16 @@ def test_a_killed_peer_is_named(survivor: Any) -> None:
         for rank in (0, 1):
             assert job.told(rank) == "here"
         time.sleep(0.05)  # within what it does by now
-        moment = time.time()
         job.kill(1, signal.SIGKILL)
         outcomes = job.wait()
     assert outcomes[1].signal == signal.SIGKILL
     assert outcomes[0].ok, outcomes[0]
-    assert outcomes[0].value - moment < SOON
-    assert shared_memory() == before
+    assert shared_memory() <= before
 
 
 def send_until_told(channel: hpcomm.Channel, tree: object) -> None:
     """A message that has left before the receiver looks at it is refused at a later one."""
-    for _ in range(500):
+    for _ in range(2000):
         channel.send(tree).wait()
         time.sleep(0.01)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,7 @@ from torch import nn
 
 import hpcomm
 
-# Generous: the machine that runs the tests may be busy. A hang would take the operation's time-out, 600 s.
-SOON = 15.0
+# What hangs here hangs for the operation's time-out, 600 s, and ranks.run() gives it 30.
 
 
 def model(width: int = 4, layers: int = 4) -> nn.Sequential:
@@ -71,7 +71,6 @@ def test_construction_fails_alike_on_every_rank(world: int, program: object, err
     for outcome in ranks.run(world, program, expect_failure=True):  # type: ignore[arg-type]
         assert outcome.exception == error, outcome
         assert words in outcome.message
-        assert outcome.seconds < SOON
 
 
 def other_layers_without_parameters() -> None:
@@ -93,7 +92,6 @@ def other_buffers() -> None:
 def test_models_that_differ_in_more_than_parameters(program: object) -> None:
     for outcome in ranks.run(2, program, expect_failure=True):  # type: ignore[arg-type]
         assert outcome.exception == "SchemaMismatch", outcome
-        assert outcome.seconds < SOON
 
 
 def reduce_on_one_replica() -> None:
@@ -107,7 +105,6 @@ def test_replicas_that_disagree_on_reduce() -> None:
     assert "SchemaMismatch" in [outcome.exception for outcome in outcomes]
     for outcome in outcomes:
         assert "1 of 2 ranks reduce their gradients in this step" in outcome.message
-        assert outcome.seconds < SOON
 
 
 def detached_loss() -> None:
@@ -137,7 +134,6 @@ def alone_in_a_job_of_two() -> None:
 def test_a_rank_that_never_starts() -> None:
     outcome = ranks.run(2, alone_in_a_job_of_two, expect_failure=True)[0]
     assert outcome.exception == "TimedOut", outcome
-    assert outcome.seconds < SOON
 
 
 def small_batch_on_one_replica() -> None:
@@ -155,7 +151,6 @@ def test_a_batch_smaller_than_the_microbatches() -> None:
     assert set(kinds[1::2]) in ({"InvalidArgument"}, {"InvalidArgument", "PeerError"})
     for outcome in outcomes:
         assert "a batch of 3 samples is smaller than num_microbatches=4" in outcome.message
-        assert outcome.seconds < SOON
 
 
 class Fragile(nn.Module):
@@ -198,7 +193,6 @@ def test_an_exception_in_one_stage_ends_all_ranks(where: str) -> None:
         assert "rank 2 failed" in outcomes[rank].message
         assert "Traceback (most recent call last)" in outcomes[rank].message
         assert "ValueError: a fragile layer broke" in outcomes[rank].message
-        assert outcomes[rank].seconds < SOON
 
 
 def error_without_a_peer() -> str:
@@ -224,10 +218,8 @@ def used_after_an_error() -> None:
     pipe = pipeline(mesh)
     with pytest.raises(hpcomm.HpcommError):
         pipe.step(torch.zeros(1, 4), target=torch.zeros(1, 4))
-    start = time.monotonic()
     with pytest.raises(hpcomm.HpcommError):
         pipe.step(torch.zeros(4, 4), target=torch.zeros(4, 4))
-    assert time.monotonic() - start < SOON
 
 
 def test_a_broken_pipeline_says_so_again() -> None:
@@ -241,33 +233,26 @@ def step_for_ever(pipe: hpcomm.Pipeline, stepped: Path) -> None:
         stepped.touch()
 
 
-def train_until_told(directory: str) -> float:
-    """Steps for ever; returns how long the error took after the kill."""
+def train_until_told(directory: str) -> str:
+    """Steps for ever; returns the words that end it."""
     mesh = hpcomm.init(dp=2, pp=2)
     pipe = pipeline(mesh)
-    killed_at = Path(directory) / "killed_at"
     with pytest.raises(hpcomm.RankFailed, match="rank 1 is gone") as caught:
         step_for_ever(pipe, Path(directory) / f"stepped{mesh.rank}")
-    seen = time.time()
     assert caught.value.peer == 1
-    while not killed_at.exists():
-        time.sleep(0.01)
-    return seen - float(killed_at.read_text())
+    return str(caught.value)
 
 
 def test_a_killed_rank_is_named_by_every_survivor(tmp_path: Path) -> None:
     with ranks.spawn(4, train_until_told, str(tmp_path), timeout=60) as job:
         while len(list(tmp_path.glob("stepped*"))) < 4:
             time.sleep(0.02)
-        moment = time.time()
         job.kill(1, signal.SIGKILL)
-        (tmp_path / "killed_at.new").write_text(str(moment))
-        (tmp_path / "killed_at.new").rename(tmp_path / "killed_at")
         outcomes = job.wait()
     assert outcomes[1].signal == signal.SIGKILL
     for rank in (0, 2, 3):
         assert outcomes[rank].ok, outcomes[rank]
-        assert outcomes[rank].value < SOON
+        assert "heartbeat" not in outcomes[rank].value  # it is the end of the connection that tells, at once
 
 
 def leaves_early() -> None:
@@ -282,7 +267,6 @@ def test_a_rank_that_leaves_in_order_while_others_wait() -> None:
     outcomes = ranks.run(2, leaves_early, expect_failure=True, timeout=60)
     assert outcomes[1].ok
     assert outcomes[0].exception in ("RankFailed", "TransportError"), outcomes[0]
-    assert outcomes[0].seconds < SOON
 
 
 def run_under_torchrun(program: str, tmp_path: Path, world: int) -> subprocess.CompletedProcess[str]:
@@ -346,24 +330,26 @@ def test_the_failing_rank_speaks_first(tmp_path: Path) -> None:
     assert tracebacks[0].startswith("[rank1]"), done.stdout
 
 
-def ctrl_c() -> float:
+def after_an_alarm(wait: Callable[[], object]) -> None:
+    """Within one pytest.raises(): on a slow machine the alarm may come before the wait."""
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    wait()
+
+
+def ctrl_c() -> None:
     mesh = hpcomm.init(dp=2)
     if mesh.rank == 0:
-        start = time.monotonic()
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         with pytest.raises(KeyboardInterrupt):
-            mesh.dp.recv(torch.empty(1), 1)
-        took = time.monotonic() - start
+            after_an_alarm(lambda: mesh.dp.recv(torch.empty(1), 1))
         mesh.control.abort("interrupted")
-        return took
+        return
     with pytest.raises(hpcomm.PeerError, match="interrupted"):
         mesh.dp.recv(torch.empty(1), 0)
-    return 0.0
 
 
 def test_signals_are_seen_while_waiting() -> None:
-    assert ranks.run(2, ctrl_c)[0] < 5
+    ranks.run(2, ctrl_c)
 
 
 def bad_environment() -> None:
@@ -391,6 +377,9 @@ def test_a_transport_that_does_not_exist() -> None:
 def leftovers() -> tuple[int, int]:
     """Descriptors and threads after many meshes; the first ones may start what a process keeps."""
 
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))  # noqa: PTH208
+
     def once() -> tuple[int, int]:
         with hpcomm.init(dp=1, pp=2) as mesh:
             pipe = pipeline(mesh)
@@ -400,13 +389,17 @@ def leftovers() -> tuple[int, int]:
             channel.send(x)
             channel.recv()
         del mesh, pipe, channel
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))  # noqa: PTH208
+        return held()
 
     torch.distributed.init_process_group("gloo")
     for _ in range(3):
         before = once()
     for _ in range(5):
         after = once()
+    until = time.monotonic() + 10  # the kernel lists a thread for a moment after it was joined
+    while not all(a <= b for a, b in zip(after, before, strict=True)) and time.monotonic() < until:
+        time.sleep(0.01)
+        after = held()
     assert after[0] <= before[0]
     assert after[1] <= before[1]
     return after

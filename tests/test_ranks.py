@@ -14,6 +14,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from patience import with_patience
 from ranks import zygote
 
 FOREVER = 3600.0
@@ -94,17 +95,33 @@ def test_a_rank_starts_with_one_thread() -> None:
 # --- Failures ---------------------------------------------------------------------------------------------------------
 
 
-def second_fails_first() -> None:
+def until_rank_1_has_ended(folder: str) -> None:
+    """Its result is told and its process gone: nothing that follows can come before it."""
+    file = Path(folder, "pid")
+    while not file.exists():
+        time.sleep(0.01)
+    while alive(int(file.read_text())):
+        time.sleep(0.01)
+
+
+def tell_pid(folder: str) -> None:
+    partial = Path(folder, "pid.partial")
+    partial.write_text(str(os.getpid()))
+    partial.rename(Path(folder, "pid"))
+
+
+def second_fails_first(folder: str) -> None:
     print(f"hello from {my_rank()}")
     if my_rank() == 1:
+        tell_pid(folder)
         raise KeyError("the cause")
-    time.sleep(0.3)
+    until_rank_1_has_ended(folder)
     raise RuntimeError("a consequence")
 
 
-def test_the_first_failure_is_raised_with_its_traceback() -> None:
+def test_the_first_failure_is_raised_with_its_traceback(tmp_path: Path) -> None:
     with pytest.raises(ranks.RankError) as caught:
-        ranks.run(3, second_fails_first)
+        ranks.run(3, second_fails_first, str(tmp_path))
     text = str(caught.value)
     assert "[rank 1] KeyError: 'the cause'" in text
     assert 'raise KeyError("the cause")' in text
@@ -146,15 +163,18 @@ def returns_or_sleeps() -> str:
 
 
 def test_the_deadline_shows_stacks_and_kills() -> None:
-    job = ranks.spawn(2, returns_or_sleeps, timeout=1.0)
-    with pytest.raises(ranks.RankError) as caught:
-        job.wait()
-    text = str(caught.value)
-    assert "not done after 1.0 s" in text
-    assert "in sleeps_forever" in text
-    assert "[rank 0] about to" in text
-    assert "[rank 1] returned 'done'" in text
-    assert not any(alive(pid) for pid in job.pids)
+    def attempt(limit: float) -> None:
+        job = ranks.spawn(2, returns_or_sleeps, timeout=limit)
+        with pytest.raises(ranks.RankError) as caught:
+            job.wait()
+        text = str(caught.value)
+        assert f"not done after {limit} s" in text
+        assert "in sleeps_forever" in text
+        assert "[rank 0] about to" in text
+        assert "[rank 1] returned 'done'" in text
+        assert not any(alive(pid) for pid in job.pids)
+
+    with_patience(attempt, 1.0)  # both have to be there by then
 
 
 def hangs_at_exit() -> None:
@@ -164,8 +184,12 @@ def hangs_at_exit() -> None:
 
 
 def test_a_rank_that_cannot_end_is_a_failure() -> None:
-    with pytest.raises(ranks.RankError, match=r"in sleeps_forever"):
-        ranks.run(1, hangs_at_exit, timeout=1.0)
+    def attempt(limit: float) -> None:
+        with pytest.raises(ranks.RankError) as caught:
+            ranks.run(1, hangs_at_exit, timeout=limit)
+        assert "in sleeps_forever" in str(caught.value)
+
+    with_patience(attempt, 1.0)
 
 
 def dies_of_signal() -> None:
@@ -205,20 +229,21 @@ def test_a_skip_in_a_rank_skips_the_test() -> None:
         ranks.run(2, skips)
 
 
-def four_ways() -> str:
+def four_ways(folder: str) -> str:
     rank = my_rank()
     if rank == 1:
+        tell_pid(folder)
         raise ValueError("one")
     if rank == 2:
         os.kill(os.getpid(), signal.SIGTERM)
     if rank == 3:
         os._exit(4)
-    time.sleep(0.5)
+    until_rank_1_has_ended(folder)
     return "fine"
 
 
-def test_outcomes_tell_how_each_rank_ended() -> None:
-    value, raised, killed, left = ranks.run(4, four_ways, expect_failure=True)
+def test_outcomes_tell_how_each_rank_ended(tmp_path: Path) -> None:
+    value, raised, killed, left = ranks.run(4, four_ways, str(tmp_path), expect_failure=True)
     assert (value.ok, value.value) == (True, "fine")
     assert (raised.ok, raised.exception, raised.message) == (False, "ValueError", "one")
     assert 'raise ValueError("one")' in raised.traceback

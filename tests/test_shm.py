@@ -90,8 +90,13 @@ def test_a_mismatch_is_an_error_on_every_rank_and_the_group_goes_on() -> None:
     ranks.run(3, mismatches)
 
 
-def wait_for_rank_1(name: str, directory: str) -> float:
-    """Ranks 0 and 2 wait for rank 1 until it is killed; returns when they learned of it."""
+def shared_memory() -> set[Path]:
+    """What has a name, and is ours by it: other programs use the folder as well."""
+    return {path for path in Path("/dev/shm").iterdir() if "hpcomm" in path.name}
+
+
+def wait_for_rank_1(name: str, directory: str) -> str:
+    """Ranks 0 and 2 wait for rank 1 until it is killed; returns the words that they learned it by."""
     mesh = hpcomm.init(dp=3)
     OPERATIONS["barrier"](mesh.dp, 0)
     if mesh.rank == 1:
@@ -101,23 +106,22 @@ def wait_for_rank_1(name: str, directory: str) -> float:
         OPERATIONS[name](mesh.dp, 50_000)
     assert caught.value.peer == 1
     assert caught.value.operation == name
-    return time.time()
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_killed_rank_is_named_in_every_operation(name: str, tmp_path: Path) -> None:
-    shared = set(Path("/dev/shm").iterdir())
+    shared = shared_memory()
     with ranks.spawn(3, wait_for_rank_1, name, str(tmp_path), env=SHM) as job:
         while len(list(tmp_path.glob("waits*"))) < 2:
             time.sleep(0.01)
         time.sleep(0.05)  # they sleep by now
-        moment = time.time()
         job.kill(1, signal.SIGKILL)
         outcomes = job.wait()
     for rank in (0, 2):
         assert outcomes[rank].ok, outcomes[rank]
-        assert outcomes[rank].value - moment < 3  # 0.1 s on a quiet machine; it must not be a time-out
-    assert set(Path("/dev/shm").iterdir()) == shared
+        assert "heartbeat" not in outcomes[rank].value  # neither a time-out nor a silence: its connection ended
+    assert shared_memory() <= shared
 
 
 def sleep_after_start(directory: str) -> None:
@@ -129,14 +133,14 @@ def sleep_after_start(directory: str) -> None:
 
 
 def test_nothing_is_left_when_all_ranks_are_killed(tmp_path: Path) -> None:
-    shared = set(Path("/dev/shm").iterdir())
+    shared = shared_memory()
     with ranks.spawn(4, sleep_after_start, str(tmp_path), env=SHM) as job:
         while len(list(tmp_path.glob("ready*"))) < 4:
             time.sleep(0.01)
         for rank in range(4):
             job.kill(rank, signal.SIGKILL)
         job.wait()
-    assert set(Path("/dev/shm").iterdir()) == shared
+    assert shared_memory() <= shared
 
 
 def wait_for_a_stopped_rank(directory: str) -> None:
@@ -147,9 +151,11 @@ def wait_for_a_stopped_rank(directory: str) -> None:
         time.sleep(60)
     while not Path(directory, "stopped").exists():
         time.sleep(0.01)
+    mesh.control.exchange([0, 2], 99, b"", 20.0)  # or one of them would miss the other within the limit
     with pytest.raises(hpcomm.TimedOut, match="rank 1 did not come") as caught:
-        mesh.dp.all_reduce(torch.zeros(3), timeout=0.5)
+        mesh.dp.all_reduce(torch.zeros(3), timeout=1.0)
     assert caught.value.peer == 1
+    ranks.tell("late")
 
 
 def test_a_stopped_rank_is_named_by_the_time_out(tmp_path: Path) -> None:
@@ -158,20 +164,26 @@ def test_a_stopped_rank_is_named_by_the_time_out(tmp_path: Path) -> None:
             time.sleep(0.01)
         job.kill(1, signal.SIGSTOP)
         (tmp_path / "stopped").touch()
-        time.sleep(1.5)
+        for rank in (0, 2):
+            assert job.told(rank) == "late"
         job.kill(1, signal.SIGKILL)
         outcomes = job.wait()
     for rank in (0, 2):
         assert outcomes[rank].ok, outcomes[rank]
 
 
+def after_an_alarm(wait: Callable[[], object]) -> None:
+    """Within one pytest.raises(): on a slow machine the alarm may come before the wait."""
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    wait()
+
+
 def interrupted(name: str) -> None:
     mesh = hpcomm.init(dp=3)
     if mesh.rank == 0:
         signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):
-            OPERATIONS[name](mesh.dp, 50_000)
+            after_an_alarm(lambda: OPERATIONS[name](mesh.dp, 50_000))
         mesh.control.abort("interrupted")
         return
     with pytest.raises(hpcomm.PeerError, match="interrupted"):
