@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from patience import with_patience
 from torch import nn
 
 import hpcomm
@@ -358,6 +359,14 @@ def test_beside_gloo_as_the_default_group() -> None:
     ranks.run(3, beside_gloo)
 
 
+def threads_of_ours() -> list[str]:
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # it has ended meanwhile
+            names.append(path.read_text())
+    return [name for name in names if name.startswith("hpcomm")]
+
+
 def again_and_again() -> None:
     before = threading.active_count()
     for _ in range(3):
@@ -366,8 +375,10 @@ def again_and_again() -> None:
             dist.all_reduce(tensor)
             assert tensor.item() == 11.0
     assert threading.active_count() == before
-    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    assert not [name for name in names if name.startswith("hpcomm")]
+    until = time.monotonic() + 10  # the kernel lists a thread for a moment after it was joined
+    while threads_of_ours() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not threads_of_ours()
 
 
 def test_a_group_after_the_other_leaves_no_threads() -> None:
@@ -578,11 +589,15 @@ def destroyed_meanwhile(operation: str) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("operation", ["all_reduce", "all_reduce async", "irecv"])
 def test_destroying_a_group_ends_what_another_thread_waits_for(operation: str) -> None:
-    (told, at_once), _ = ranks.run(2, destroyed_meanwhile, operation)
-    assert told.startswith("Closed: ")
-    assert "the group was destroyed" in told
-    assert {"irecv": "recv"}.get(operation, "all_reduce #0") in told
-    assert at_once
+    for last in (False, False, True):
+        (told, at_once), _ = ranks.run(2, destroyed_meanwhile, operation)
+        assert told.startswith("Closed: ")
+        assert "the group was destroyed" in told
+        assert {"irecv": "recv"}.get(operation, "all_reduce #0") in told
+        # A machine that stops the process for seconds does not do it three times.
+        assert at_once or not last
+        if at_once:
+            break
 
 
 def unattended_beside_a_waiter() -> float:
@@ -618,9 +633,9 @@ def test_a_message_that_is_waited_for_costs_no_collective() -> None:
     assert ranks.run(2, unattended_beside_a_waiter) == [2, 2]
 
 
-def timing_out() -> str:
+def timing_out(limit: float) -> str:
     dist.init_process_group("hpcomm", timeout=timedelta(seconds=20))
-    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    group = dist.new_group(timeout=timedelta(seconds=limit))
     if dist.get_rank() == 0:
         with pytest.raises(hpcomm.TimedOut) as caught:
             dist.all_reduce(torch.zeros(3), group=group)
@@ -633,9 +648,12 @@ def timing_out() -> str:
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    message, _ = ranks.run(2, timing_out)
-    assert "all_reduce" in message
-    assert "rank 1" in message
+    def attempt(limit: float) -> None:
+        message, _ = ranks.run(2, timing_out, limit)
+        assert "all_reduce" in message
+        assert "rank 1" in message
+
+    with_patience(attempt, 0.5)  # within which the group has to be made as well
 
 
 def dying() -> None:
@@ -655,6 +673,12 @@ def test_a_rank_that_dies_is_named() -> None:
     assert outcomes[2].ok, outcomes[2]
 
 
+def after_an_interrupt(wait: Callable[[], object]) -> None:
+    """Within one pytest.raises(): on a slow machine the signal may come before the wait."""
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    wait()
+
+
 def interrupted() -> None:
     dist.init_process_group("hpcomm", timeout=timedelta(seconds=20))
     store = dist.distributed_c10d._get_default_store()
@@ -667,9 +691,8 @@ def interrupted() -> None:
             lambda: dist.gather(torch.zeros(1), [torch.zeros(1)] * 2, dst=0),
         ]
         for wait in waits:
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
             with pytest.raises(KeyboardInterrupt):
-                wait()
+                after_an_interrupt(wait)
         store.set("interrupted", "")
 
 
@@ -678,15 +701,15 @@ def test_ctrl_c_ends_a_wait() -> None:
     assert outcomes[0].ok, outcomes[0]
 
 
-def monitored() -> list[str]:
+def monitored(limit: float) -> list[str]:
     told = []
     with world() as (rank, size):
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-        backend.monitored_barrier(timedelta(seconds=5))
-        backend.monitored_barrier(timedelta(seconds=5), wait_all_ranks=True)
+        backend.monitored_barrier(timedelta(seconds=20))
+        backend.monitored_barrier(timedelta(seconds=20), wait_all_ranks=True)
         if rank != 1:
             with pytest.raises(hpcomm.TimedOut) as caught:
-                backend.monitored_barrier(timedelta(seconds=0.3), wait_all_ranks=True)
+                backend.monitored_barrier(timedelta(seconds=limit), wait_all_ranks=True)
             told.append(str(caught.value))
         dist.barrier()
         assert size == 3
@@ -694,9 +717,12 @@ def monitored() -> list[str]:
 
 
 def test_the_monitored_barrier_names_who_is_missing() -> None:
-    first, _, third = ranks.run(3, monitored)
-    assert "Ranks 1 failed to pass monitoredBarrier in 300 ms" in first[0]
-    assert "Rank 2 successfully reached monitoredBarrier" in third[0]
+    def attempt(limit: float) -> None:
+        first, _, third = ranks.run(3, monitored, limit)
+        assert f"Ranks 1 failed to pass monitoredBarrier in {round(1000 * limit)} ms" in first[0]
+        assert "Rank 2 successfully reached monitoredBarrier" in third[0]
+
+    with_patience(attempt, 0.3)  # within which rank 2 has to come
 
 
 # --- What torch builds on it ------------------------------------------------------------------------------------------

