@@ -139,10 +139,17 @@ bool still_coming(ncclComm& comm) {
   return false;
 }
 
+std::atomic<int>& aborting() {
+  static std::atomic<int>& the = *new std::atomic<int>(0);
+  return the;
+}
+
 void abort_all(const std::vector<ncclComm_t>& comms) {
+  ++aborting();
   for (ncclComm_t comm : comms) {
     comm->given_up->store(true);
   }
+  --aborting();
   for (ncclComm_t comm : comms) {
     for (;;) {
       {

@@ -79,6 +79,9 @@ ncclResult_t launch_now(const Batch& batch);
 // ---------------------------------------------------------------------------------------------------- Under
 // host().mutex: what ncclCommGetAsyncError says of an initialisation or a finalisation.
 bool still_coming(ncclComm& comm);
+// Above zero while the communicators of a group are told that they are aborted: to kernels, that is one moment. Else
+// one of them that waits for the device could start between two of these, and meet its peers after all.
+std::atomic<int>& aborting();
 void abort_all(const std::vector<ncclComm_t>& comms);
 
 }  // namespace fake_nccl

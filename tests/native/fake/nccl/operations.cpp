@@ -1,5 +1,6 @@
 // Operations of the fake NCCL: their arguments, groups, launches, and memory.
 #include <cstring>
+#include <thread>
 
 #include "native/fake/cuda/fake_cuda.h"
 #include "native/fake/nccl/host.h"
@@ -66,7 +67,10 @@ ncclResult_t launch_now(const Batch& batch) {
     } else if (any && enters) {
       enters = device.enter_any(*given_up);
     }
-    if (enters) {
+    while (enters && aborting().load() != 0) {
+      std::this_thread::yield();
+    }
+    if (enters && !given_up->load()) {
       clique->run(rank, *collectives, operations, *given_up);
     }
     if (ticket >= 0) {
