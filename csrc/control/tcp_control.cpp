@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <utility>
@@ -17,12 +18,6 @@
 #include "base/fork.h"
 
 namespace hpcomm::control {
-
-namespace {
-
-constexpr auto kCloseGrace = std::chrono::seconds(1);
-
-}  // namespace
 
 std::shared_ptr<Control> TcpControl::make(int rank, std::vector<Fd> connections, std::vector<std::string> surplus,
                                           std::chrono::milliseconds heartbeat) {
@@ -153,16 +148,21 @@ void TcpControl::close() noexcept {
     }
   }
   // A socket that closes with unread input drops what it has not sent: wait until the peers' kernels have it all.
-  const Deadline deadline = Clock::now() + kCloseGrace;
-  for (;;) {
-    bool pending = false;
+  std::size_t least = SIZE_MAX;
+  for (Deadline deadline{};;) {
     {
       std::lock_guard lock(mutex_);
+      std::size_t pending = 0;
       for (const Peer& peer : peers_) {
-        pending |= peer.fd.valid() && peer.state == PeerState::kOpen &&
-                   (!peer.outgoing.empty() || unsent_bytes(peer.fd.get()) > 0);
+        const bool open = peer.fd.valid() && peer.state == PeerState::kOpen;
+        pending += open ? peer.outgoing.size() - peer.sent + static_cast<std::size_t>(unsent_bytes(peer.fd.get())) : 0;
       }
-      if (!pending || Clock::now() >= deadline) {
+      const Deadline now = Clock::now();
+      if (pending < least) {
+        least = pending;
+        deadline = now + kCloseGrace;
+      }
+      if (pending == 0 || now >= deadline) {
         stop_ = true;
         break;
       }

@@ -44,6 +44,9 @@ class TcpControl final : public Control {
   void remove_listener(std::uint64_t token) override;
 
  private:
+  // How long close() waits for peers that take nothing of what is still to be sent. As long as that gets on, it waits:
+  // a large message to a busy host takes its time.
+  static constexpr std::chrono::seconds kCloseGrace{3};
   enum class PeerState { kOpen, kLeft, kLost };
   [[nodiscard]] bool is_closing() const {
     require_own_process("state", rank_);
