@@ -14,6 +14,7 @@ import pytest
 import ranks
 import torch
 import torch.utils.checkpoint
+from patience import with_patience
 from test_pipeline_schedules import CROSS, make
 from torch import nn
 
@@ -530,30 +531,37 @@ def test_an_error_tells_every_rank_the_action() -> None:
 
 
 class Hangs(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(4)
+        time.sleep(self.seconds)
         return x
 
 
-def hanging() -> None:
-    mesh = hpcomm.init(pp=3, timeout=2)
+def hanging(limit: float) -> None:
+    mesh = hpcomm.init(pp=3, timeout=limit)
     layers = [nn.Linear(2, 2) for _ in range(3)]
     pipe = hpcomm.Pipeline(nn.Sequential(*layers), mesh=mesh, num_microbatches=2, loss_fn=nn.functional.mse_loss)
     if mesh.rank == 1:
-        pipe.stages[1].add_module("hangs", Hangs())
-    ranks.tell("ready")
+        pipe.stages[1].add_module("hangs", Hangs(2 * limit))
+    mesh.barrier()
     pipe.step(torch.ones(4, 2), target=torch.ones(4, 2))
 
 
 def test_a_time_out_tells_where_every_rank_stands() -> None:
-    first, _, third = ranks.run(3, hanging, expect_failure=True, timeout=20)
-    for outcome in (first, third):
-        assert outcome.exception in {"TimedOut", "PeerError"}
-        assert "rank 0: in backward of microbatch 0, stage 0" in outcome.message
-        assert "rank 1: in forward of microbatch 0, stage 1" in outcome.message
-        assert "computes: all that it needs has been issued" in outcome.message
-        assert "rank 2: in forward of microbatch 0, stage 2" in outcome.message
-        assert "waits for rank 1 to issue SEND act mb 0" in outcome.message
+    def attempt(limit: float) -> None:
+        first, _, third = ranks.run(3, hanging, limit, expect_failure=True, timeout=60)
+        for outcome in (first, third):
+            assert outcome.exception in {"TimedOut", "PeerError"}
+            assert "rank 0: in backward of microbatch 0, stage 0" in outcome.message
+            assert "rank 1: in forward of microbatch 0, stage 1" in outcome.message
+            assert "computes: all that it needs has been issued" in outcome.message
+            assert "rank 2: in forward of microbatch 0, stage 2" in outcome.message
+            assert "waits for rank 1 to issue SEND act mb 0" in outcome.message
+
+    with_patience(attempt, 2.0)  # within which all have to stand where they hang
 
 
 def test_the_circle_of_a_time_out() -> None:
