@@ -54,8 +54,15 @@ std::optional<LoanPool::Loan> LoanPool::lend(std::size_t bytes) {
   }
   const bool has_second = count > 1 || bytes > kCached;
   if ((found == count || !has_second) && count < most_) {
-    blocks_.push_back(make(bytes));
-    found = count;
+    try {
+      blocks_.push_back(make(bytes));
+      found = count;
+    } catch (...) {
+      if (found == count) {
+        throw;
+      }
+      // The one that is free serves as well.
+    }
   } else if (found == count) {
     if (other == count) {
       return std::nullopt;
