@@ -88,21 +88,29 @@ bool ShmMailbox::drive(const Mail& mail, Deadline deadline, void (*poll)()) {
       }
     }
   };
-  const auto look = [this, &mail] {
+  bool moved = false;
+  const auto look = [this, &mail, &moved] {
     if (mail.done()) {
       return true;
     }
     const Turn turn(*this);
+    const std::uint64_t before = traffic_;
     progress();
+    moved = traffic_ != before;
     // Others who wait for what has just ended sleep on the same bell.
     if (std::exchange(ended_some_, false) && drivers_.load(std::memory_order_seq_cst) > 1) {
       ring(bell_);
     }
-    return mail.done();
+    return moved || mail.done();
   };
   try {
     const Deadline limit = std::min(deadline, mail.deadline_);
-    Waited how = wait_on(bell_, policy_, {limit, nullptr, nullptr, poll}, look);
+    Waited how = Waited::kReady;
+    // While bytes move, each piece is waited for anew: to sleep for one takes longer than the piece.
+    do {
+      how = wait_on(bell_, policy_, {limit, nullptr, nullptr, poll}, look);
+    } while (how == Waited::kReady && !mail.done() && Clock::now() < limit);
+    how = how == Waited::kReady && !mail.done() ? Waited::kTimedOut : how;
     if (how != Waited::kReady && Clock::now() >= mail.deadline_) {
       {
         const Turn turn(*this);
