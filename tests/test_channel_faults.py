@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
 import torch
+from patience import left_in_shared_memory, shared_memory
 
 import hpcomm
 
 SHM = {"HPCOMM_CPU_TRANSPORT": "shm"}
 GLOO = {"HPCOMM_CPU_TRANSPORT": "gloo"}
 LARGE = 16 << 20  # elements of float32: far more than the ring between two ranks takes
-
-
-def shared_memory() -> set[Path]:
-    """What has a name, and is ours by it: other programs use the folder as well."""
-    return {path for path in Path("/dev/shm").iterdir() if "hpcomm" in path.name}
 
 
 def a_channel() -> tuple[hpcomm.Mesh, hpcomm.Channel]:
@@ -170,7 +165,7 @@ def test_a_killed_peer_is_named(survivor: Any) -> None:
         outcomes = job.wait()
     assert outcomes[1].signal == signal.SIGKILL
     assert outcomes[0].ok, outcomes[0]
-    assert shared_memory() <= before
+    assert left_in_shared_memory(before) == set()
 
 
 def send_until_told(channel: hpcomm.Channel, tree: object) -> None:

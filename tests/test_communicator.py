@@ -108,8 +108,18 @@ def exchanges() -> None:
             assert work.operation == "sendrecv"
             work.wait()
             assert torch.equal(other, encode(following, count, torch.int64))
+            # One exchanges, the others pass on what came: neither half may wait for the other.
+            received.zero_()
+            if rank == 0:
+                comm.sendrecv(encode(7, count), 1, received, 2)
+                assert torch.equal(received, encode(7, count))
+            else:
+                comm.recv(received, before)
+                comm.send(received, following)
         with pytest.raises(hpcomm.InvalidArgument, match="no peer"):
             comm.sendrecv(torch.zeros(1), following, torch.zeros(1), rank)
+        with pytest.raises(hpcomm.InvalidArgument, match="overlap"):
+            comm.sendrecv(received, following, received, before)
         comm.barrier()
 
 

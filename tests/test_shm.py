@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
+from patience import left_in_shared_memory, shared_memory
 
 import hpcomm
 from hpcomm._C import Communicator
@@ -90,11 +91,6 @@ def test_a_mismatch_is_an_error_on_every_rank_and_the_group_goes_on() -> None:
     ranks.run(3, mismatches)
 
 
-def shared_memory() -> set[Path]:
-    """What has a name, and is ours by it: other programs use the folder as well."""
-    return {path for path in Path("/dev/shm").iterdir() if "hpcomm" in path.name}
-
-
 def wait_for_rank_1(name: str, directory: str) -> str:
     """Ranks 0 and 2 wait for rank 1 until it is killed; returns the words that they learned it by."""
     mesh = hpcomm.init(dp=3)
@@ -111,7 +107,7 @@ def wait_for_rank_1(name: str, directory: str) -> str:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_killed_rank_is_named_in_every_operation(name: str, tmp_path: Path) -> None:
-    shared = shared_memory()
+    before = shared_memory()
     with ranks.spawn(3, wait_for_rank_1, name, str(tmp_path), env=SHM) as job:
         while len(list(tmp_path.glob("waits*"))) < 2:
             time.sleep(0.01)
@@ -121,7 +117,7 @@ def test_a_killed_rank_is_named_in_every_operation(name: str, tmp_path: Path) ->
     for rank in (0, 2):
         assert outcomes[rank].ok, outcomes[rank]
         assert "heartbeat" not in outcomes[rank].value  # neither a time-out nor a silence: its connection ended
-    assert shared_memory() <= shared
+    assert left_in_shared_memory(before) == set()
 
 
 def sleep_after_start(directory: str) -> None:
@@ -133,14 +129,14 @@ def sleep_after_start(directory: str) -> None:
 
 
 def test_nothing_is_left_when_all_ranks_are_killed(tmp_path: Path) -> None:
-    shared = shared_memory()
+    before = shared_memory()
     with ranks.spawn(4, sleep_after_start, str(tmp_path), env=SHM) as job:
         while len(list(tmp_path.glob("ready*"))) < 4:
             time.sleep(0.01)
         for rank in range(4):
             job.kill(rank, signal.SIGKILL)
         job.wait()
-    assert shared_memory() <= shared
+    assert left_in_shared_memory(before) == set()
 
 
 def wait_for_a_stopped_rank(directory: str) -> None:

@@ -145,6 +145,11 @@ WorkPtr Communicator::sendrecv(const BufferView& input, int to, const BufferView
                                const OpOptions& options) {
   require_peer("sendrecv", to);
   require_peer("sendrecv", from);
+  const auto* sent = static_cast<const char*>(input.data);
+  const auto* received = static_cast<const char*>(output.data);
+  HPCOMM_REQUIRE(
+      input.bytes == 0 || output.bytes == 0 || sent + input.bytes <= received || received + output.bytes <= sent,
+      "sendrecv: tensor and output overlap; both move at once, so they need memory of their own");
   return issue({Operation::Kind::kSendRecv, output, input, ReduceOp::kSum, to, 0, options, from});
 }
 

@@ -149,7 +149,7 @@ void TcpControl::close() noexcept {
   }
   // A socket that closes with unread input drops what it has not sent: wait until the peers' kernels have it all.
   std::size_t least = SIZE_MAX;
-  for (Deadline deadline{};;) {
+  for (Deadline last = Clock::now() + kCloseMost, deadline{};;) {
     {
       std::lock_guard lock(mutex_);
       std::size_t pending = 0;
@@ -160,7 +160,7 @@ void TcpControl::close() noexcept {
       const Deadline now = Clock::now();
       if (pending < least) {
         least = pending;
-        deadline = now + kCloseGrace;
+        deadline = std::min(last, now + kCloseGrace);
       }
       if (pending == 0 || now >= deadline) {
         stop_ = true;

@@ -47,6 +47,7 @@ class TcpControl final : public Control {
   // How long close() waits for peers that take nothing of what is still to be sent. As long as that gets on, it waits:
   // a large message to a busy host takes its time.
   static constexpr std::chrono::seconds kCloseGrace{3};
+  static constexpr std::chrono::seconds kCloseMost{30};  // in all
   enum class PeerState { kOpen, kLeft, kLost };
   [[nodiscard]] bool is_closing() const {
     require_own_process("state", rank_);

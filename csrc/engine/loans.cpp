@@ -52,16 +52,16 @@ std::optional<LoanPool::Loan> LoanPool::lend(std::size_t bytes) {
       other = i;
     }
   }
-  const bool has_second = count > 1 || bytes > kCached;
+  const bool has_second = count > 1 || bytes > kCached || no_second_;
   if ((found == count || !has_second) && count < most_) {
     try {
       blocks_.push_back(make(bytes));
       found = count;
-    } catch (...) {
+    } catch (const Error&) {
       if (found == count) {
         throw;
       }
-      // The one that is free serves as well.
+      no_second_ = true;  // the one that is free serves as well
     }
   } else if (found == count) {
     if (other == count) {

@@ -70,7 +70,8 @@ class LoanPool {
   const std::size_t most_;
   mutable std::mutex mutex_;
   std::vector<Block> blocks_;
-  std::size_t last_ = 0;  // that was lent
+  std::size_t last_ = 0;    // that was lent
+  bool no_second_ = false;  // there was no memory for it
 };
 
 }  // namespace hpcomm

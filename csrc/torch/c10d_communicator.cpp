@@ -95,13 +95,9 @@ class C10dCommunicator final : public HostCommunicator {
       switch (operation.kind) {
         case Operation::Kind::kSend:
         case Operation::Kind::kRecv:
-          transfer(operation, {begin(operation)}, limit);
+        case Operation::Kind::kSendRecv:
+          transfer(operation, deadline);
           return;
-        case Operation::Kind::kSendRecv: {
-          const Message received = begin(operation.receiving());
-          transfer(operation, {received, begin(operation.sending())}, limit);
-          return;
-        }
         case Operation::Kind::kAllReduce:
         case Operation::Kind::kReduceScatter:
         case Operation::Kind::kAllGather:
@@ -131,13 +127,7 @@ class C10dCommunicator final : public HostCommunicator {
   void interrupt() noexcept override {
     std::lock_guard lock(mutex_);
     interrupted_ = true;
-    for (const Message& message : transfers_) {
-      try {
-        message->abort();
-      } catch (const std::exception&) {
-        // A backend without abort() ends by its own time-out.
-      }
-    }
+    abort_messages();
   }
 
  private:
@@ -155,32 +145,77 @@ class C10dCommunicator final : public HostCommunicator {
     return sends ? backend_->send(tensors, operation.peer, 0) : backend_->recv(tensors, operation.peer, 0);
   }
 
-  // Waits for messages that have begun.
-  void transfer(const Operation& operation, std::vector<Message> messages, std::chrono::milliseconds limit) {
-    std::erase(messages, Message());
-    {
-      std::lock_guard lock(mutex_);
-      for (const Message& message : messages) {
-        if (interrupted_) {
-          message->abort();
+  // One message, or both halves of a sendrecv, of which neither waits for the other.
+  void transfer(const Operation& operation, Deadline deadline) {
+    const bool both = operation.kind == Operation::Kind::kSendRecv;
+    const std::vector<Operation> halves =
+        both ? std::vector{operation.receiving(), operation.sending()} : std::vector{operation};
+    const Operation* at = nullptr;
+    forget(false);
+    try {
+      for (const Operation& half : halves) {
+        at = &half;
+        hold(begin(half));
+      }
+      for (std::size_t i = 0; i < halves.size(); ++i) {
+        at = &halves[i];
+        if (const Message message = held(i)) {
+          const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
+          message->wait(std::max(left, std::chrono::milliseconds(1)));
         }
       }
-      transfers_ = messages;
-    }
-    const auto forget = [this] {
-      std::lock_guard lock(mutex_);
-      transfers_.clear();
-    };
-    try {
-      for (const Message& message : messages) {
-        message->wait(limit);
-      }
-    } catch (...) {
-      forget();
+    } catch (const Error&) {
+      forget(both);
       throw;
+    } catch (const std::exception& error) {
+      const auto* const known = dynamic_cast<const c10::Error*>(&error);
+      const std::string text = known != nullptr ? known->what_without_backtrace() : error.what();
+      forget(both);
+      try {
+        explain(*at, text, deadline);
+      } catch (const Error& told) {
+        if (both) {
+          abort(told);  // the other half may be cut in two
+        }
+        throw;
+      }
     }
-    forget();
+    forget(false);
     throw_if_aborted(what_of(operation));
+  }
+
+  void hold(Message message) {
+    std::lock_guard lock(mutex_);
+    if (interrupted_ && message) {
+      message->abort();
+    }
+    transfers_.push_back(std::move(message));
+  }
+
+  [[nodiscard]] Message held(std::size_t i) {
+    std::lock_guard lock(mutex_);
+    return transfers_[i];
+  }
+
+  void forget(bool and_abort) {
+    std::lock_guard lock(mutex_);
+    if (and_abort) {
+      abort_messages();
+    }
+    transfers_.clear();
+  }
+
+  // With the mutex held.
+  void abort_messages() noexcept {
+    for (const Message& message : transfers_) {
+      try {
+        if (message) {
+          message->abort();
+        }
+      } catch (const std::exception&) {
+        // A backend without abort() ends by its own time-out.
+      }
+    }
   }
 
   c10::intrusive_ptr<c10d::Work> start(const Operation& operation, std::chrono::milliseconds limit) {

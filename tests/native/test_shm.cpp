@@ -393,16 +393,41 @@ TEST(shm_sendrecv_waits_for_nobody_elses_order) {
     }
     // An empty half is not sent.
     world.sendrecv({}, next, {}, before)->wait();
-    // Other elements than were sent: only the receiver's half fails, and what follows is whole.
-    std::vector<double> wrong(1);
-    OpOptions limit;
-    limit.timeout = 20s;
+    CHECK_THROWS(ErrorKind::kInvalidArgument, world.sendrecv(view_of(first), next, view_of(first), before), "overlap");
+  });
+}
+
+TEST(shm_a_half_of_sendrecv_that_fails_leaves_the_other_whole) {
+  ShmJob(2).run([](Communicator& world) {
+    constexpr std::size_t kMany = std::size_t{3} << 20;  // more than a ring holds
+    std::vector<float> one{1};
+    std::vector<float> got(1);
     if (world.rank() == 0) {
-      const auto error = error_of(*world.sendrecv(view_of(first), 1, view_of(wrong), 1, limit));
+      std::vector<float> many(kMany, 7);
+      std::vector<double> wrong(1);
+      const auto error = error_of(*world.sendrecv(view_of(many), 1, view_of(wrong), 1));
       CHECK(error && error->kind() == ErrorKind::kSchemaMismatch);
-    } else if (world.rank() == 1) {
-      (void)error_of(*world.sendrecv(view_of(first), 0, view_of(second), 0, limit));
+      std::fill(many.begin(), many.end(), 8.0F);  // its bytes have gone
+      std::vector<float> two{2};
+      std::vector<float> three{3};
+      world.send(view_of(two), 1)->wait();
+      world.send(view_of(three), 1)->wait();
+      world.sendrecv(view_of(one), 1, view_of(got), 1)->wait();
+    } else {
+      world.send(view_of(one), 0)->wait();
+      std::vector<float> many(kMany);
+      world.recv(view_of(many), 0)->wait();
+      CHECK_EQ(many.front(), 7.0F);
+      CHECK_EQ(many.back(), 7.0F);
+      world.recv(view_of(got), 0)->wait();  // behind the refusal of what this rank sent
+      CHECK_EQ(got[0], 2.0F);
+      // The send is told that the one before it was refused; the receive has its message all the same.
+      const auto refused = error_of(*world.sendrecv(view_of(one), 0, view_of(got), 0));
+      CHECK(refused && refused->kind() == ErrorKind::kSchemaMismatch);
+      CHECK_EQ(got[0], 3.0F);
+      world.sendrecv(view_of(one), 0, view_of(got), 0)->wait();
     }
+    CHECK_EQ(got[0], 1.0F);
   });
 }
 

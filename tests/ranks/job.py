@@ -32,7 +32,7 @@ _NANOBIND = re.compile(
 )
 
 # How long the others may run on after the first failure: enough to fail themselves, which often says more.
-GRACE = 2.0
+GRACE = 4.0
 
 _open: weakref.WeakSet[Job] = weakref.WeakSet()
 

@@ -21,6 +21,11 @@ namespace {
 
 // How often a wait looks whether the communicator was aborted, where nothing wakes it; and calls its poll.
 constexpr auto kSlice = std::chrono::milliseconds(20);
+// How long each half of a sendrecv is waited for in its turn.
+constexpr auto kTurn = std::chrono::milliseconds(1);
+// What goes through Control goes in such pieces.
+constexpr std::size_t kPiece = std::size_t{1} << 20;
+constexpr const char* kHalf = ", half of a sendrecv";
 
 CommunicatorConfig config_over(const Communicator& inner) {
   CommunicatorConfig config;
@@ -247,31 +252,29 @@ class EmulatedCommunicator final : public HostCommunicator, private DeviceSlot {
         return inner_->all_to_all(operation.output, operation.input, limited())->wait();
       case Operation::Kind::kSend:
         if (operation.input.bytes > 0) {
-          announce(operation);
-          meet(operation, deadline);
+          announce(operation, "");
+          if (meet(operation, deadline)) {
+            return pass_on(operation);
+          }
           inner_->send(operation.input, operation.peer, limited())->wait();
         }
         return;
       case Operation::Kind::kRecv:
         if (operation.output.bytes > 0) {
-          announce(operation);
-          meet(operation, deadline);
+          announce(operation, "");
+          if (meet(operation, deadline)) {
+            std::size_t moved = 0;
+            while (!take(operation, moved, std::min(deadline, Clock::now() + kSlice))) {
+              require_time(operation, deadline, "for the bytes of");
+              poll(operation);
+            }
+            return;
+          }
           inner_->recv(operation.output, operation.peer, limited())->wait();
         }
         return;
-      case Operation::Kind::kSendRecv: {
-        std::vector<Operation> halves;
-        for (const Operation& half : {operation.sending(), operation.receiving()}) {
-          if (half.input.bytes + half.output.bytes > 0) {
-            announce(half);
-            halves.push_back(half);
-          }
-        }
-        for (const Operation& half : halves) {
-          meet(half, deadline);
-        }
-        return inner_->sendrecv(operation.input, operation.peer, operation.output, operation.source, limited())->wait();
-      }
+      case Operation::Kind::kSendRecv:
+        return exchange(operation, deadline);
       case Operation::Kind::kBarrier:
         return inner_->barrier(limited())->wait();
     }
@@ -289,40 +292,114 @@ class EmulatedCommunicator final : public HostCommunicator, private DeviceSlot {
     return str("#", operation.sequence, ", ", view.count, " ", to_string(view.dtype));
   }
 
-  // Says that this rank has come to a send or a receive.
-  void announce(const Operation& operation) {
+  [[nodiscard]] ErrorContext what_of(const Operation& operation) const {
+    return context(operation_name(operation.kind), operation.peer, operation.sequence);
+  }
+  // Of a send or a receive: the channel on which an end of it says something.
+  [[nodiscard]] std::uint64_t channel_of(const Operation& operation, const char* says) const {
     const bool sends = operation.kind == Operation::Kind::kSend;
-    const int from = sends ? rank() : operation.peer;
-    const int to = sends ? operation.peer : rank();
-    const int peer = ranks()[static_cast<std::size_t>(operation.peer)];
-    control().send(peer, channel(sends ? "send" : "recv", from, to), described(operation));
+    return channel(says, sends ? rank() : operation.peer, sends ? operation.peer : rank());
+  }
+
+  // Says that this rank has come to a send or a receive. `part` is kHalf for one that is half of a sendrecv.
+  void announce(const Operation& operation, const char* part) {
+    const char* mine = operation.kind == Operation::Kind::kSend ? "send" : "recv";
+    control().send(what_of(operation).peer, channel_of(operation, mine), described(operation) + part);
   }
 
   // The handshake. Through Control and not through the inner transport, which would need a second connection per pair
   // to tell a handshake from data; and because Control's sends never block, both sides can say that they are there
-  // and then wait.
-  void meet(const Operation& operation, Deadline deadline) {
-    const ErrorContext what = context(operation_name(operation.kind), operation.peer, operation.sequence);
-    const bool sends = operation.kind == Operation::Kind::kSend;
-    const int from = sends ? rank() : operation.peer;
-    const int to = sends ? operation.peer : rank();
-    const std::string mine = described(operation);
-    const std::uint64_t answers = channel(sends ? "recv" : "send", from, to);
-    const char* theirs = sends ? "recv" : "send";
-    for (;;) {
-      if (const auto answer = control().try_receive(what.peer, answers, std::min(deadline, Clock::now() + kSlice))) {
-        if (*answer != mine) {
-          throw Error(ErrorKind::kSchemaMismatch,
-                      str(label(what), " (", mine, ") meets ", theirs, " (", *answer, ") of rank ", what.peer), what);
-        }
-        return;
-      }
+  // and then wait. Null when the peer has not come by then; whether its end is half of a sendrecv.
+  [[nodiscard]] std::optional<bool> try_meet(const Operation& operation, Deadline until) {
+    const ErrorContext what = what_of(operation);
+    const char* theirs = operation.kind == Operation::Kind::kSend ? "recv" : "send";
+    const auto answer = control().try_receive(what.peer, channel_of(operation, theirs), until);
+    if (!answer) {
       throw_if_aborted(what);
+      return std::nullopt;
+    }
+    const std::string mine = described(operation);
+    const bool half = answer->ends_with(kHalf);
+    if (answer->substr(0, answer->size() - (half ? std::string_view(kHalf).size() : 0)) != mine) {
+      throw Error(ErrorKind::kSchemaMismatch,
+                  str(label(what), " (", mine, ") meets ", theirs, " (", *answer, ") of rank ", what.peer), what);
+    }
+    return half;
+  }
+
+  [[nodiscard]] bool meet(const Operation& operation, Deadline deadline) {
+    for (;;) {
+      if (const auto half = try_meet(operation, std::min(deadline, Clock::now() + kSlice))) {
+        return *half;
+      }
       if (Clock::now() >= deadline) {
+        const ErrorContext what = what_of(operation);
+        const char* theirs = operation.kind == Operation::Kind::kSend ? "recv" : "send";
         throw Error(ErrorKind::kTimedOut,
                     str(label(what), " waits for rank ", what.peer, " to start the matching ", theirs,
                         crossed(operation, what)),
                     what);
+      }
+      poll(operation);
+    }
+  }
+
+  void require_time(const Operation& operation, Deadline deadline, const char* waits) const {
+    if (Clock::now() >= deadline) {
+      const ErrorContext what = what_of(operation);
+      throw Error(ErrorKind::kTimedOut, str(label(what), " waits ", waits, " rank ", what.peer), what);
+    }
+  }
+
+  // What meets half of a sendrecv goes through Control: there no half waits for the other, as it would on the inner
+  // transport, whose operations run one after the other.
+  void pass_on(const Operation& operation) {
+    const auto* const bytes = static_cast<const char*>(operation.input.data);
+    for (std::size_t at = 0; at < operation.input.bytes; at += kPiece) {
+      control().send(what_of(operation).peer, channel_of(operation, "bytes"),
+                     std::string(bytes + at, std::min(kPiece, operation.input.bytes - at)));
+    }
+  }
+
+  // The next piece, if it comes by then; true when it was the last.
+  [[nodiscard]] bool take(const Operation& operation, std::size_t& moved, Deadline until) {
+    const ErrorContext what = what_of(operation);
+    const auto piece = control().try_receive(what.peer, channel_of(operation, "bytes"), until);
+    if (!piece) {
+      throw_if_aborted(what);
+      return false;
+    }
+    HPCOMM_ASSERT(piece->size() <= operation.output.bytes - moved, "more bytes than were announced");
+    std::copy(piece->begin(), piece->end(), static_cast<char*>(operation.output.data) + moved);
+    moved += piece->size();
+    return moved == operation.output.bytes;
+  }
+
+  void exchange(const Operation& operation, Deadline deadline) {
+    const Operation out = operation.sending();
+    const Operation in = operation.receiving();
+    bool sent = out.input.bytes == 0;
+    bool met = false;
+    bool received = in.output.bytes == 0;
+    if (!sent) {
+      announce(out, kHalf);
+    }
+    if (!received) {
+      announce(in, kHalf);
+    }
+    std::size_t moved = 0;
+    while (!sent || !received) {
+      const auto soon = [deadline] { return std::min(deadline, Clock::now() + kTurn); };
+      if (!sent && try_meet(out, soon())) {
+        pass_on(out);
+        sent = true;
+      }
+      met = met || (!received && try_meet(in, soon()).has_value());
+      received = received || (met && take(in, moved, soon()));
+      if (!sent) {
+        require_time(out, deadline, "for the matching recv of");
+      } else if (!received) {
+        require_time(in, deadline, met ? "for the bytes of" : "for the matching send of");
       }
       poll(operation);
     }

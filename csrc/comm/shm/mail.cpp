@@ -20,6 +20,9 @@ namespace {
 // A pending operation that nobody waits for is driven after this long.
 constexpr long kPumpDelay = 500'000;  // nanoseconds
 
+// While bytes move a wait does not come to sleep, and so not to the poll of wait_on().
+constexpr std::chrono::milliseconds kPollEvery{50};
+
 class MailEvent final : public EventState {
  public:
   MailEvent(std::shared_ptr<const Mail> mail, std::shared_ptr<ShmMailbox> owner)
@@ -107,9 +110,17 @@ bool ShmMailbox::drive(const Mail& mail, Deadline deadline, void (*poll)()) {
     const Deadline limit = std::min(deadline, mail.deadline_);
     Waited how = Waited::kReady;
     // While bytes move, each piece is waited for anew: to sleep for one takes longer than the piece.
-    do {
+    for (Deadline next_poll = Clock::now() + kPollEvery;;) {
       how = wait_on(bell_, policy_, {limit, nullptr, nullptr, poll}, look);
-    } while (how == Waited::kReady && !mail.done() && Clock::now() < limit);
+      const Deadline now = Clock::now();
+      if (how != Waited::kReady || mail.done() || now >= limit) {
+        break;
+      }
+      if (poll != nullptr && now >= next_poll) {
+        poll();
+        next_poll = now + kPollEvery;
+      }
+    }
     how = how == Waited::kReady && !mail.done() ? Waited::kTimedOut : how;
     if (how != Waited::kReady && Clock::now() >= mail.deadline_) {
       {

@@ -31,7 +31,7 @@ Places places(const Geometry& g) {
   at.ring_ends = at.lines + page(g.ranks * 2 * sizeof(Line));
   at.slots = at.ring_ends + page(g.ranks * g.ranks * sizeof(RingEnds));
   at.rings = at.slots + g.ranks * 2 * g.slot_bytes;
-  at.end = at.rings + g.ranks * g.ranks * g.ring_bytes;
+  at.end = at.rings + g.ranks * (g.ranks - 1) * g.ring_bytes;
   return at;
 }
 

@@ -77,8 +77,10 @@ class Region {
   [[nodiscard]] RingEnds& ring_ends(std::size_t from, std::size_t to) const noexcept {
     return ring_ends_[from * geometry_.ranks + to];
   }
+  // Of two different ranks.
   [[nodiscard]] char* ring_data(std::size_t from, std::size_t to) const noexcept {
-    return rings_ + (from * geometry_.ranks + to) * geometry_.ring_bytes;
+    const std::size_t place = to < from ? to : to - 1;
+    return rings_ + (from * (geometry_.ranks - 1) + place) * geometry_.ring_bytes;
   }
 
  private:

@@ -111,12 +111,9 @@ class ShmCommunicator final : public HostCommunicator {
         case Operation::Kind::kRecv:
           finish(post(operation, deadline), operation, deadline);
           return;
-        case Operation::Kind::kSendRecv: {
-          const MailPtr sent = post(operation.sending(), deadline);
-          finish(post(operation.receiving(), deadline), operation, deadline);
-          finish(sent, operation, deadline);
+        case Operation::Kind::kSendRecv:
+          exchange(operation, deadline);
           return;
-        }
       }
     } catch (const shm::WaitEnded& ended) {
       park(operation);
@@ -222,6 +219,27 @@ class ShmCommunicator final : public HostCommunicator {
                                std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()));
     return sends ? mailbox_->send(view, operation.peer, kOrderedTag, options)
                  : mailbox_->recv(view, operation.peer, kOrderedTag, options);
+  }
+
+  // Both halves to their ends, whatever becomes of the other: what one left behind would be taken for the next.
+  void exchange(const Operation& operation, Deadline deadline) {
+    std::exception_ptr error;
+    const auto attempt = [&error](const auto& half) {
+      try {
+        half();
+      } catch (const Error&) {
+        error = error == nullptr ? std::current_exception() : error;
+      }
+    };
+    MailPtr received;
+    MailPtr sent;
+    attempt([&] { received = post(operation.receiving(), deadline); });
+    attempt([&] { sent = post(operation.sending(), deadline); });
+    attempt([&] { finish(received, operation, deadline); });
+    attempt([&] { finish(sent, operation, deadline); });
+    if (error != nullptr) {
+      std::rethrow_exception(error);
+    }
   }
 
   void finish(const MailPtr& mail, const Operation& operation, Deadline deadline) {
