@@ -20,9 +20,6 @@ namespace {
 // A pending operation that nobody waits for is driven after this long.
 constexpr long kPumpDelay = 500'000;  // nanoseconds
 
-// While bytes move a wait does not come to sleep, and so not to the poll of wait_on().
-constexpr std::chrono::milliseconds kPollEvery{50};
-
 class MailEvent final : public EventState {
  public:
   MailEvent(std::shared_ptr<const Mail> mail, std::shared_ptr<ShmMailbox> owner)
@@ -91,37 +88,21 @@ bool ShmMailbox::drive(const Mail& mail, Deadline deadline, void (*poll)()) {
       }
     }
   };
-  bool moved = false;
-  const auto look = [this, &mail, &moved] {
+  const auto look = [this, &mail] {
     if (mail.done()) {
       return true;
     }
     const Turn turn(*this);
-    const std::uint64_t before = traffic_;
     progress();
-    moved = traffic_ != before;
     // Others who wait for what has just ended sleep on the same bell.
     if (std::exchange(ended_some_, false) && drivers_.load(std::memory_order_seq_cst) > 1) {
       ring(bell_);
     }
-    return moved || mail.done();
+    return mail.done();
   };
   try {
     const Deadline limit = std::min(deadline, mail.deadline_);
-    Waited how = Waited::kReady;
-    // While bytes move, each piece is waited for anew: to sleep for one takes longer than the piece.
-    for (Deadline next_poll = Clock::now() + kPollEvery;;) {
-      how = wait_on(bell_, policy_, {limit, nullptr, nullptr, poll}, look);
-      const Deadline now = Clock::now();
-      if (how != Waited::kReady || mail.done() || now >= limit) {
-        break;
-      }
-      if (poll != nullptr && now >= next_poll) {
-        poll();
-        next_poll = now + kPollEvery;
-      }
-    }
-    how = how == Waited::kReady && !mail.done() ? Waited::kTimedOut : how;
+    Waited how = wait_on(bell_, policy_, {limit, nullptr, nullptr, poll}, look);
     if (how != Waited::kReady && Clock::now() >= mail.deadline_) {
       {
         const Turn turn(*this);

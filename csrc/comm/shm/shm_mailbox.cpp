@@ -167,7 +167,6 @@ void ShmMailbox::push(int to) {
         }
         writer.write(static_cast<const char*>(mail.view_.data) + mail.moved_, bytes);
         mail.moved_ += bytes;
-        ++traffic_;
         left -= bytes;
         wrote = true;
         if (left > 0) {
@@ -325,7 +324,6 @@ bool ShmMailbox::pull_bytes(int from) {
     }
     reader.read(target == nullptr ? nullptr : target + incoming.moved, bytes);
     incoming.moved += bytes;
-    ++traffic_;
     if (incoming.moved < total) {
       reader.release();
       ring(setup_.region->bell(static_cast<std::size_t>(from)));

@@ -192,8 +192,7 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   std::list<Held> posted_;  // receives that no message has matched, oldest first
   std::uint64_t arrivals_ = 0;
   std::uint64_t receives_ = 0;
-  std::size_t pending_ = 0;    // mails that have not ended
-  std::uint64_t traffic_ = 0;  // counts what this rank has written to rings and read from them
+  std::size_t pending_ = 0;  // mails that have not ended
   bool ended_some_ = false;
   std::vector<Keepalive> garbage_;
   std::optional<Error> failed_;
