@@ -26,17 +26,20 @@ void run_on(int core) {
   }
 }
 
-double block(int first, int second) {
-  asked = answered = 0;
+double block(int second) {
+  asked = 0;
+  answered = -1;
   std::thread other([second] {
     run_on(second);
+    answered = 0;  // only now: to be moved to another core takes milliseconds
     for (int i = 1; i <= kRounds; ++i) {
       while (asked.load(std::memory_order_acquire) != i) {
       }
       answered.store(i, std::memory_order_release);
     }
   });
-  run_on(first);
+  while (answered.load(std::memory_order_acquire) != 0) {
+  }
   const auto start = std::chrono::steady_clock::now();
   for (int i = 1; i <= kRounds; ++i) {
     asked.store(i, std::memory_order_release);
@@ -55,7 +58,8 @@ int main(int count, char** arguments) {
     std::fputs("usage: core_latency FIRST_CORE SECOND_CORE BLOCKS\n", stderr);
     return 2;
   }
+  run_on(std::atoi(arguments[1]));
   for (int left = std::atoi(arguments[3]); left > 0; --left) {
-    std::printf("%.1f\n", block(std::atoi(arguments[1]), std::atoi(arguments[2])));
+    std::printf("%.1f\n", block(std::atoi(arguments[2])));
   }
 }
