@@ -141,7 +141,7 @@ void NearControl::send(int peer, std::uint64_t channel, std::string_view body) {
   const Prefix prefix{outbox.next, channel, body.size()};
   const std::size_t bytes = padded(sizeof prefix + body.size());
   // Not more than half of the ring for one message: the next one would find no room.
-  if (bytes <= capacity_ / 2 && bytes <= outbox.ring.room()) {
+  if (bytes <= capacity_ / 2 && outbox.ring.room(bytes) == bytes) {
     outbox.ring.write(&prefix, sizeof prefix);
     outbox.ring.write(body.data(), body.size());
     outbox.ring.pad();

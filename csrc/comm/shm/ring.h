@@ -1,6 +1,7 @@
 // Ring: bytes from one rank to another, in order, through shared memory. One writer and one reader.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -58,10 +59,14 @@ class RingWriter {
  public:
   RingWriter(RingEnds& ends, char* data, std::size_t capacity) : ends_(&ends), data_(data), capacity_(capacity) {}
 
-  [[nodiscard]] std::size_t room() const noexcept {
-    return capacity_ - static_cast<std::size_t>(position_ - ends_->read.load(std::memory_order_seq_cst));
+  // Room for `wanted` bytes, or what there is. The reader's core is asked only when what it said last is not enough.
+  [[nodiscard]] std::size_t room(std::size_t wanted) noexcept {
+    if (capacity_ - static_cast<std::size_t>(position_ - read_) < wanted) {
+      read_ = ends_->read.load(std::memory_order_seq_cst);
+    }
+    return std::min(wanted, capacity_ - static_cast<std::size_t>(position_ - read_));
   }
-  // At most room() bytes. The reader sees them after publish().
+  // At most as many bytes as there is room for. The reader sees them after publish().
   void write(const void* source, std::size_t bytes) noexcept;
   // The next frame begins on a cache line.
   void pad() noexcept { position_ = (position_ + 63) / 64 * 64; }
@@ -72,6 +77,7 @@ class RingWriter {
   char* data_;
   std::size_t capacity_;
   std::uint64_t position_ = 0;
+  std::uint64_t read_ = 0;
 };
 
 class RingReader {
@@ -88,13 +94,26 @@ class RingReader {
   void read(void* target, std::size_t bytes) noexcept;
   void pad() noexcept { position_ = (position_ + 63) / 64 * 64; }
   // The writer may use what was read.
-  void release() noexcept { ends_->read.store(position_, std::memory_order_seq_cst); }
+  void release() noexcept {
+    released_ = position_;
+    ends_->read.store(position_, std::memory_order_seq_cst);
+  }
+  // The same once it is worth the writer's attention: a quarter of the ring. True when the writer was told.
+  // A writer for whom there is no room sees three quarters of the ring at least when all of it has been read.
+  [[nodiscard]] bool release_quarters() noexcept {
+    if (position_ - released_ < capacity_ / 4) {
+      return false;
+    }
+    release();
+    return true;
+  }
 
  private:
   RingEnds* ends_;
   const char* data_;
   std::size_t capacity_;
   std::uint64_t position_ = 0;
+  std::uint64_t released_ = 0;
 };
 
 }  // namespace hpcomm::shm

@@ -146,7 +146,7 @@ void ShmMailbox::push(int to) {
   while (!peer.outgoing.empty()) {
     Outgoing& next = peer.outgoing.front();
     if (!next.begun) {
-      if (writer.room() < sizeof(Frame)) {
+      if (writer.room(sizeof(Frame)) < sizeof(Frame)) {
         break;
       }
       writer.write(&next.frame, sizeof(Frame));
@@ -161,7 +161,7 @@ void ShmMailbox::push(int to) {
       const std::size_t until = next.frame.kind == FrameKind::kOffer ? kOfferHead : mail.view_.bytes;
       std::size_t left = until - mail.moved_;
       while (left > 0) {
-        const std::size_t bytes = std::min({left, writer.room(), kPiece});
+        const std::size_t bytes = writer.room(std::min(left, kPiece));
         if (bytes == 0) {
           break;
         }
@@ -254,8 +254,7 @@ void ShmMailbox::pull(int from) {
       break;
     }
   }
-  if (moved) {
-    peer.reader->release();
+  if (moved && peer.reader->release_quarters()) {
     ring(setup_.region->bell(static_cast<std::size_t>(from)));
   }
 }
@@ -324,8 +323,7 @@ bool ShmMailbox::pull_bytes(int from) {
     }
     reader.read(target == nullptr ? nullptr : target + incoming.moved, bytes);
     incoming.moved += bytes;
-    if (incoming.moved < total) {
-      reader.release();
+    if (incoming.moved < total && reader.release_quarters()) {
       ring(setup_.region->bell(static_cast<std::size_t>(from)));
     }
   }
