@@ -52,6 +52,43 @@ TEST(shm_send_and_recv_in_order) {
   });
 }
 
+TEST(shm_more_small_mail_than_there_are_frames) {
+  // Around the size that travels in the frame; nobody receives before all is issued, then another tag's come first.
+  ShmJob(2).run([](Communicator& world) {
+    const std::size_t count = 3 * shm::Geometry::for_ranks(2).ring_frames + 1;
+    const auto mailbox = world.mailbox();
+    const auto peer = 1 - world.rank();
+    std::vector<std::vector<char>> letters(count);
+    std::vector<MailPtr> sends;
+    const auto text = [](int from, std::size_t i) {
+      std::vector<char> bytes(1 + i % 40);
+      for (std::size_t k = 0; k < bytes.size(); ++k) {
+        bytes[k] = static_cast<char>(static_cast<std::size_t>(from) * 64 + i * 7 + k);
+      }
+      return bytes;
+    };
+    const auto view = [](std::vector<char>& bytes) {
+      return BufferView{bytes.data(), bytes.size(), bytes.size(), DType::kUInt8, {}};
+    };
+    for (std::size_t i = 0; i < count; ++i) {
+      letters[i] = text(world.rank(), i);
+      sends.push_back(mailbox->send(view(letters[i]), peer, i % 2));
+    }
+    CHECK(!sends.back()->done());  // there is no room for so many
+    world.barrier()->wait();
+    for (const std::size_t tag : {1UL, 0UL}) {
+      for (std::size_t i = tag; i < count; i += 2) {
+        std::vector<char> in(1 + i % 40, '?');
+        mailbox->recv(view(in), peer, tag)->wait();
+        CHECK(in == text(peer, i));
+      }
+    }
+    for (const MailPtr& mail : sends) {
+      mail->wait();
+    }
+  });
+}
+
 TEST(shm_allocated_messages_are_read_where_they_lie) {
   ShmJob(2).run([](Communicator& world) {
     constexpr std::size_t kCount = 500000;
@@ -244,7 +281,8 @@ TEST(shm_mail_moves_though_nobody_waits) {
 TEST(shm_mail_of_another_size_is_refused_on_both_sides) {
   ShmJob(2).run([](Communicator& world) {
     const auto mailbox = world.mailbox();
-    for (const std::size_t count : {4UL, 200000UL, 300000UL}) {  // in one frame, through the ring, offered
+    for (const std::size_t count :
+         {2UL, 4UL, 200000UL, 300000UL}) {  // in its frame, behind it, piece by piece, offered
       for (const bool allocated : {false, true}) {
         std::vector<std::int64_t> values(count, 1);
         if (world.rank() == 0) {
@@ -360,10 +398,13 @@ TEST(shm_large_mail_of_a_rank_that_leaves_at_once_arrives) {
   const ShmJob job(2);
   std::atomic<int> stage = 0;
   run_ranks(2, [&](int rank) {
-    // The first is offered. What is left of the second, when the offer is taken up, fills the ring to its last byte:
-    // the word that the first is in its place finds no room behind it.
-    const std::size_t ring = shm::Geometry::for_ranks(2).ring_bytes;
-    const std::size_t second = ring - 2 * sizeof(shm::Frame) - shm::kOfferHead + ring;
+    // The first is offered. What is left of the second, when the offer is taken up, fills the ring to its last byte,
+    // and the small ones behind it take the last frames: the word that the first is in its place finds no room.
+    const shm::Geometry sizes = shm::Geometry::for_ranks(2);
+    const std::size_t second = sizes.ring_bytes - shm::kOfferHead + sizes.ring_bytes;
+    const std::size_t behind = sizes.ring_frames - 2;
+    char small = 's';
+    const BufferView letters{&small, 1, 1, DType::kUInt8, {}};
     std::vector<std::int64_t> values = letter(0, 1, 1000000);
     std::vector<char> filler(second, 'x');
     const BufferView rest{filler.data(), second, second, DType::kUInt8, {}};
@@ -372,9 +413,16 @@ TEST(shm_large_mail_of_a_rank_that_leaves_at_once_arrives) {
     if (rank == 0) {
       const MailPtr large = mailbox->send(view_of(values), 1, 1);
       const MailPtr other = mailbox->send(rest, 1, 2);
+      std::vector<MailPtr> others;
+      for (std::size_t i = 0; i < behind; ++i) {
+        others.push_back(mailbox->send(letters, 1, 3));
+      }
       stage = 1;
       large->wait();
       other->wait();
+      for (const MailPtr& mail : others) {
+        mail->wait();
+      }
       job.control(rank)->close();
       stage = 2;
       CHECK(eventually([&] { return stage.load() == 3; }, 20s));
@@ -388,6 +436,9 @@ TEST(shm_large_mail_of_a_rank_that_leaves_at_once_arrives) {
     large->wait();
     CHECK(std::memcmp(memory.view.data, values.data(), 8000000) == 0);
     mailbox->recv(rest, 0, 2)->wait();
+    for (std::size_t i = 0; i < behind; ++i) {
+      mailbox->recv(letters, 0, 3)->wait();
+    }
     stage = 3;
   });
 }

@@ -218,7 +218,7 @@ void NearControl::close() noexcept {
 // With the inbox locked, as the two below.
 void NearControl::take_from_ring(Neighbour& from, int peer) {
   Inbox& inbox = from.inbox;
-  std::size_t available = inbox.ring.available();
+  std::size_t available = inbox.ring.available(capacity_);
   if (available == 0) {
     return;
   }

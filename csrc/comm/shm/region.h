@@ -3,7 +3,7 @@
 //   bells    one per rank
 //   lines    two per rank: what it does in this step and in the one before
 //   slots    two per rank: the bytes that belong to a line
-//   rings    one per ordered pair of ranks: messages (mailbox.h)
+//   frames   and rings, one per ordered pair of ranks: messages (mailbox.h)
 #pragma once
 
 #include <atomic>
@@ -13,6 +13,7 @@
 
 #include "comm/shm/arena.h"
 #include "comm/shm/bell.h"
+#include "comm/shm/frames.h"
 #include "comm/shm/segment.h"
 
 namespace hpcomm::shm {
@@ -55,6 +56,7 @@ struct Geometry {
   std::size_t ranks = 0;
   std::size_t slot_bytes = 0;
   std::size_t ring_bytes = 0;
+  std::size_t ring_frames = 0;
 
   // Room for a group of `ranks`: less for each when there are many.
   [[nodiscard]] static Geometry for_ranks(std::size_t ranks);
@@ -77,19 +79,30 @@ class Region {
   [[nodiscard]] RingEnds& ring_ends(std::size_t from, std::size_t to) const noexcept {
     return ring_ends_[from * geometry_.ranks + to];
   }
+  [[nodiscard]] FrameEnd& frame_end(std::size_t from, std::size_t to) const noexcept {
+    return frame_ends_[from * geometry_.ranks + to];
+  }
   // Of two different ranks.
+  [[nodiscard]] FrameLine* frame_lines(std::size_t from, std::size_t to) const noexcept {
+    return frames_ + pair(from, to) * geometry_.ring_frames;
+  }
   [[nodiscard]] char* ring_data(std::size_t from, std::size_t to) const noexcept {
-    const std::size_t place = to < from ? to : to - 1;
-    return rings_ + (from * (geometry_.ranks - 1) + place) * geometry_.ring_bytes;
+    return rings_ + pair(from, to) * geometry_.ring_bytes;
   }
 
  private:
+  [[nodiscard]] std::size_t pair(std::size_t from, std::size_t to) const noexcept {
+    return from * (geometry_.ranks - 1) + (to < from ? to : to - 1);
+  }
+
   std::shared_ptr<Segment> segment_;
   Geometry geometry_;
   Bell* bells_;
   Line* lines_;
   RingEnds* ring_ends_;
+  FrameEnd* frame_ends_;
   char* slots_;
+  FrameLine* frames_;
   char* rings_;
 };
 

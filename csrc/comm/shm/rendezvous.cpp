@@ -195,7 +195,7 @@ bool ShmMailbox::accept_rendezvous(int from, const Frame& frame) {
       break;
     }
   }
-  peer.reader->skip(sizeof(Frame));
+  take_frame(peer, frame);
   return true;
 }
 

@@ -18,13 +18,6 @@ void RingWriter::write(const void* source, std::size_t bytes) noexcept {
   position_ += bytes;
 }
 
-Frame RingReader::peek() const noexcept {
-  Frame frame;
-  // Frames begin on cache lines and the capacity is a multiple of them: they never wrap.
-  std::memcpy(&frame, data_ + position_ % capacity_, sizeof frame);
-  return frame;
-}
-
 void RingReader::read(void* target, std::size_t bytes) noexcept {
   const std::size_t at = static_cast<std::size_t>(position_ % capacity_);
   const std::size_t first = std::min(bytes, capacity_ - at);

@@ -34,6 +34,10 @@ ShmMailbox::ShmMailbox(Setup setup)
   const std::size_t capacity = region.geometry().ring_bytes;
   for (std::size_t r = 0; r < peers_.size(); ++r) {
     if (r != setup_.rank) {
+      peers_[r].shown.emplace(region.frame_end(setup_.rank, r), region.frame_lines(setup_.rank, r),
+                              region.geometry().ring_frames);
+      peers_[r].frames.emplace(region.frame_end(r, setup_.rank), region.frame_lines(r, setup_.rank),
+                               region.geometry().ring_frames);
       peers_[r].writer.emplace(region.ring_ends(setup_.rank, r), region.ring_data(setup_.rank, r), capacity);
       peers_[r].reader.emplace(region.ring_ends(r, setup_.rank), region.ring_data(r, setup_.rank), capacity);
     }
@@ -88,6 +92,9 @@ MailPtr ShmMailbox::send(const BufferView& buffer, int peer, std::uint64_t tag, 
     frame.tag = tag;
     frame.count = buffer.count;
     frame.bytes = buffer.bytes;
+    if (is_inline(frame) && frame.bytes > 0) {
+      std::memcpy(frame.payload, buffer.data, frame.bytes);
+    }
     to.outgoing.push_back({frame, mail});
     if (to.departed) {
       bury();
@@ -142,42 +149,47 @@ void ShmMailbox::progress() {
 void ShmMailbox::push(int to) {
   Peer& peer = peer_at(to);
   RingWriter& writer = *peer.writer;
+  Bell& theirs = setup_.region->bell(static_cast<std::size_t>(to));
   bool wrote = false;
   while (!peer.outgoing.empty()) {
     Outgoing& next = peer.outgoing.front();
-    if (!next.begun) {
-      if (writer.room(sizeof(Frame)) < sizeof(Frame)) {
-        break;
-      }
-      writer.write(&next.frame, sizeof(Frame));
-      next.begun = true;
-      wrote = true;
-      if (next.frame.kind == FrameKind::kOffer) {
-        peer.offers.emplace(next.frame.number, Offer{next.mail});
-      }
+    if (!next.begun && !peer.shown->has_room()) {
+      break;
     }
+    std::size_t left = 0;
     if (bytes_behind(next.frame) > 0) {
-      Mail& mail = *next.mail;
-      const std::size_t until = next.frame.kind == FrameKind::kOffer ? kOfferHead : mail.view_.bytes;
-      std::size_t left = until - mail.moved_;
-      while (left > 0) {
-        const std::size_t bytes = writer.room(std::min(left, kPiece));
-        if (bytes == 0) {
-          break;
-        }
-        writer.write(static_cast<const char*>(mail.view_.data) + mail.moved_, bytes);
-        mail.moved_ += bytes;
+      left = (next.frame.kind == FrameKind::kOffer ? kOfferHead : next.mail->view_.bytes) - next.mail->moved_;
+    }
+    do {
+      const std::size_t bytes = left == 0 ? 0 : writer.room(std::min(left, kPiece));
+      if (bytes > 0) {
+        writer.write(static_cast<const char*>(next.mail->view_.data) + next.mail->moved_, bytes);
+        next.mail->moved_ += bytes;
         left -= bytes;
-        wrote = true;
-        if (left > 0) {
-          writer.publish();
-          ring(setup_.region->bell(static_cast<std::size_t>(to)));
+        if (left == 0) {
+          writer.pad();
         }
-      }
-      if (left > 0) {
+      } else if (next.begun) {
         break;
       }
-      writer.pad();
+      // The first piece is shown by its frame.
+      if (next.begun) {
+        writer.publish();
+      } else {
+        next.frame.shown = static_cast<std::uint32_t>(bytes);
+        peer.shown->show(next.frame);
+        next.begun = true;
+        if (next.frame.kind == FrameKind::kOffer) {
+          peer.offers.emplace(next.frame.number, Offer{next.mail});
+        }
+      }
+      wrote = true;
+      if (left > 0) {
+        ring(theirs);
+      }
+    } while (left > 0);
+    if (left > 0) {
+      break;
     }
     switch (next.frame.kind) {
       case FrameKind::kMessage:
@@ -206,8 +218,7 @@ void ShmMailbox::push(int to) {
     peer.outgoing.pop_front();
   }
   if (wrote) {
-    writer.publish();
-    ring(setup_.region->bell(static_cast<std::size_t>(to)));
+    ring(theirs);
   }
 }
 
@@ -254,19 +265,26 @@ void ShmMailbox::pull(int from) {
       break;
     }
   }
-  if (moved && peer.reader->release_quarters()) {
+  const bool frames = moved && peer.frames->release_quarters();
+  const bool bytes = moved && peer.reader->release_quarters();
+  if (frames || bytes) {
     ring(setup_.region->bell(static_cast<std::size_t>(from)));
   }
 }
 
-// Takes the next frame off the ring; false when there is none, or nobody wants it yet.
+void ShmMailbox::take_frame(Peer& peer, const Frame& frame) {
+  peer.frames->take();
+  peer.reader->expect(frame.shown);
+}
+
+// Takes the next frame; false when there is none, or nobody wants it yet.
 bool ShmMailbox::pull_frame(int from) {
   Peer& peer = peer_at(from);
-  RingReader& reader = *peer.reader;
-  if (reader.available() < sizeof(Frame)) {
+  const Frame* const next = peer.frames->next();
+  if (next == nullptr) {
     return false;
   }
-  const Frame frame = reader.peek();
+  const Frame frame = *next;
   if (accept_rendezvous(from, frame)) {
     return true;
   }
@@ -274,7 +292,7 @@ bool ShmMailbox::pull_frame(int from) {
   if (mail == nullptr && !is_wanted(from)) {
     return false;
   }
-  reader.skip(sizeof(Frame));
+  take_frame(peer, frame);
   if (mail != nullptr) {
     mail->matched_ = true;
     mail->peer_ = from;
@@ -288,6 +306,9 @@ bool ShmMailbox::pull_frame(int from) {
     if (frame.kind == FrameKind::kOffer && fitting) {
       take_offer(mail, frame, from);
     }
+    if (is_inline(frame) && fitting && frame.bytes > 0) {
+      std::memcpy(mail->view_.data, frame.payload, frame.bytes);
+    }
     peer.incoming.emplace(Incoming{frame, fitting ? mail : nullptr, nullptr, 0});
     return true;
   }
@@ -299,7 +320,11 @@ bool ShmMailbox::pull_frame(int from) {
     early->complete = true;
     return true;
   }
-  early->bytes.resize(bytes_behind(frame));
+  if (is_inline(frame)) {
+    early->bytes.assign(frame.payload, frame.payload + frame.bytes);
+  } else {
+    early->bytes.resize(bytes_behind(frame));
+  }
   peer.incoming.emplace(Incoming{frame, nullptr, early, 0});
   return true;
 }
@@ -317,7 +342,7 @@ bool ShmMailbox::pull_bytes(int from) {
   }
   const std::size_t total = bytes_behind(incoming.frame);
   while (incoming.moved < total) {
-    const std::size_t bytes = std::min({total - incoming.moved, reader.available(), kPiece});
+    const std::size_t bytes = reader.available(std::min(total - incoming.moved, kPiece));
     if (bytes == 0) {
       return false;
     }

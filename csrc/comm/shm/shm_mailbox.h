@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "comm/mailbox.h"
+#include "comm/shm/frames.h"
 #include "comm/shm/neighbourhood.h"
 #include "comm/shm/ring.h"
 
@@ -131,7 +132,9 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
     bool exposed = false;  // the sender may write to the mail's memory at any time
   };
   struct Peer {
+    std::optional<FrameWriter> shown;
     std::optional<RingWriter> writer;
+    std::optional<FrameReader> frames;
     std::optional<RingReader> reader;
     std::deque<Outgoing> outgoing;
     std::map<std::uint64_t, Held> references;   // sent, not acknowledged
@@ -157,6 +160,7 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   void pull(int from);
   [[nodiscard]] bool pull_frame(int from);
   [[nodiscard]] bool pull_bytes(int from);
+  static void take_frame(Peer& peer, const Frame& frame);
   void answer(int to, FrameKind kind, const Frame& about, const BufferView* expected);
   void accept_refusal(int from, const Frame& frame);
   [[nodiscard]] Held match(int from, const Frame& frame);

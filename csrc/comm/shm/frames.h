@@ -1,0 +1,137 @@
+// Frames: what announces a message, from one rank to another. One writer and one reader.
+//
+// Each lies on a cache line of its own that also says that it is there. So a small message is one line that travels
+// from core to core; of a larger one the bytes come behind, through a ring. Nothing but frames ever lies on these
+// lines: the turn that a line was shown in last cannot be mistaken for another.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "comm/shm/arena.h"
+
+namespace hpcomm::shm {
+
+enum class FrameKind : std::uint8_t {
+  kMessage = 1,    // followed by its bytes, unless they are in it
+  kReference = 2,  // its bytes lie in the sender's arena until they are acknowledged
+  kAck = 3,        // of the reference `number`
+  kRefusal = 4,    // of the message, reference or offer `number`: the receiver expected `count` elements of `dtype`
+  kOffer = 5,      // followed by the first kOfferHead of its bytes; the rest goes where the receiver says
+  kPlace = 6,      // answer: the rest of offer `number` is written to where the message begins in the receiver's arena
+  kNoPlace = 7,    // answer: the rest of offer `number` comes through the ring
+  kRest = 8,       // followed by the rest of offer `number`
+  kDeposited = 9,  // the rest of offer `number` is in its place
+};
+
+// So many bytes of an offer travel behind its frame: they are read while the answer is on its way.
+inline constexpr std::size_t kOfferHead = std::size_t{128} << 10;
+
+// A message of at most so many bytes travels in its frame.
+inline constexpr std::size_t kFrameBytes = sizeof(Location);
+
+struct Frame {
+  FrameKind kind = FrameKind::kMessage;
+  std::uint8_t dtype = 0;
+  std::uint32_t shown = 0;   // so many of the bytes behind it were in the ring when it was shown
+  std::uint64_t number = 0;  // of the sender's messages to this receiver, from 1
+  std::uint64_t tag = 0;
+  std::uint64_t count = 0;
+  std::uint64_t bytes = 0;
+  union {
+    Location location;
+    char payload[kFrameBytes];
+  };
+  Frame() : location{} {}
+};
+
+[[nodiscard]] inline bool is_inline(const Frame& frame) noexcept {
+  return frame.kind == FrameKind::kMessage && frame.bytes <= kFrameBytes;
+}
+
+// How many bytes follow it in the ring.
+[[nodiscard]] inline std::size_t bytes_behind(const Frame& frame) noexcept {
+  switch (frame.kind) {
+    case FrameKind::kMessage:
+      return is_inline(frame) ? 0 : frame.bytes;
+    case FrameKind::kRest:
+      return frame.bytes;
+    case FrameKind::kOffer:
+      return kOfferHead;
+    case FrameKind::kReference:
+    case FrameKind::kAck:
+    case FrameKind::kRefusal:
+    case FrameKind::kPlace:
+    case FrameKind::kNoPlace:
+    case FrameKind::kDeposited:
+      return 0;
+  }
+  return 0;
+}
+
+struct alignas(64) FrameLine {
+  std::atomic<std::uint64_t> turn{0};  // the frame is number so and so of this writer, from 1
+  Frame frame;
+};
+static_assert(sizeof(FrameLine) == 64);
+
+// How many frames the reader has taken.
+struct alignas(64) FrameEnd {
+  std::atomic<std::uint64_t> taken{0};
+};
+
+class FrameWriter {
+ public:
+  FrameWriter(FrameEnd& end, FrameLine* lines, std::size_t count) : end_(&end), lines_(lines), count_(count) {}
+
+  [[nodiscard]] bool has_room() noexcept {
+    if (shown_ - taken_ == count_) {
+      taken_ = end_->taken.load(std::memory_order_seq_cst);
+    }
+    return shown_ - taken_ < count_;
+  }
+  // Only when there is room.
+  void show(const Frame& frame) noexcept {
+    FrameLine& line = lines_[shown_ % count_];
+    line.frame = frame;
+    line.turn.store(++shown_, std::memory_order_seq_cst);
+  }
+
+ private:
+  FrameEnd* end_;
+  FrameLine* lines_;
+  std::uint64_t count_;
+  std::uint64_t shown_ = 0;
+  std::uint64_t taken_ = 0;
+};
+
+class FrameReader {
+ public:
+  FrameReader(FrameEnd& end, const FrameLine* lines, std::size_t count) : end_(&end), lines_(lines), count_(count) {}
+
+  // The next frame, or null when there is none yet.
+  [[nodiscard]] const Frame* next() const noexcept {
+    const FrameLine& line = lines_[taken_ % count_];
+    return line.turn.load(std::memory_order_seq_cst) == taken_ + 1 ? &line.frame : nullptr;
+  }
+  void take() noexcept { ++taken_; }
+  // Tells the writer, once it is worth its attention: see RingReader. True when it was told.
+  [[nodiscard]] bool release_quarters() noexcept {
+    if (taken_ - released_ < count_ / 4) {
+      return false;
+    }
+    released_ = taken_;
+    end_->taken.store(taken_, std::memory_order_seq_cst);
+    return true;
+  }
+
+ private:
+  FrameEnd* end_;
+  const FrameLine* lines_;
+  std::uint64_t count_;
+  std::uint64_t taken_ = 0;
+  std::uint64_t released_ = 0;
+};
+
+}  // namespace hpcomm::shm
