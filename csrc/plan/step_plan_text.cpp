@@ -1,6 +1,7 @@
 // A StepPlan as a person draws it: one row of issue entries per rank.
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdio>
 #include <iterator>
 

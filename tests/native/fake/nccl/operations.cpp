@@ -1,4 +1,5 @@
 // Operations of the fake NCCL: their arguments, groups, launches, and memory.
+#include <algorithm>
 #include <cstring>
 #include <thread>
 
