@@ -1,4 +1,4 @@
-"""The ranks' Control and the first Communicator, from which all others are made by ``subgroup``."""
+"""The ranks' Control and the first Communicator, from which all others are made by ``split`` and ``subgroup``."""
 
 from __future__ import annotations
 

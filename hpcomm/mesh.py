@@ -115,7 +115,7 @@ class Mesh:
         self._lanes: dict[tuple[tuple[int, ...], str], Communicator] = {}
         # Every rank makes its rows in the same order of axes: no two ranks wait for each other on different rows.
         self._rows = {axis: self._row(axis) for axis in sizes}
-        self._communicators = {axis: self.lane(row, axis) for axis, row in self._rows.items()}
+        self._communicators = {axis: self._axis(axis, row) for axis, row in self._rows.items()}
         self._groups = {axis: self._new_group(row) for axis, row in self._rows.items()}
         self._watch_exit()
 
@@ -211,6 +211,12 @@ class Mesh:
         stride = math.prod(list(self._sizes.values())[list(self._sizes).index(axis) + 1 :])
         first = self.rank - self.coordinate[axis] * stride
         return [first + i * stride for i in range(self._sizes[axis])]
+
+    def _axis(self, axis: str, row: list[int]) -> Communicator:
+        if len(row) == 1:
+            return self.lane(row, axis)  # nobody else takes part
+        # All ranks are here and make their rows at once: as parts of the world, which NCCL knows already.
+        return self._lanes.setdefault((tuple(row), axis), self.world.split(row[0], lane=axis))
 
     def _new_group(self, row: list[int]) -> dist.ProcessGroup:
         if len(row) == self.size:

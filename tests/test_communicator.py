@@ -154,6 +154,13 @@ def groups() -> None:
         value = torch.tensor([float(mesh.rank)])
         odd.all_reduce(value)
         assert value.item() == (2.0 if mesh.rank % 2 == 0 else 4.0)
+        half = mesh.world.split(mesh.rank // 2, lane="half")
+        assert (half.lane, half.ranks) == ("half", [0, 1] if mesh.rank < 2 else [2, 3])
+        value = torch.tensor([10.0**mesh.rank])
+        half.all_reduce(value)
+        assert value.item() == (11.0 if mesh.rank < 2 else 1100.0)
+        with pytest.raises(hpcomm.SchemaMismatch, match='rank 0 has "half", rank 3 has "other half"'):
+            mesh.world.split(0, lane="other half" if mesh.rank == 3 else "half")
         if mesh.rank in (1, 3):  # collective over the members alone
             pair = mesh.world.subgroup([3, 1], "pair")
             assert pair.rank == (0 if mesh.rank == 3 else 1)

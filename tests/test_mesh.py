@@ -45,6 +45,9 @@ def shape_of_a_mesh() -> tuple[dict[str, int], list[int], list[int], list[int]]:
         for axis, comm in (("dp", mesh.dp), ("pp", mesh.pp), ("tp", mesh.tp)):
             assert comm.rank == mesh.coordinate[axis]
             assert comm.ranks == mesh.ranks(axis)
+            assert comm.lane == axis
+            assert comm.name == f"{mesh.world.name}/{axis}:{','.join(map(str, comm.ranks))}#0"
+            assert mesh.lane(comm.ranks, axis) is comm  # and no second one of these ranks on this lane
             assert dist.get_process_group_ranks(mesh.group(axis)) == comm.ranks
         total = torch.tensor([float(mesh.rank)])
         mesh.pp.all_reduce(total)

@@ -192,23 +192,33 @@ std::shared_ptr<Communicator> Communicator::subgroup(const std::vector<int>& mem
   return make_child(child_config(members, lane));
 }
 
-std::shared_ptr<Communicator> Communicator::make_part(CommunicatorConfig part, int, int) {
-  return make_child(std::move(part));
-}
+std::shared_ptr<Communicator> Communicator::make_part(CommunicatorConfig part) { return make_child(std::move(part)); }
 
-std::shared_ptr<Communicator> Communicator::split(int color, int key) {
+std::shared_ptr<Communicator> Communicator::split(int color, int key, const std::optional<std::string>& lane) {
   const ErrorContext what = context("split", -1, splits_);
   require_open(what);
+  const std::string& mine = lane ? *lane : config_.lane;
   // Everybody learns everybody's choice; each then computes the same groups. Through Control, which needs no device.
   const std::uint64_t channel = Fingerprint().add(name()).add("split").add_int(splits_++).value();
-  const auto choices = control().exchange(ranks(), channel, str(color, ' ', key), deadline_after(timeout()));
+  const auto choices = control().exchange(ranks(), channel, str(color, ' ', key, ' ', mine), deadline_after(timeout()));
   std::vector<std::pair<int, int>> chosen;
+  std::map<int, std::pair<int, std::string>> lanes;  // color: the first rank that passed it, and its lane
   for (int r = 0; r < size(); ++r) {
     std::istringstream choice(choices[static_cast<std::size_t>(r)]);
     int their_color = 0;
     int their_key = 0;
-    if (!(choice >> their_color >> their_key)) {
-      throw Error(ErrorKind::kProtocol, str("split: rank ", r, " sent no color and key"), what);
+    std::string theirs;
+    if (!(choice >> their_color >> their_key) || choice.get() != ' ') {
+      throw Error(ErrorKind::kProtocol, str("split: rank ", r, " sent no color, key and lane"), what);
+    }
+    std::getline(choice, theirs, '\0');
+    const auto& [first, agreed] = lanes.try_emplace(their_color, r, theirs).first->second;
+    if (agreed != theirs) {
+      // On all ranks, also those of other colors: NCCL makes the parts of all of them at once, or none.
+      throw Error(ErrorKind::kSchemaMismatch,
+                  str("split: ranks of color ", their_color, " want different lanes: rank ", first, " has \"", agreed,
+                      "\", rank ", r, " has \"", theirs, '"'),
+                  what);
     }
     if (their_color == color) {
       chosen.emplace_back(their_key, r);
@@ -219,7 +229,7 @@ std::shared_ptr<Communicator> Communicator::split(int color, int key) {
   for (const auto& choice : chosen) {
     members.push_back(choice.second);
   }
-  return make_part(child_config(members, config_.lane), color, key);
+  return make_part(child_config(members, mine));
 }
 
 Buffer Communicator::allocate(std::size_t bytes) {

@@ -135,8 +135,9 @@ class Communicator {
   // A communicator of `members` (ranks of this one, this rank among them, in group order) on a lane of its own, with
   // its own worker. Collective over the members alone.
   [[nodiscard]] std::shared_ptr<Communicator> subgroup(const std::vector<int>& members, const std::string& lane);
-  // A communicator of the ranks that pass the same `color`, ordered by (key, rank). Collective over this one.
-  [[nodiscard]] std::shared_ptr<Communicator> split(int color, int key);
+  // A communicator of the ranks that pass the same `color`, ordered by (key, rank), on `lane` or a second one of this
+  // lane. Collective over this one. What was issued here before has to end first where the transport wants that (NCCL).
+  [[nodiscard]] std::shared_ptr<Communicator> split(int color, int key, const std::optional<std::string>& lane = {});
   // Finishes what was issued, then refuses more. Idempotent; local.
   virtual void close() = 0;
   // Ends every operation, running or queued, with `why`. From any thread; does not wait.
@@ -185,8 +186,8 @@ class Communicator {
   virtual WorkPtr submit(Operation operation) = 0;
   // The transport's part of subgroup(): `child` is complete.
   [[nodiscard]] virtual std::shared_ptr<Communicator> make_child(CommunicatorConfig child) = 0;
-  // The transport's part of split(), in which all ranks take part; `color` and `key` are those of this rank.
-  [[nodiscard]] virtual std::shared_ptr<Communicator> make_part(CommunicatorConfig part, int color, int key);
+  // The transport's part of split(), in which all ranks take part.
+  [[nodiscard]] virtual std::shared_ptr<Communicator> make_part(CommunicatorConfig part);
 
   [[nodiscard]] const CommunicatorConfig& config() const noexcept { return config_; }
 

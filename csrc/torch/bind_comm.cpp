@@ -111,11 +111,11 @@ void bind_comm(py::module_& module) {
       .def("allocate", &allocate, py::arg("shape"), py::arg("dtype"))
       .def(
           "split",
-          [](Communicator& self, int color, int key) {
+          [](Communicator& self, int color, int key, const std::optional<std::string>& lane) {
             const WithoutGil scope;
-            return released_without_gil(self.split(color, key));
+            return released_without_gil(self.split(color, key, lane));
           },
-          py::arg("color"), py::arg("key") = 0)
+          py::arg("color"), py::arg("key") = 0, py::arg("lane") = py::none())
       .def(
           "subgroup",
           [](Communicator& self, const std::vector<int>& members, const std::string& lane) {

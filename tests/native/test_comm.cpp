@@ -298,6 +298,13 @@ TEST(comm_split_orders_by_key_then_rank) {
     check_collectives(*parity);
     const auto same = world->split(-5, 0);
     CHECK_EQ(same->ranks(), (std::vector<int>{0, 1, 2, 3}));
+    // On a lane of its own it is named as the subgroup of these members would be.
+    const auto row = world->split(rank / 2, 0, "tensor");
+    CHECK_EQ(row->lane(), "tensor");
+    CHECK_EQ(row->name(), rank < 2 ? "world/tensor:0,1#0" : "world/tensor:2,3#0");
+    check_collectives(*row);
+    CHECK_THROWS(ErrorKind::kSchemaMismatch, world->split(0, 0, rank == 2 ? "tensor" : "data"),
+                 "ranks of color 0 want different lanes: rank 0 has \"data\", rank 2 has \"tensor\"");
     const auto alone = world->split(rank, 0);
     CHECK_EQ(alone->ranks(), std::vector<int>{rank});
     check_collectives(*alone);

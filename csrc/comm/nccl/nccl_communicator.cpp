@@ -183,7 +183,7 @@ class NcclCommunicator final : public Communicator {
     return make_nccl_communicator(std::move(child), options_);
   }
 
-  [[nodiscard]] std::shared_ptr<Communicator> make_part(CommunicatorConfig part, int, int) override {
+  [[nodiscard]] std::shared_ptr<Communicator> make_part(CommunicatorConfig part) override {
     // NCCL wants colors of zero and above, and keys in our order: the first member's rank names the part.
     int color = 0;
     while (ranks()[static_cast<std::size_t>(color)] != part.ranks.front()) {

@@ -6,6 +6,7 @@
 
 #include "base/hash.h"
 #include "comm/nccl/teardown.h"
+#include "comm/nccl/watchdog.h"
 #include "stream/cuda_call.h"
 
 namespace hpcomm::nccl {
@@ -93,6 +94,15 @@ void give_up(const SessionPtr& session, const Error& why) {
   }
 }
 
+// After a split that failed or ran out of time: false when NCCL may still be at it. Until it has ended, a thread of
+// NCCL's writes to the child, and the parent takes no call; only an abort of the parent ends it, here and on the peers.
+bool end_split(Session& parent, const SessionPtr& child, const Error& why) {
+  parent.abort(why, true);
+  parent.keep(child);
+  wake_watchdog();
+  return parent.wait_gone(Clock::now() + std::chrono::seconds(2));
+}
+
 }  // namespace
 
 SessionPtr connect(const CommunicatorConfig& config, const NcclOptions& options, bool launch_order) {
@@ -125,6 +135,7 @@ SessionPtr split(Session& parent, const CommunicatorConfig& part, int color, con
     throw Error(ErrorKind::kTimedOut, str("split on lane ", parent.lane, ": operations before it are not done"), what);
   }
   const SessionPtr session = make_session(parent.nccl, part);
+  bool begun = false;
   try {
     const cuda::DeviceGuard device(session->device);
     const std::lock_guard inside(session->api);
@@ -133,8 +144,9 @@ SessionPtr split(Session& parent, const CommunicatorConfig& part, int color, con
       parent.require_open(what);
       HPCOMM_ASSERT(parent.comm != nullptr, "an open session without a communicator");
       Config wanted = make_config(parent.nccl, options.of(part.lane), launch_order);
-      const Result begun = parent.nccl.CommSplit(parent.comm, color, part.rank, &session->comm, &wanted);
-      parent.settle(begun, parent.comm, deadline, what);
+      begun = true;
+      const Result result = parent.nccl.CommSplit(parent.comm, color, part.rank, &session->comm, &wanted);
+      parent.settle(result, parent.comm, deadline, what);
     }
     HPCOMM_ASSERT(session->comm != nullptr, "ncclCommSplit made no communicator");
     session->settle(Result::kInProgress, session->comm, deadline, what);
@@ -145,7 +157,11 @@ SessionPtr split(Session& parent, const CommunicatorConfig& part, int color, con
     HPCOMM_ASSERT(size == static_cast<int>(part.ranks.size()) && rank == part.rank, "ncclCommSplit made rank ", rank,
                   " of ", size, ", not ", part.rank, " of ", part.ranks.size());
   } catch (const Error& error) {
-    give_up(session, error);
+    if (begun && !end_split(parent, session, error)) {
+      session->stop_listening();
+    } else {
+      give_up(session, error);
+    }
     throw;
   }
   return session;

@@ -10,7 +10,8 @@ namespace hpcomm::nccl {
 // latest after config.timeout.
 [[nodiscard]] SessionPtr connect(const CommunicatorConfig& config, const NcclOptions& options, bool launch_order);
 
-// Collective over `parent`; `part` is what the ranks of one color agreed on, `color` a number that only they have.
+// Collective over `parent`; `part` is what the ranks of one color agreed on, `color` a number that only they have. What
+// fails once NCCL has been asked aborts `parent`, on all ranks; what fails before leaves it as it was.
 [[nodiscard]] SessionPtr split(Session& parent, const CommunicatorConfig& part, int color, const NcclOptions& options,
                                bool launch_order);
 

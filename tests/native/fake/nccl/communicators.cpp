@@ -2,9 +2,11 @@
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 #include "native/fake/nccl/host.h"
 
@@ -96,6 +98,27 @@ void finish_split(const std::shared_ptr<Split>& split) {
       }
     }
   }
+  for (std::size_t rank = 0; rank < split->handles.size(); ++rank) {
+    if (ncclComm_t* handle = std::exchange(split->handles[rank], nullptr)) {
+      *handle = split->children[rank];
+    }
+  }
+}
+
+// The parent ends before all have come: the child is there and of no use.
+void give_up_split(ncclComm& parent) {
+  if (parent.split == nullptr) {
+    return;
+  }
+  parent.split->given_up = true;
+  const auto rank = static_cast<std::size_t>(parent.rank);
+  if (ncclComm_t* handle = std::exchange(parent.split->handles[rank], nullptr)) {
+    ncclComm_t child = parent.split->children[rank];
+    child->error = ncclInternalError;
+    child->meeting = std::make_shared<Meeting>(1);
+    *handle = child;
+  }
+  parent.split = nullptr;
 }
 
 // Splits of one parent meet by their number; kept with the meeting of the parent's ranks.
@@ -106,6 +129,7 @@ std::map<std::pair<Meeting*, int>, std::shared_ptr<Split>>& splits() {
 
 void bury(ncclComm& comm) {
   comm.dead = true;
+  give_up_split(comm);
   if (!comm.finalizing && comm.meeting != nullptr) {
     ++comm.meeting->finalized;
   }
@@ -121,7 +145,7 @@ void bury(ncclComm& comm) {
 
 bool still_coming(ncclComm& comm) {
   if (comm.split != nullptr) {
-    if (static_cast<int>(comm.split->choices.size()) < comm.meeting->clique->size) {
+    if (comm.split->handles[static_cast<std::size_t>(comm.rank)] != nullptr) {
       return true;
     }
     comm.split = nullptr;
@@ -229,16 +253,22 @@ ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t* ch
   if (parent->ended->load(std::memory_order_acquire) < parent->launched) {
     violation("ncclCommSplit while operations of the parent run");
   }
+  if (parent->split != nullptr) {
+    violation("ncclCommSplit while another one is going on");
+    return ncclInvalidArgument;
+  }
   auto& split = splits()[{parent->meeting.get(), parent->next_split++}];
   if (split == nullptr) {
     split = std::make_shared<Split>();
     split->children.resize(static_cast<std::size_t>(parent->meeting->clique->size));
+    split->handles.resize(split->children.size());
   }
-  *child = add_comm(seen);
-  split->children[static_cast<std::size_t>(parent->rank)] = *child;
+  *child = nullptr;
+  split->children[static_cast<std::size_t>(parent->rank)] = add_comm(seen);
+  split->handles[static_cast<std::size_t>(parent->rank)] = child;
   split->choices[parent->rank] = {color, key};
   parent->split = split;
-  if (static_cast<int>(split->choices.size()) == parent->meeting->clique->size) {
+  if (static_cast<int>(split->choices.size()) == parent->meeting->clique->size && !split->given_up) {
     finish_split(split);
   }
   return ncclInProgress;

@@ -33,6 +33,8 @@ struct Split {
   std::map<int, std::pair<int, int>> choices;  // rank: color, key
   std::map<int, std::shared_ptr<Meeting>> meetings;
   std::vector<ncclComm_t> children;
+  std::vector<ncclComm_t*> handles;  // of the callers: written when the split ends, well or not
+  bool given_up = false;             // a rank has left: it never ends well for the others
 };
 
 // Kernels to launch on one stream.
