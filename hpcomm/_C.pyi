@@ -58,7 +58,13 @@ from hpcomm._C_comm import (
     solo_control as solo_control,
 )
 from hpcomm._C_engine import (
+    Backend as Backend,
+)
+from hpcomm._C_engine import (
     BackendJob as BackendJob,
+)
+from hpcomm._C_engine import (
+    BackendOptions as BackendOptions,
 )
 from hpcomm._C_engine import (
     BucketPlan as BucketPlan,

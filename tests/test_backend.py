@@ -5,6 +5,7 @@ Values encode the rank: 3 ** rank, or 10 ** rank.
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
@@ -353,6 +354,30 @@ def beside_gloo() -> None:
     dist.all_reduce(tensor, group=everybody)
     assert tensor.item() == 111.0
     dist.destroy_process_group()
+
+
+def parts_of_a_group_with_a_bound_device() -> None:
+    with world() as (rank, size):
+        everybody = dist.group.WORLD
+        assert everybody is not None
+        everybody.bound_device_id = torch.device("cuda", 0)  # as init_process_group(device_id=...) leaves it on a GPU
+        alone = [dist.new_group([r]) for r in range(size)][rank]  # torch calls the backend on the other ranks as well
+        mine = filled(rank)
+        dist.all_reduce(mine, group=alone)
+        same(mine, filled(rank))
+        # dist.split_group() itself wants an accelerator; this is what it does with the backend.
+        options = copy.deepcopy(everybody._get_backend(torch.device("cuda")).options)
+        assert options._timeout == timedelta(seconds=20)
+        part = everybody.split_group([0, 2], opts=options, group_name="part")
+        assert (part is None) == (rank == 1)
+        if part is not None:
+            part.allreduce(mine).wait()
+            same(mine, filled(0) + filled(2))
+        everybody.bound_device_id = None
+
+
+def test_groups_within_one_that_has_a_bound_device() -> None:
+    ranks.run(3, parts_of_a_group_with_a_bound_device)
 
 
 def test_beside_gloo_as_the_default_group() -> None:

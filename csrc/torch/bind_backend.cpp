@@ -20,6 +20,7 @@ void bind_backend(py::module_& module) {
       .def("anchor", &BackendJob::anchor)
       .def("end", &BackendJob::end, py::call_guard<py::gil_scoped_release>());
 
+  bind_backend_class(module);
   module.def(
       "backend",
       [](std::shared_ptr<Communicator> communicator,

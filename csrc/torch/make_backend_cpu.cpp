@@ -9,4 +9,6 @@ c10::intrusive_ptr<c10d::Backend> make_backend(std::shared_ptr<HostCommunicator>
   return c10::make_intrusive<HpcommBackend>(std::move(communicator), std::move(job));
 }
 
+void bind_backend_class(pybind11::module_& module) { bind_as_backend<HpcommBackend>(module); }
+
 }  // namespace hpcomm

@@ -1,8 +1,9 @@
 // One group, two devices: torch takes one backend for both, so this one looks at the tensors.
 //
-// The NCCL communicator of a group is made at the first operation on a CUDA tensor, which is collective like any other:
-// torch does not say on which device a rank will be when it makes the group. Ranks have to issue their first operations
-// of several groups in one order, as with NCCL itself.
+// The NCCL communicator of a group is made with the group where the program bound a device to it (device_id=). Without,
+// torch does not say on which device a rank will be: it is made at the first operation on a CUDA tensor, which is
+// collective like any other. Ranks then have to issue their first operations of several groups in one order, as with
+// NCCL itself.
 #include <mutex>
 #include <utility>
 
@@ -130,6 +131,14 @@ class DeviceBackend final : public c10d::Backend {
     return backend->endCoalescing();
   }
 
+  void eagerConnectSingleDevice(at::Device device) override {
+    if (device.is_cuda()) {
+      (void)cuda(device);
+    }
+  }
+
+  // The part's own NCCL communicator is made like that of any group; not by ncclCommSplit, in which the ranks that are
+  // not members would have to take part.
   bool supportsSplitting() const override { return true; }
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<Options>& options) override {
@@ -219,5 +228,7 @@ c10::intrusive_ptr<c10d::Backend> make_backend(std::shared_ptr<HostCommunicator>
                                                std::shared_ptr<BackendJob> job) {
   return c10::make_intrusive<DeviceBackend>(std::move(communicator), std::move(job));
 }
+
+void bind_backend_class(pybind11::module_& module) { bind_as_backend<DeviceBackend>(module); }
 
 }  // namespace hpcomm

@@ -107,6 +107,33 @@ def test_one_group_serves_both_devices(world: int) -> None:
     run("cuda", world, on_both_devices)
 
 
+def within_a_bound_device(_: str) -> None:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    dist.init_process_group("hpcomm", device_id=device)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    everybody = [sum(10.0**r for r in range(world))] * 100
+    x = torch.full((100,), 10.0**rank, device=device)
+    whole = dist.split_group(split_ranks=[list(range(world))])
+    parts = dist.split_group(split_ranks=[[r] for r in range(world)])
+    alone = [dist.new_group([r]) for r in range(world)][rank]  # torch calls the backend on the other ranks as well
+    for group in (parts, alone):
+        dist.all_reduce(x, group=group)
+        assert x.tolist() == [10.0**rank] * 100
+    for group in (whole, None):
+        y = x.clone()
+        dist.all_reduce(y, group=group)
+        assert y.tolist() == everybody
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.cuda
+@one_and_two
+def test_groups_within_one_that_has_a_bound_device(world: int) -> None:
+    run("cuda", world, within_a_bound_device)
+
+
 def stock_ddp(device: str) -> list[torch.Tensor]:
     rank, _ = start(device)
     torch.manual_seed(0)
