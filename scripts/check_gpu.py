@@ -24,7 +24,8 @@ from typing import Any
 
 OLDEST_PYTHON = (3, 10)
 SHARES_A_GPU = (2, 30, 3)  # the first NCCL that lets several ranks use one GPU
-MODULES = ("setuptools", "pytest", "numpy", "hypothesis")
+# What torch itself may do without: to build, and besides that to run the tests.
+MODULES = {"bench": ("setuptools",), "test": ("setuptools", "pytest", "hypothesis")}
 
 
 def run(*command: str) -> str:
@@ -109,7 +110,8 @@ def facts() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "cpu": cpu_name(),
         "programs": {name: find_program(name) for name in ("nvcc", "cmake", "ninja", "git")},
-        "modules": {name: importlib.util.find_spec(name) is not None for name in MODULES},
+        "modules": {name: importlib.util.find_spec(name) is not None for name in MODULES["test"]},
+        "python_header": (Path(sysconfig.get_path("include")) / "Python.h").exists(),
         "compiler": (run(os.environ.get("CXX", "c++").split()[0], "--version").splitlines() or [""])[0],
         "driver": (run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines() or [""])[0],
         "gpu_nccl": str(Path(os.environ["GPU_NCCL"]).resolve()) if os.environ.get("GPU_NCCL") else "",
@@ -142,8 +144,8 @@ def cpu_name() -> str:
     return match[1] if match else platform.processor()
 
 
-def missing(found: dict[str, Any]) -> list[str]:
-    """What the GPU half cannot do without, each with what to do about it."""
+def missing(found: dict[str, Any], what: str = "test") -> list[str]:
+    """What the GPU half cannot do without for ``make gpu-<what>``, each with what to do about it."""
     lacks = []
     if tuple(int(part) for part in found["python"].split(".")[:2]) < OLDEST_PYTHON:
         lacks.append(f"Python 3.10 or newer: {found['executable']} is {found['python']}; use make PYTHON=...")
@@ -162,7 +164,9 @@ def missing(found: dict[str, Any]) -> list[str]:
               if not found["programs"][name]]  # fmt: skip
     if not found["compiler"]:
         lacks.append(f"a C++ compiler: {os.environ.get('CXX', 'c++')} does not run")
-    lacks += [f"the Python module {name}" for name, there in found["modules"].items() if not there]
+    if not found["python_header"]:
+        lacks.append(f"Python.h: {found['executable']} has no headers (python3-dev, python3.12-dev or the like)")
+    lacks += [f"the Python module {name}" for name in MODULES[what] if not found["modules"][name]]
     if found["gpu_nccl"] and not found["gpu_nccl_version"]:
         lacks.append(f"an NCCL: GPU_NCCL={found['gpu_nccl']} is not a library that can be loaded")
     elif found["gpu_nccl"] and tuple(map(int, found["gpu_nccl_version"].split("."))) < SHARES_A_GPU:

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     end = time.monotonic() + 60 * float(os.environ.get("GPU_MINUTES", "8"))
     found = check_gpu.facts()
     print(check_gpu.describe(found), flush=True)
-    lacks = check_gpu.missing(found)
+    lacks = check_gpu.missing(found, arguments[0])
     if lacks:
         print("\n" + check_gpu.complain(lacks), file=sys.stderr)
         return 1

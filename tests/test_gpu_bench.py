@@ -262,7 +262,8 @@ def facts(**changed: Any) -> dict[str, Any]:
         "cores": 16,
         "cpu": "a CPU",
         "programs": {"nvcc": "/usr/local/cuda/bin/nvcc", "cmake": "cmake", "ninja": "ninja", "git": "git"},
-        "modules": {"setuptools": True, "pytest": True},
+        "modules": {"setuptools": True, "pytest": True, "hypothesis": True},
+        "python_header": True,
         "compiler": "c++ 13",
         "driver": "580.1",
         "gpu_nccl": "",
@@ -303,7 +304,8 @@ def test_a_machine_that_lacks_nothing() -> None:
         ({"programs": {"nvcc": "", "cmake": "", "ninja": "ninja"}}, "nvcc, the compiler"),
         ({"programs": {"nvcc": "nvcc", "cmake": "", "ninja": "ninja"}}, "cmake: not beside"),
         ({"compiler": ""}, "a C++ compiler"),
-        ({"modules": {"pytest": False}}, "the Python module pytest"),
+        ({"modules": {"setuptools": True, "pytest": False, "hypothesis": True}}, "the Python module pytest"),
+        ({"python_header": False}, "Python.h: /usr/bin/python3 has no headers"),
         ({"gpu_nccl": "/nowhere"}, "GPU_NCCL=/nowhere is not a library"),
         ({"gpu_nccl": "/old", "gpu_nccl_version": "2.28.9"}, "GPU_NCCL is 2.28.9"),
     ],
@@ -311,6 +313,12 @@ def test_a_machine_that_lacks_nothing() -> None:
 def test_what_a_machine_lacks_is_said(changed: dict[str, Any], words: str) -> None:
     lacks = check_gpu.missing(facts(**changed))
     assert words in check_gpu.complain(lacks)
+
+
+def test_benchmarks_need_neither_pytest_nor_hypothesis() -> None:
+    bare = facts(modules={"setuptools": True, "pytest": False, "hypothesis": False})
+    assert len(check_gpu.missing(bare, "test")) == 2
+    assert check_gpu.missing(bare, "bench") == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU lacks nothing")
