@@ -47,6 +47,19 @@ def rows(architecture: int, report: str) -> list[tuple[str, ...]]:
     return sorted(table)
 
 
+def spilled(report: str) -> list[str]:
+    """The kernels in a log of ptxas that keep registers in memory, each with how many bytes; empty is good."""
+    found = []
+    for entry in report.split("Compiling entry function ")[1:]:
+        architecture = re.search(r"for 'sm_(\d+)", entry)
+        ((chip, name, _, _, stores, loads),) = rows(
+            int(architecture[1]) if architecture else 0, f"Compiling entry function {entry}"
+        )
+        if (stores, loads) != ("0", "0"):
+            found.append(f"{name} for {chip} spills: {stores} bytes stored, {loads} loaded")
+    return found
+
+
 def main() -> None:
     """The table, then the release of nvcc."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -19,6 +19,8 @@ import tarfile
 import venv
 from pathlib import Path
 
+import kernel_report
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 DIST = ROOT / "dist"
@@ -83,6 +85,9 @@ def make_wheel(source: Path, torch: str) -> Path:
         *(sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", *options, source),
         HPCOMM_BUILD_DIR=str(folder),
     )
+    for log in (folder / "ptxas").glob("*.log"):  # in builds with CUDA
+        if spills := kernel_report.spilled(log.read_text()):
+            raise SystemExit("make_wheel: " + "; ".join(spills))
     return newest("hpcomm-*.whl")
 
 

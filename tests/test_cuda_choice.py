@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import check_wheel  # noqa: E402
 import cuda_choice  # noqa: E402
+import kernel_report  # noqa: E402
 from cuda_choice import BuildRefused, Found  # noqa: E402
 
 KNOWN_13 = ["7.5", "8.0", "8.6", "8.7", "8.8", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1"]
@@ -243,3 +244,27 @@ def test_files_of_a_wheel(name: str, right: bool) -> None:
 
 def test_folders_of_the_build_are_found_in_binaries() -> None:
     assert check_wheel.traces(b"\0/home/me/hpcomm/csrc/a.cpp\0", ["/home/me/hpcomm", "/opt"]) == ["/home/me/hpcomm"]
+
+
+# --- What ptxas says --------------------------------------------------------------------------------------------------
+
+
+def ptxas(chip: int, tasks: int, registers: int, stores: int, loads: int) -> str:
+    """Its words for one kernel."""
+    name = f"_ZN6hpcomm45_GLOBAL__N__932e0211_12_pack_cuda_cu_3c8c7ee011copy_kernelILj{tasks}EEEvNS0_9TaskTableIXT_EEE"
+    return f"""ptxas info    : Compiling entry function '{name}' for 'sm_{chip}'
+ptxas info    : Function properties for {name}
+    {stores} bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
+ptxas info    : Used {registers} registers, used 0 barriers, 4448 bytes cmem[0], 8 bytes cmem[2]
+"""
+
+
+def test_kernels_that_spill_are_named() -> None:
+    clean = ptxas(80, 1022, 64, 0, 0) + ptxas(90, 127, 64, 0, 0)
+    assert kernel_report.rows(80, ptxas(80, 1022, 64, 0, 0)) == [
+        ("sm_80", "copy_kernel, 1022 tasks", "64", "0", "0", "0")
+    ]
+    assert kernel_report.spilled(clean) == []
+    assert kernel_report.spilled(clean + ptxas(100, 127, 64, 76, 80)) == [
+        "copy_kernel, 127 tasks for sm_100 spills: 76 bytes stored, 80 loaded"
+    ]
