@@ -202,22 +202,23 @@ std::shared_ptr<Communicator> Communicator::split(int color, int key, const std:
   const std::uint64_t channel = Fingerprint().add(name()).add("split").add_int(splits_++).value();
   const auto choices = control().exchange(ranks(), channel, str(color, ' ', key, ' ', mine), deadline_after(timeout()));
   std::vector<std::pair<int, int>> chosen;
-  std::map<int, std::pair<int, std::string>> lanes;  // color: the first rank that passed it, and its lane
+  std::map<int, std::pair<int, std::string>> lanes;  // color: the job's rank that passed it first, and its lane
   for (int r = 0; r < size(); ++r) {
     std::istringstream choice(choices[static_cast<std::size_t>(r)]);
     int their_color = 0;
     int their_key = 0;
     std::string theirs;
+    const int job_rank = config_.ranks[static_cast<std::size_t>(r)];
     if (!(choice >> their_color >> their_key) || choice.get() != ' ') {
-      throw Error(ErrorKind::kProtocol, str("split: rank ", r, " sent no color, key and lane"), what);
+      throw Error(ErrorKind::kProtocol, str("split: rank ", job_rank, " sent no color, key and lane"), what);
     }
     std::getline(choice, theirs, '\0');
-    const auto& [first, agreed] = lanes.try_emplace(their_color, r, theirs).first->second;
+    const auto& [first, agreed] = lanes.try_emplace(their_color, job_rank, theirs).first->second;
     if (agreed != theirs) {
       // On all ranks, also those of other colors: NCCL makes the parts of all of them at once, or none.
       throw Error(ErrorKind::kSchemaMismatch,
                   str("split: ranks of color ", their_color, " want different lanes: rank ", first, " has \"", agreed,
-                      "\", rank ", r, " has \"", theirs, '"'),
+                      "\", rank ", job_rank, " has \"", theirs, '"'),
                   what);
     }
     if (their_color == color) {

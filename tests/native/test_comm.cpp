@@ -303,6 +303,10 @@ TEST(comm_split_orders_by_key_then_rank) {
     CHECK_EQ(row->lane(), "tensor");
     CHECK_EQ(row->name(), rank < 2 ? "world/tensor:0,1#0" : "world/tensor:2,3#0");
     check_collectives(*row);
+    if (rank >= 2) {  // messages name ranks of the job
+      CHECK_THROWS(ErrorKind::kSchemaMismatch, row->split(0, 0, rank == 2 ? "tensor" : "data"),
+                   "rank 2 has \"tensor\", rank 3 has \"data\"");
+    }
     CHECK_THROWS(ErrorKind::kSchemaMismatch, world->split(0, 0, rank == 2 ? "tensor" : "data"),
                  "ranks of color 0 want different lanes: rank 0 has \"data\", rank 2 has \"tensor\"");
     const auto alone = world->split(rank, 0);
