@@ -31,6 +31,9 @@ inline std::vector<Test>& tests() {
 // main.cpp.
 void fail(const char* file, int line, const std::string& message);
 
+// The name of the test that runs, or "". Callable in a signal handler. Defined in main.cpp.
+[[nodiscard]] const char* running_test() noexcept;
+
 struct Registration {
   Registration(const char* name, const char* file, std::function<void()> body) {
     tests().push_back({name, file, std::move(body)});

@@ -13,17 +13,6 @@
 
 #include "native/check.h"
 
-// libstdc++ counts who holds an exception in its shared library, which ThreadSanitizer does not see: the last holder's
-// free looks like a race with another thread's look at the exception before it let go.
-extern "C" const char* __tsan_default_suppressions();
-extern "C" const char* __tsan_default_suppressions() {
-  return "race:std::__exception_ptr::exception_ptr::_M_release\n";
-}
-
-// The first report ends the run, so that it is the last thing that stands there.
-extern "C" const char* __tsan_default_options();
-extern "C" const char* __tsan_default_options() { return "halt_on_error=1"; }
-
 namespace hpcomm::check {
 
 namespace {
@@ -124,13 +113,7 @@ bool passes(const Test& test) {
 
 }  // namespace
 
-// Called by ThreadSanitizer, from whichever thread it caught.
-extern "C" void __tsan_on_report(void*);
-extern "C" void __tsan_on_report(void*) {
-  for (const char* part : {"in ", running.load(), "\n"}) {
-    (void)!write(STDERR_FILENO, part, std::strlen(part));
-  }
-}
+const char* running_test() noexcept { return running.load(); }
 
 void fail(const char* file, int line, const std::string& message) {
   const int before = failures.fetch_add(1);

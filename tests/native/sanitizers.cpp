@@ -1,0 +1,83 @@
+// Hooks of the sanitizers: where their reports go, which test they name, and what ThreadSanitizer cannot see.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstring>
+#include <exception>
+
+#include "native/check.h"
+
+#ifdef __SANITIZE_THREAD__
+#include <dlfcn.h>
+#endif
+
+// The runtimes are shared libraries and look these names up, which hidden symbols do not answer.
+#define HPCOMM_TEST_HOOK extern "C" __attribute__((visibility("default")))
+
+extern "C" __attribute__((weak)) void __sanitizer_set_report_fd(void* fd);
+
+namespace {
+
+// Tests capture stderr; a report that a test swallows is an exit status without a reason.
+const int report_fd = [] {
+  if (__sanitizer_set_report_fd == nullptr) {
+    return STDERR_FILENO;
+  }
+  const int fd = ::fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 3);
+  if (fd < 0) {
+    return STDERR_FILENO;
+  }
+  __sanitizer_set_report_fd(reinterpret_cast<void*>(static_cast<std::intptr_t>(fd)));
+  return fd;
+}();
+
+}  // namespace
+
+#ifdef __SANITIZE_THREAD__
+
+// The first report ends the run, so that it is the last thing that stands there.
+HPCOMM_TEST_HOOK const char* __tsan_default_options();
+const char* __tsan_default_options() { return "halt_on_error=1"; }
+
+// Called from whichever thread was caught, inside the runtime: only what is allowed in a signal handler.
+HPCOMM_TEST_HOOK void __tsan_on_report(void* report);
+void __tsan_on_report(void*) {
+  for (const char* part : {"ThreadSanitizer: the report above is of ", hpcomm::check::running_test(), "\n"}) {
+    (void)!::write(report_fd, part, std::strlen(part));
+  }
+}
+
+// libstdc++ counts who holds an exception, and who shares the text of a runtime_error, in its shared library, which
+// ThreadSanitizer does not see: the last holder's free looks like a race with another thread's look before it let go.
+// Two things let go of an exception: an exception_ptr, which the stack of the report shows by name, and the end of a
+// catch block, which it does not.
+HPCOMM_TEST_HOOK const char* __tsan_default_suppressions();
+const char* __tsan_default_suppressions() {
+  return "race:std::__exception_ptr::exception_ptr::_M_release\n"
+         "race:std::runtime_error::~runtime_error\n";
+}
+
+// Therefore the end of a catch block is never the last holder here: an exception_ptr is.
+HPCOMM_TEST_HOOK void __cxa_end_catch();
+
+namespace {
+
+using EndCatch = void (*)();
+
+EndCatch real_end_catch() {
+  static const auto real = reinterpret_cast<EndCatch>(::dlsym(RTLD_NEXT, "__cxa_end_catch"));
+  return real;
+}
+
+// Before there are threads: the guard of the static would order them.
+[[maybe_unused]] const EndCatch found_early = real_end_catch();
+
+}  // namespace
+
+void __cxa_end_catch() {
+  const std::exception_ptr held = std::current_exception();
+  real_end_catch()();
+}
+
+#endif
