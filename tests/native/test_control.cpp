@@ -299,14 +299,9 @@ TEST(control_fails_on_bytes_that_are_not_ours) {
 
 TEST(control_start_is_not_disturbed_by_strangers) {
   CapturedStderr captured;
-  std::vector<std::unique_ptr<ControlListener>> listeners;
-  std::vector<std::string> addresses;
-  for (int rank = 0; rank < 3; ++rank) {
-    listeners.push_back(std::make_unique<ControlListener>("127.0.0.1", rank, 3, JobToken{7}));
-    addresses.push_back(listeners.back()->address());
-  }
+  const Listeners job(3);
   std::vector<std::unique_ptr<Stranger>> strangers;
-  for (const std::string& address : addresses) {
+  for (const std::string& address : job.addresses) {
     for (const std::string& words :
          {std::string("GET / HTTP/1.1\r\nHost: example.org\r\n\r\n"),  // garbage
           hello(2, 7),                                                 // another job
@@ -320,12 +315,12 @@ TEST(control_start_is_not_disturbed_by_strangers) {
     strangers.pop_back();  // hangs up at once
   }
   std::vector<std::shared_ptr<Control>> controls(3);
-  const Stranger impostor(addresses[0]);  // connected before rank 0 may be done and hear nobody any more
+  const Stranger impostor(job.addresses[0]);  // connected before rank 0 may be done and hear nobody any more
   std::thread forger([&] { CHECK(!impostor.greet(2, 0, 8)); });
   run_ranks(3, [&](int rank) {
     const auto r = static_cast<std::size_t>(rank);
     std::this_thread::sleep_for(rank * 3ms);
-    controls[r] = listeners[r]->connect(addresses, soon());
+    controls[r] = job.connect(rank, soon());
     CHECK_EQ(controls[r]->exchange({0, 1, 2}, 0, str(rank), soon()), (std::vector<std::string>{"0", "1", "2"}));
   });
   forger.join();
@@ -408,19 +403,13 @@ TEST(control_start_names_the_ranks_that_are_missing) {
   // With patience: ranks 0 and 2 have to find each other within the limit.
   CHECK_EQ(with_patience(200ms,
                          [](milliseconds limit) {
-                           std::vector<std::unique_ptr<ControlListener>> listeners;
-                           std::vector<std::string> addresses;
-                           for (int rank = 0; rank < 4; ++rank) {
-                             listeners.push_back(std::make_unique<ControlListener>("127.0.0.1", rank, 4, JobToken{7}));
-                             addresses.push_back(listeners.back()->address());
-                           }
+                           const Listeners job(4);
                            std::vector<std::string> wrong(4);
                            // Ranks 1 and 3 never connect, though their ports are open.
                            run_ranks(4, [&](int rank) {
                              const auto r = static_cast<std::size_t>(rank);
                              if (rank % 2 == 0) {
-                               const auto error =
-                                   error_from([&] { (void)listeners[r]->connect(addresses, Clock::now() + limit); });
+                               const auto error = error_from([&] { (void)job.connect(rank, Clock::now() + limit); });
                                // Whoever notices first tells the other.
                                const bool late = error && (error->kind() == ErrorKind::kPeerError ||
                                                            error->kind() == ErrorKind::kTimedOut);

@@ -52,18 +52,29 @@ void run_ranks(int size, const Body& body) {
   }
 }
 
+// The ports of a job whose ranks are all in this process, open from the start on.
+struct Listeners {
+  explicit Listeners(int size) {
+    for (int rank = 0; rank < size; ++rank) {
+      of_rank.push_back(std::make_unique<ControlListener>("127.0.0.1", rank, size, control::JobToken{7}));
+      addresses.push_back(of_rank.back()->address());
+    }
+  }
+  [[nodiscard]] std::shared_ptr<Control> connect(int rank, Deadline deadline,
+                                                 milliseconds heartbeat = kHeartbeatLimit) const {
+    return of_rank[static_cast<std::size_t>(rank)]->connect(addresses, deadline, heartbeat);
+  }
+
+  std::vector<std::unique_ptr<ControlListener>> of_rank;
+  std::vector<std::string> addresses;
+};
+
 // The Controls of a job whose ranks are all in this process, over real sockets.
 inline std::vector<std::shared_ptr<Control>> connect_controls(int size, milliseconds heartbeat = kHeartbeatLimit) {
-  std::vector<std::unique_ptr<ControlListener>> listeners;
-  std::vector<std::string> addresses;
-  for (int rank = 0; rank < size; ++rank) {
-    listeners.push_back(std::make_unique<ControlListener>("127.0.0.1", rank, size, control::JobToken{7}));
-    addresses.push_back(listeners.back()->address());
-  }
+  const Listeners job(size);
   std::vector<std::shared_ptr<Control>> controls(static_cast<std::size_t>(size));
   run_ranks(size, [&](int rank) {
-    const auto r = static_cast<std::size_t>(rank);
-    controls[r] = listeners[r]->connect(addresses, Clock::now() + std::chrono::seconds(20), heartbeat);
+    controls[static_cast<std::size_t>(rank)] = job.connect(rank, Clock::now() + std::chrono::seconds(20), heartbeat);
   });
   return controls;
 }
