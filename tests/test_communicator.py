@@ -287,6 +287,7 @@ def memory_swapped_meanwhile() -> None:
                     time.sleep(0.01)
                 time.sleep(0.3)
                 value.data = torch.zeros(1)
+                mesh.control.send(1, 77, b"swapped")
 
             thread = threading.Thread(target=swap)
             line = here.f_lineno + 2
@@ -295,7 +296,7 @@ def memory_swapped_meanwhile() -> None:
             thread.join()
             assert value.shape == (1,)
         else:
-            time.sleep(0.8)
+            assert mesh.control.receive(0, 77, 60.0) == b"swapped"  # until then the call cannot end
             mesh.dp.all_reduce(value)
             assert bool((value == 3).all())
 
