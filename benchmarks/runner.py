@@ -66,7 +66,7 @@ def action_cost(mesh: hpcomm.Mesh, schedule: str, microbatches: int, steps: int)
     for _ in range(steps):
         pipe._runner.recorder = recorder = Times()
         pipe.step(x, target=x)
-        own.append(sum(end - begin - waited for _, begin, waited, end in recorder.actions) / 1e9)
+        own.append(sum(end - begin - waited for _, begin, waited, end, _ in recorder.actions) / 1e9)
     model, engine = [], []
     for _ in range(steps):
         found = bare(pipe, x)

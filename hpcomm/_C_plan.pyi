@@ -216,6 +216,7 @@ class CostModel:
     collective_bytes_per_second: float
     header_seconds: float
     pack_bytes_per_second: float
+    issue_seconds: float
     ranks_per_host: int
     cores_per_host: int
     host_waits: bool

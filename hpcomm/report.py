@@ -28,6 +28,7 @@ class Timed(NamedTuple):
     begin: float
     waited: float  # of that time, for a message
     end: float
+    cpu: float  # seconds of the thread, without those of waits
 
 
 class Message(NamedTuple):
@@ -103,7 +104,10 @@ def read(folder: Path) -> Trace:
                 seconds(row["begin"]),
                 seconds(row["issued"]),
                 seconds(row["end"]),
-                [Timed(op, seconds(begin), waited / 1e9, seconds(end)) for op, begin, waited, end in row["actions"]],
+                [
+                    Timed(op, seconds(begin), waited / 1e9, seconds(end), cpu / 1e9)
+                    for op, begin, waited, end, cpu in row["actions"]
+                ],
                 [Message(op, seconds(begin), seconds(end)) for op, begin, end in row["messages"]],
                 [Bucket(op, *map(seconds, times)) for op, *times in row["buckets"]],
             )
@@ -116,16 +120,16 @@ def read(folder: Path) -> Trace:
 
 def costs_of(trace: Trace) -> CostModel:
     """A cost model with the computations as they were measured, per stage over the steps but the first. Ranks of a host
-    take turns where it has fewer cores.
+    share its cores where it has fewer.
     """
     numbers = sorted(trace.steps)[1:] or sorted(trace.steps)
     seconds = seconds_of(
         trace.plan,
         (
-            (op, end - begin - waited)
+            (op, end - begin - waited, cpu)
             for number in numbers
             for rank in trace.steps[number].values()
-            for op, begin, waited, end in rank.actions
+            for op, begin, waited, end, cpu in rank.actions
         ),
         trace.seats or None,
     )
@@ -151,7 +155,7 @@ def table(trace: Trace, number: int) -> str:
     ]
     for index, rank in step.items():
         compute = wait = issue = 0.0
-        for op, begin, waited, end in rank.actions:
+        for op, begin, waited, end, _ in rank.actions:
             operation = plan.operations[op]
             wait += waited
             if operation.kind.name in COMPUTE:
@@ -243,7 +247,7 @@ def measured_spans(trace: Trace, number: int, ranks: Sequence[int]) -> list[Span
     found = []
     for rank in ranks:
         actions = {action.op: action for action in plan.actions(rank)}
-        for op, begin, waited, end in trace.steps[number][rank].actions:
+        for op, begin, waited, end, _ in trace.steps[number][rank].actions:
             action = actions[op]
             if action.kind.name in COMPUTE:
                 name, title = label(action, several), plan.describe(op, rank)

@@ -24,7 +24,7 @@ from hpcomm.cli import main as cli
 from hpcomm.pipeline.board import report
 from hpcomm.pipeline.deferred import Deferral
 from hpcomm.pipeline.partition import cut
-from hpcomm.pipeline.recorder import cost_model
+from hpcomm.pipeline.recorder import cost_model, seconds_of
 from hpcomm.plan import parse, to_csv, zbv
 from hpcomm.report import Trace
 from hpcomm.report import read as report_of
@@ -646,7 +646,7 @@ def test_a_trace_is_reported_beside_its_plan(
     assert cli(["trace", "report", str(tmp_path / "none")]) == 2
 
 
-def test_ranks_that_share_cores_take_turns_in_the_simulation() -> None:
+def test_ranks_that_have_fewer_cores_share_them_in_the_simulation() -> None:
     seconds = {(0, "FORWARD"): 1.0, (0, "BACKWARD"): 2.0}
     two = [("a", [0, 1], 1), ("a", [0, 1], 1), ("b", [4, 7], 1), ("b", [4, 7], 1)]
     crowd = {
@@ -672,6 +672,21 @@ def test_ranks_that_share_cores_take_turns_in_the_simulation() -> None:
     assert plan.simulate(found["cores for all"]).makespan_seconds == 6
     assert plan.simulate(found["four ranks on two cores"]).makespan_seconds == 12
     assert plan.simulate(found["more threads than cores"]).makespan_seconds == 24
+
+
+def test_where_cores_are_shared_it_is_cpu_time_that_counts() -> None:
+    plan = hpcomm.plan.compile("1f1b", pp=2, dp=1, num_microbatches=2)
+    forward = next(i for i, op in enumerate(plan.operations) if (op.kind.name, op.stage) == ("FORWARD", 1))
+    send = next(i for i, op in enumerate(plan.operations) if op.kind.name == "TRANSFER")
+    # Operation, seconds without waits, CPU seconds: another rank had the core once.
+    actions = [(forward, 3.0, 1.0), (forward, 5.0, 1.5), (forward, 19.0, 2.0), (send, 4.0, 0.25), (send, 8.0, 0.75)]
+    f, issue = (1, "FORWARD"), (-1, "ISSUE")
+    assert seconds_of(plan, actions, [("a", [0, 1], 1)] * 2) == {f: 9.0, issue: 6.0}  # a core for each
+    assert seconds_of(plan, actions, None) == {f: 9.0, issue: 6.0}  # not on CPUs
+    assert seconds_of(plan, actions, [("a", [0], 1)] * 2) == {f: 1.5, issue: 0.5}
+    assert seconds_of(plan, actions, [("a", [0, 1], 2)] * 2) == {f: 5.0, issue: 6.0}  # CPU time of one thread of two
+    costs = cost_model(2, {f: 1.5, issue: 0.5}, [("a", [0], 1)] * 2)
+    assert (costs.stages[1].forward_seconds, costs.issue_seconds, costs.cores_per_host) == (1.5, 0.5, 1)
 
 
 def replanned() -> None:

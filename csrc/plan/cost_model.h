@@ -36,8 +36,9 @@ struct CostModel {
   LinkCost collective;                            // of each of its steps, see all_reduce_seconds()
   double header_seconds = 0;                      // ahead of each message whose schema is not frozen
   double pack_bytes_per_second = std::numeric_limits<double>::infinity();  // on each side of an operation
+  double issue_seconds = 0;  // the host's own time for each communication that it issues between computations
   int ranks_per_host = 1;
-  int cores_per_host = 0;   // computations of a host at a time; 0: as many as there are ranks
+  int cores_per_host = 0;   // shared by the computations of a host; 0: one for each rank
   bool host_waits = false;  // the host issues only between computations, as on CPUs; else it runs ahead
 
   [[nodiscard]] StageCost of(int stage) const { return stages.empty() ? StageCost{} : stages[stage]; }

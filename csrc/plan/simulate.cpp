@@ -3,11 +3,12 @@
 
 #include <algorithm>
 #include <array>
-#include <deque>
+#include <cmath>
 #include <functional>
 #include <iterator>
 #include <map>
 #include <queue>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 
@@ -15,6 +16,7 @@
 #include "plan/incidence.h"
 #include "plan/matching.h"
 #include "plan/rank_times.h"
+#include "plan/shared_cores.h"
 #include "plan/well_formed.h"
 
 namespace hpcomm::plan {
@@ -57,22 +59,32 @@ class Machine {
     }
     start_.assign(nodes, 0);
     end_.assign(nodes, 0);
-    hosts_.resize(costs_.cores_per_host > 0 ? (plan_.world() - 1) / costs_.ranks_per_host + 1 : 0,
-                  {costs_.cores_per_host, {}});
+    if (costs_.cores_per_host > 0) {
+      hosts_.assign((plan_.world() - 1) / costs_.ranks_per_host + 1, Host{SharedCores(costs_.cores_per_host), 0});
+    }
     for (int node = 0; node < nodes; ++node) {
       if (missing_[node] == 0) {
-        ready(node, 0);
+        begin(node, 0);
       }
     }
     int ended = 0;
     while (!ends_.empty()) {
-      const auto [now, node] = ends_.top();
+      const auto [now, who, version] = ends_.top();
       ends_.pop();
+      int node = who;
+      if (who >= nodes) {
+        Host& host = hosts_[who - nodes];
+        if (version != host.version) {
+          continue;  // a computation has begun or ended since
+        }
+        node = host.cores.end(now);
+        end_[node] = now;
+        expect_end(who - nodes);
+      }
       ++ended;
-      release_core(node, now);
       for (const int* arc = out.begin(node); arc != out.end(node); ++arc) {
         if (--missing_[arcs_[*arc].to] == 0) {
-          ready(arcs_[*arc].to, now);
+          begin(arcs_[*arc].to, now);
         }
       }
     }
@@ -89,8 +101,8 @@ class Machine {
 
  private:
   struct Host {
-    int free = 0;
-    std::deque<int> waiting;  // computations, in the order in which they became ready
+    SharedCores cores;
+    int version = 0;  // of what is expected to end next
   };
 
   int add_node(int op) {
@@ -106,12 +118,18 @@ class Machine {
     std::array<int, 6> previous{};  // per lane, the last node
     previous.fill(-1);
     std::unordered_map<int, int> gradients;  // stage -> what has added to them last
+    int issued = 0;                          // communications since the last computation
     for (std::size_t i = 0; i < list.size(); ++i) {
       const auto [op, host] = list[i];
       if (host != -1) {
         continue;
       }
       const int lane = static_cast<int>(lane_of(plan_, plan_.operations[op]));
+      if (lane != kHost) {
+        ++issued;
+      } else {
+        previous[kHost] = issues_of(op, std::exchange(issued, 0), previous[kHost]);
+      }
       const int before = costs_.host_waits && lane != kHost ? previous[kHost] : -1;
       follow(previous[lane], first_[op], before);
       for (const int stage : reduces(plan_.operations[op])) {
@@ -140,6 +158,18 @@ class Machine {
         gradients[plan_.operations[op].stage] = last_[op];
       }
     }
+  }
+
+  // What the host issues ahead of a computation takes it time.
+  int issues_of(int op, int issued, int previous) {
+    const double seconds = issued * costs_.issue_seconds;
+    if (seconds == 0) {
+      return previous;
+    }
+    const int node = add_node(op);
+    seconds_[node] = seconds;
+    follow(previous, node, -1);
+    return node;
   }
 
   // The piece of a backward behind `at`, which the k-th issue point ends; ranks that compute together share it.
@@ -211,44 +241,26 @@ class Machine {
     return slowest + 2 * total / costs_.pack_bytes_per_second;
   }
 
-  Host* host_of(int node) {
-    const Operation& op = plan_.operations[op_of_[node]];
-    return hosts_.empty() || !is_compute(op.kind) ? nullptr : &hosts_[op.participants[0] / costs_.ranks_per_host];
-  }
-
-  void ready(int node, double now) {
-    Host* host = host_of(node);
-    if (host != nullptr && host->free == 0) {
-      host->waiting.push_back(node);
-      return;
-    }
-    if (host != nullptr) {
-      --host->free;
-    }
-    begin(node, now);
-  }
-
   void begin(int node, double now) {
+    const Operation& op = plan_.operations[op_of_[node]];
     start_[node] = now;
+    if (!hosts_.empty() && is_compute(op.kind)) {
+      const int host = op.participants[0] / costs_.ranks_per_host;
+      hosts_[host].cores.begin(node, duration(node), now);
+      expect_end(host);
+      return;
+    }
     end_[node] = now + duration(node);
-    ends_.emplace(end_[node], node);
+    ends_.emplace(end_[node], node, 0);
   }
 
-  void release_core(int node, double now) {
-    Host* host = host_of(node);
-    if (host == nullptr) {
-      return;
+  void expect_end(int host) {
+    if (const double end = hosts_[host].cores.next_end(); std::isfinite(end)) {
+      ends_.emplace(end, static_cast<int>(op_of_.size()) + host, ++hosts_[host].version);
     }
-    if (host->waiting.empty()) {
-      ++host->free;
-      return;
-    }
-    const int next = host->waiting.front();
-    host->waiting.pop_front();
-    begin(next, now);
   }
 
-  using End = std::pair<double, int>;  // seconds, node
+  using End = std::tuple<double, int, int>;  // seconds, node (behind the nodes: a host), version of the host's
 
   const StepPlan& plan_;
   const CostModel& costs_;
@@ -273,7 +285,7 @@ Timeline simulate(const StepPlan& plan, const CostModel& costs) {
   require_costs(costs, plan.num_stages());
   HPCOMM_REQUIRE(costs.cores_per_host == 0 || std::none_of(plan.operations.begin(), plan.operations.end(), is_opaque),
                  "cores_per_host is ", costs.cores_per_host,
-                 "; taking turns is not modelled for computations of several ranks");
+                 "; sharing cores is not modelled for computations of several ranks");
   Timeline timeline;
   Machine(plan, meeting, costs).run(timeline);
   add_rank_times(plan, costs, timeline);

@@ -30,8 +30,9 @@ struct Timeline {
 // Ranks compute in the order of their lists; every lane of a rank carries out its communication in order, beside the
 // computation and the other lanes. An operation starts when its data is there, its participants' lanes are free, its
 // slot is free and, where the host waits, the computations before it have ended. A backward with n issue points ends
-// an n-th of its time before each. Computations of a host that has fewer cores than ranks take turns, whole, first come
-// first served. Messages of a group travel together: one latency, bytes of an edge one after the other.
+// an n-th of its time before each. Computations of a host that has fewer cores than ranks share them (shared_cores.h).
+// Before each computation the host takes CostModel::issue_seconds for every communication that its list has between it
+// and the one before. Messages of a group travel together: one latency, bytes of an edge one after the other.
 //
 // n log n in the plan's size. Throws kInvalidArgument when the plan means nothing or the costs do not fit it,
 // kDeadlock when it cannot end on such a machine; verify() says why.

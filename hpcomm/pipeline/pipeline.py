@@ -302,8 +302,8 @@ class Pipeline(LocalModel):
 
         Returns:
             A cost model, the same on every rank, for :meth:`replan` and ``plan.simulate``. Computations of a host's
-            ranks take turns in it where there are fewer cores. Messages and reductions take no time: set
-            ``link_latency_seconds`` and its other figures where they count.
+            ranks share its cores where there are fewer. Messages and reductions take no time but that of issuing
+            them: set ``link_latency_seconds`` and its other figures where they count.
         """
         number, before = self.step_number, self._runner.recorder
         times = [Times() for _ in range(steps)]

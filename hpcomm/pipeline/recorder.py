@@ -30,6 +30,7 @@ Seat = tuple[str, list[int], int]
 PLAN_FILE = "plan.json"
 SEATS_CHANNEL = 8  # of Control, see hpcomm.communicator
 COMPUTE = ("FORWARD", "BACKWARD", "INPUT_GRAD", "WEIGHT_GRAD")
+ISSUE = (-1, "ISSUE")  # of no stage: every communication of a rank's list
 
 
 def recorder_for(plan: StepPlan, rank: int, *, on_cpu: bool) -> Recorder | None:
@@ -45,28 +46,37 @@ def seat() -> Seat:
 
 class Times:
     """Times are those of the host, in nanoseconds of the monotonic clock, which the ranks of a host share. An action's
-    time includes its wait for messages, which is noted beside it. On a GPU they say when work was issued.
+    time includes its wait for messages, which is noted beside it; its CPU time, this thread's, does not. On a GPU they
+    say when work was issued.
     """
 
     def __init__(self) -> None:
-        self.actions: list[tuple[int, int, int, int]] = []  # operation, begin, waited, end
+        self.actions: list[tuple[int, int, int, int, int]] = []  # operation, begin, waited, end, CPU time
         self.messages: list[tuple[int, int, int]] = []  # operation, begin of the wait for it, end
-        self._waited = 0
+        self._waited = (0, 0)
 
     @staticmethod
     def now() -> int:
         """The clock."""
         return time.monotonic_ns()
 
-    def waited(self, op: int, begin: int, end: int) -> None:
-        """The current action has waited for a message, which came by operation ``op``."""
-        self.messages.append((op, begin, end))
-        self._waited += end - begin
+    @staticmethod
+    def clocks() -> tuple[int, int]:
+        """The clock, and this thread's CPU time."""
+        return time.monotonic_ns(), time.thread_time_ns()
 
-    def action(self, op: int, begin: int, end: int) -> None:
-        """An action is over."""
-        self.actions.append((op, begin, self._waited, end))
-        self._waited = 0
+    def waited(self, op: int, begin: tuple[int, int]) -> None:
+        """The current action has waited, since ``begin``, for a message, which came by operation ``op``."""
+        end = self.clocks()
+        self.messages.append((op, begin[0], end[0]))
+        self._waited = (self._waited[0] + end[0] - begin[0], self._waited[1] + end[1] - begin[1])
+
+    def action(self, op: int, begin: tuple[int, int]) -> None:
+        """An action that began at ``begin`` is over."""
+        end = self.clocks()
+        waited, spun = self._waited
+        self.actions.append((op, begin[0], waited, end[0], end[1] - begin[1] - spun))
+        self._waited = (0, 0)
 
     def step(self, begin: int, issued: int, end: int, buckets: Sequence[BucketTimes]) -> None:
         """A step is over: its actions had been issued at ``issued``, and were done at ``end``."""
@@ -81,7 +91,7 @@ class Recorder(Times):
         if rank == 0:
             (folder / PLAN_FILE).write_text(to_json(plan))
         self._file = (folder / f"rank-{rank}.jsonl").open("w")
-        if on_cpu:  # elsewhere ranks do not take turns on cores
+        if on_cpu:  # elsewhere ranks do not share cores
             self._file.write(json.dumps({"seat": seat()}) + "\n")
         self._step = 0
 
@@ -103,10 +113,11 @@ class Recorder(Times):
 def cost_model(
     num_stages: int, seconds: Mapping[tuple[int, str], float], seats: Sequence[Seat] | None = None
 ) -> CostModel:
-    """Costs of stages whose computations take ``seconds``, by stage and kind of action; messages take no time.
+    """Costs of stages whose computations take ``seconds``, by stage and kind of action, and ``ISSUE`` for each
+    communication that the host issues; messages take no time.
 
     Args:
-        seats: of all ranks, in order: where a host has more compute threads than cores, they take turns.
+        seats: of all ranks, in order: where a host has more compute threads than cores, they share them.
     """
     model: CostModel = _C.CostModel()
     stages = []
@@ -116,6 +127,7 @@ def cost_model(
             backward = (first or 0.0) + (second or 0.0)
         stages.append(_C.StageCost(forward or 0.0, backward, first, second))
     model.stages = stages
+    model.issue_seconds = seconds.get(ISSUE, 0.0)
     model.host_waits = False
     model.ranks_per_host, model.cores_per_host = _crowd(seats or [])
     return model
@@ -138,34 +150,37 @@ def _crowd(seats: Sequence[Seat]) -> tuple[int, int]:
 
 
 def seconds_of(
-    plan: StepPlan, actions: Iterable[tuple[int, float]], seats: Sequence[Seat] | None
+    plan: StepPlan, actions: Iterable[tuple[int, float, float]], seats: Sequence[Seat] | None
 ) -> dict[tuple[int, str], float]:
-    """What a stage's computations take, by stage and kind, from operations and their times.
+    """What a stage's computations take, by stage and kind, and under ``ISSUE`` what a communication takes the host to
+    issue, from operations, their times without waits, and their CPU times.
 
-    Means: a step is a sum. Medians where ranks share cores: there some actions take longer because another rank had the
-    core, which the simulation adds by itself.
+    Where ranks share cores, actions take longer because another rank had the core, which the simulation adds by itself.
+    There it is the CPU time that counts, or, with several threads in each rank, whose CPU times are not known, a median
+    instead of the mean. Means otherwise: a step is a sum.
     """
+    shared, single = _crowd(seats or [])[1] > 0, all(threads == 1 for _, _, threads in seats or [])
     found: dict[tuple[int, str], list[float]] = {}
-    for op, seconds in actions:
+    for op, seconds, cpu_seconds in actions:
         operation = plan.operations[op]
-        if operation.kind.name in COMPUTE:
-            found.setdefault((operation.stage, operation.kind.name), []).append(seconds)
-    typical = statistics.median if _crowd(seats or [])[1] else statistics.fmean
+        computes = operation.kind.name in COMPUTE
+        key = (operation.stage, operation.kind.name) if computes else ISSUE
+        found.setdefault(key, []).append(cpu_seconds if shared and single else seconds)
+    typical = statistics.median if shared and not single else statistics.fmean
     return {key: typical(samples) for key, samples in found.items()}
 
 
 def gathered_costs(mesh: Mesh, plan: StepPlan, times: Sequence[Times]) -> CostModel:
-    """The cost model of what all ranks measured, means over replicas (collective)."""
+    """The cost model of what all ranks measured, means over those that measured the same (collective)."""
     told = mesh.control.exchange(range(mesh.size), SEATS_CHANNEL, json.dumps(seat()).encode(), mesh.timeout)
     seats = [tuple(json.loads(body)) for body in told] if mesh.device.type == "cpu" else None
-    mine = ((op, (end - begin - waited) / 1e9) for step in times for op, begin, waited, end in step.actions)
-    table = torch.zeros(plan.num_stages, len(COMPUTE), dtype=torch.float64, device=mesh.device)
-    for (stage, kind), seconds in seconds_of(plan, mine, seats).items():
-        table[stage, COMPUTE.index(kind)] = seconds
-    mesh.world.all_reduce(table)
-    means = (table / mesh.dp.size).tolist()
-    return cost_model(
-        plan.num_stages,
-        {(stage, COMPUTE[i]): value for stage, row in enumerate(means) for i, value in enumerate(row) if value > 0},
-        seats,
+    mine = (
+        (op, (end - begin - waited) / 1e9, cpu / 1e9) for step in times for op, begin, waited, end, cpu in step.actions
     )
+    keys = [ISSUE, *((stage, kind) for stage in range(plan.num_stages) for kind in COMPUTE)]
+    table = torch.zeros(len(keys), 2, dtype=torch.float64, device=mesh.device)  # sum, number of ranks
+    for key, seconds in seconds_of(plan, mine, seats).items():
+        table[keys.index(key)] = torch.tensor([seconds, 1.0], dtype=torch.float64)
+    mesh.world.all_reduce(table)
+    means = {key: total / ranks for key, (total, ranks) in zip(keys, table.tolist(), strict=True) if ranks > 0}
+    return cost_model(plan.num_stages, means, seats)

@@ -136,9 +136,9 @@ class Runner:
             if recorder is None:
                 function(self, *arguments)
             else:
-                start = recorder.now()
+                start = recorder.clocks()
                 function(self, *arguments)
-                recorder.action(action.op, start, recorder.now())
+                recorder.action(action.op, start)
         self.position = len(self._program)
         place(self.position)
         issued = 0 if recorder is None else recorder.now()
@@ -211,9 +211,9 @@ class Runner:
         recorder = self.recorder
         if recorder is None:
             return mail.wait()
-        start = recorder.now()
+        start = recorder.clocks()
         message = mail.wait()
-        recorder.waited(self._arrivals[is_activation, source, target, microbatch], start, recorder.now())
+        recorder.waited(self._arrivals[is_activation, source, target, microbatch], start)
         return message
 
     def _forward(self, stage: Stage, microbatch: int) -> None:

@@ -287,6 +287,7 @@ def _with_stages(costs: CostModel | None, stages: list[StageCost]) -> CostModel:
             "collective_latency_seconds",
             "collective_bytes_per_second",
             "header_seconds",
+            "issue_seconds",
             "pack_bytes_per_second",
             "ranks_per_host",
             "cores_per_host",

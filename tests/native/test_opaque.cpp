@@ -167,7 +167,7 @@ TEST(opaque_pieces_are_simulated_once) {
     CHECK_EQ(rank.compute_seconds, 3.0);
   }
   costs.cores_per_host = 1;
-  CHECK_THROWS(kInvalid, simulate(plan, costs), "not modelled for computations of several ranks");
+  CHECK_THROWS(kInvalid, simulate(plan, costs), "sharing cores is not modelled for computations of several ranks");
 }
 
 TEST(opaque_reductions_are_needed_of_every_shard) {

@@ -1,5 +1,6 @@
 // plan/simulate: what operations take, and what makes them wait.
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -149,12 +150,77 @@ TEST(simulate_lets_ranks_of_a_host_share_its_cores) {
   CostModel costs;
   costs.ranks_per_host = 4;
   CHECK_EQ(makespan(hand.plan(), costs), 1);
-  costs.cores_per_host = 3;
+  costs.cores_per_host = 5;  // nobody has more than one
+  CHECK_EQ(makespan(hand.plan(), costs), 1);
+  costs.cores_per_host = 2;
   CHECK_EQ(makespan(hand.plan(), costs), 2);
   costs.cores_per_host = 1;
   CHECK_EQ(makespan(hand.plan(), costs), 4);
   costs.ranks_per_host = 2;
   CHECK_EQ(makespan(hand.plan(), costs), 2);
+}
+
+TEST(simulate_gives_cores_to_those_that_are_left) {
+  // One core, forwards of 1, 2 and 5 seconds: a third each until 3, when the first ends; a half each until 5, when the
+  // second does; the last, which has had 2 of its 5 by then, is alone.
+  HandMade hand(3, 1);
+  std::vector<int> forwards;
+  for (int rank = 0; rank < 3; ++rank) {
+    forwards.push_back(hand.forward(rank, 0));
+    hand.list(rank, {forwards.back()});
+  }
+  CostModel costs;
+  costs.stages = {{.forward_seconds = 1}, {.forward_seconds = 2}, {.forward_seconds = 5}};
+  costs.ranks_per_host = 3;
+  costs.cores_per_host = 1;
+  Timeline timeline = simulate(hand.plan(), costs);
+  const auto near = [](double found, double expected) { return std::abs(found - expected) < 1e-12; };
+  CHECK(near(timeline.end[forwards[0]], 3));
+  CHECK(near(timeline.end[forwards[1]], 5));
+  CHECK(near(timeline.end[forwards[2]], 8));
+  // Two cores: two thirds of one each until 1.5; then a core each.
+  costs.cores_per_host = 2;
+  timeline = simulate(hand.plan(), costs);
+  CHECK(near(timeline.end[forwards[0]], 1.5));
+  CHECK(near(timeline.end[forwards[1]], 2.5));
+  CHECK(near(timeline.end[forwards[2]], 5.5));
+}
+
+TEST(simulate_slows_down_what_runs_when_another_computation_begins) {
+  // One core. F on rank 0 takes 1, then its message 1: meanwhile rank 1's first F (4) has had the core with it until 2,
+  // and alone from then. The message comes at 3, while rank 2 waits for it: its F (1) shares the core from there.
+  HandMade hand(3, 1);
+  const int f0 = hand.forward(0, 0);
+  const int f1 = hand.forward(1, 0);
+  const int f2 = hand.forward(2, 0);
+  const int send = hand.transfer(0, 2, 0);
+  hand.list(0, {f0, send});
+  hand.list(1, {f1});
+  hand.list(2, {send, f2});
+  hand.depends(send, f0);
+  hand.depends(f2, send);
+  CostModel costs;
+  costs.stages = {{.forward_seconds = 1}, {.forward_seconds = 4}, {.forward_seconds = 1}};
+  costs.link_latency_seconds = 1;
+  costs.ranks_per_host = 3;
+  costs.cores_per_host = 1;
+  const Timeline timeline = simulate(hand.plan(), costs);
+  CHECK_EQ(timeline.end[f0], 2);
+  CHECK_EQ(timeline.start[f2], 3);  // rank 1 has 2 left
+  CHECK_EQ(timeline.end[f2], 5);    // and 1 here
+  CHECK_EQ(timeline.end[f1], 6);
+}
+
+TEST(simulate_charges_the_host_for_what_it_issues) {
+  StepPlan plan = relay();
+  CostModel costs;
+  costs.link_latency_seconds = 2;
+  costs.issue_seconds = 0.5;
+  CHECK_EQ(makespan(plan, costs), 4);  // rank 1 issues its receive while it has to wait anyway
+  costs.issue_seconds = 3.5;
+  CHECK_EQ(makespan(plan, costs), 4.5);
+  costs.issue_seconds = -1;
+  CHECK_THROWS(ErrorKind::kInvalidArgument, simulate(plan, costs), "issue_seconds");
 }
 
 TEST(simulate_gives_slots_back_when_a_message_is_consumed) {
