@@ -189,11 +189,13 @@ class Job:
             _C.StageCost(**{name: statistics.median(c["stages"][i][name] for c in self.costs) for name in stage})
             for i, stage in enumerate(self.costs[-1]["stages"])
         ]
-        costs.issue_seconds = statistics.median(c["issue_seconds"] for c in self.costs)
+        for name in ("issue_seconds", "step_seconds"):
+            setattr(costs, name, statistics.median(c[name] for c in self.costs))
         return float(self.pipe.plan.simulate(costs).makespan_seconds)
 
     def predict(self) -> None:
         """Seconds of the next step by simulation, from what computations took in this one."""
+        self.pipe.zero_grad()  # as the steps that are timed begin
         costs = self.pipe.measure(self.x, target=self.y, steps=1)
         costs.link_latency_seconds, costs.link_bytes_per_second = self.link
         costs.collective_latency_seconds, costs.collective_bytes_per_second = self.link

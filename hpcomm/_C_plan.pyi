@@ -217,6 +217,7 @@ class CostModel:
     header_seconds: float
     pack_bytes_per_second: float
     issue_seconds: float
+    step_seconds: float
     ranks_per_host: int
     cores_per_host: int
     host_waits: bool

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcomm.errors import InvalidArgument
-from hpcomm.pipeline.recorder import COMPUTE, PLAN_FILE, cost_model, seconds_of
+from hpcomm.pipeline.recorder import COMPUTE, PLAN_FILE, cost_model, seconds_of, with_rest
 from hpcomm.plan.render import draw_spans, svg
 from hpcomm.plan.serialize import from_json
 from hpcomm.plan.timeline import Span, draw_strips, label, spans
@@ -59,6 +59,7 @@ class Rank(NamedTuple):
     actions: list[Timed]
     messages: list[Message]
     buckets: list[Bucket]
+    rest: float  # CPU seconds of the process beside those of actions and of waits for messages
 
 
 class Trace(NamedTuple):
@@ -110,6 +111,7 @@ def read(folder: Path) -> Trace:
                 ],
                 [Message(op, seconds(begin), seconds(end)) for op, begin, end in row["messages"]],
                 [Bucket(op, *map(seconds, times)) for op, *times in row["buckets"]],
+                row["rest"] / 1e9,
             )
             for rank, row in sorted(by_rank.items())
         }
@@ -126,10 +128,14 @@ def costs_of(trace: Trace) -> CostModel:
     seconds = seconds_of(
         trace.plan,
         (
-            (op, end - begin - waited, cpu)
+            action
             for number in numbers
             for rank in trace.steps[number].values()
-            for op, begin, waited, end, cpu in rank.actions
+            for action in with_rest(
+                trace.plan,
+                [(op, end - begin - waited, cpu) for op, begin, waited, end, cpu in rank.actions],
+                rank.rest,
+            )
         ),
         trace.seats or None,
     )

@@ -26,6 +26,7 @@ FULL = {
     "collective": {"latency_seconds": 0.5},
     "header_seconds": 0.0625,
     "issue_seconds": 0.03125,
+    "step_seconds": 0.015625,
     "pack_bytes_per_second": 4000,
     "ranks_per_host": 2,
     "cores_per_host": 1,
@@ -42,7 +43,8 @@ def test_a_file_says_everything() -> None:
     assert costs.links == {(0, 1): (0.125, math.inf)}
     assert (costs.link_latency_seconds, costs.link_bytes_per_second) == (0.25, 1000)
     assert (costs.collective_latency_seconds, costs.collective_bytes_per_second) == (0.5, math.inf)
-    assert (costs.header_seconds, costs.issue_seconds, costs.pack_bytes_per_second) == (0.0625, 0.03125, 4000)
+    assert (costs.header_seconds, costs.issue_seconds, costs.step_seconds) == (0.0625, 0.03125, 0.015625)
+    assert costs.pack_bytes_per_second == 4000
     assert (costs.ranks_per_host, costs.cores_per_host, costs.host_waits) == (2, 1, True)
     again = costs_to_json(costs)
     assert costs_to_json(costs_from_json(again)) == again

@@ -24,7 +24,7 @@ from hpcomm.cli import main as cli
 from hpcomm.pipeline.board import report
 from hpcomm.pipeline.deferred import Deferral
 from hpcomm.pipeline.partition import cut
-from hpcomm.pipeline.recorder import cost_model, seconds_of
+from hpcomm.pipeline.recorder import cost_model, seconds_of, with_rest
 from hpcomm.plan import parse, to_csv, zbv
 from hpcomm.report import Trace
 from hpcomm.report import read as report_of
@@ -685,8 +685,12 @@ def test_where_cores_are_shared_it_is_cpu_time_that_counts() -> None:
     assert seconds_of(plan, actions, None) == {f: 9.0, issue: 6.0}  # not on CPUs
     assert seconds_of(plan, actions, [("a", [0], 1)] * 2) == {f: 1.5, issue: 0.5}
     assert seconds_of(plan, actions, [("a", [0, 1], 2)] * 2) == {f: 5.0, issue: 6.0}  # CPU time of one thread of two
-    costs = cost_model(2, {f: 1.5, issue: 0.5}, [("a", [0], 1)] * 2)
-    assert (costs.stages[1].forward_seconds, costs.issue_seconds, costs.cores_per_host) == (1.5, 0.5, 1)
+    costs = cost_model(2, {f: 1.5, issue: 0.5, (-1, "STEP"): 0.25}, [("a", [0], 1)] * 2)
+    assert (costs.stages[1].forward_seconds, costs.cores_per_host) == (1.5, 1)
+    assert (costs.issue_seconds, costs.step_seconds) == (0.5, 0.25)
+    # What else the process did was for its communications.
+    rest = with_rest(plan, [(forward, 3.0, 1.0), (send, 4.0, 0.25), (send, 8.0, 0.75)], 3.0)
+    assert list(rest) == [(forward, 3.0, 1.0), (send, 4.0, 1.75), (send, 8.0, 2.25)]
 
 
 def replanned() -> None:

@@ -60,7 +60,8 @@ void require_costs(const CostModel& costs, int num_stages) {
   }
   require_link("collective", costs.collective.latency_seconds, costs.collective.bytes_per_second);
   HPCOMM_REQUIRE(is_amount(costs.header_seconds), "header_seconds must be seconds, at least 0");
-  HPCOMM_REQUIRE(is_amount(costs.issue_seconds), "issue_seconds must be seconds, at least 0");
+  HPCOMM_REQUIRE(is_amount(costs.issue_seconds) && is_amount(costs.step_seconds),
+                 "issue_seconds and step_seconds must be seconds, at least 0");
   HPCOMM_REQUIRE(costs.pack_bytes_per_second > 0, "pack_bytes_per_second must be above 0");
   HPCOMM_REQUIRE(costs.ranks_per_host >= 1 && costs.cores_per_host >= 0, "a host has ", costs.ranks_per_host,
                  " ranks and ", costs.cores_per_host, " cores; give at least 1 rank, and 0 cores for one each");

@@ -37,6 +37,7 @@ struct CostModel {
   double header_seconds = 0;                      // ahead of each message whose schema is not frozen
   double pack_bytes_per_second = std::numeric_limits<double>::infinity();  // on each side of an operation
   double issue_seconds = 0;  // the host's own time for each communication that it issues between computations
+  double step_seconds = 0;   // the host's own time in a step ahead of its list, or behind it
   int ranks_per_host = 1;
   int cores_per_host = 0;   // shared by the computations of a host; 0: one for each rank
   bool host_waits = false;  // the host issues only between computations, as on CPUs; else it runs ahead

@@ -64,7 +64,7 @@ class Machine {
     }
     for (int node = 0; node < nodes; ++node) {
       if (missing_[node] == 0) {
-        begin(node, 0);
+        begin(node, costs_.step_seconds);
       }
     }
     int ended = 0;

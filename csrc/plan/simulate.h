@@ -32,7 +32,8 @@ struct Timeline {
 // slot is free and, where the host waits, the computations before it have ended. A backward with n issue points ends
 // an n-th of its time before each. Computations of a host that has fewer cores than ranks share them (shared_cores.h).
 // Before each computation the host takes CostModel::issue_seconds for every communication that its list has between it
-// and the one before. Messages of a group travel together: one latency, bytes of an edge one after the other.
+// and the one before; nothing begins before CostModel::step_seconds. Messages of a group travel together: one latency,
+// bytes of an edge one after the other.
 //
 // n log n in the plan's size. Throws kInvalidArgument when the plan means nothing or the costs do not fit it,
 // kDeadlock when it cannot end on such a machine; verify() says why.

@@ -297,6 +297,7 @@ void bind_costs(py::module_& module) {
       .def_readwrite("header_seconds", &CostModel::header_seconds)
       .def_readwrite("pack_bytes_per_second", &CostModel::pack_bytes_per_second)
       .def_readwrite("issue_seconds", &CostModel::issue_seconds)
+      .def_readwrite("step_seconds", &CostModel::step_seconds)
       .def_readwrite("ranks_per_host", &CostModel::ranks_per_host)
       .def_readwrite("cores_per_host", &CostModel::cores_per_host)
       .def_readwrite("host_waits", &CostModel::host_waits);

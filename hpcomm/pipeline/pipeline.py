@@ -309,7 +309,9 @@ class Pipeline(LocalModel):
         times = [Times() for _ in range(steps)]
         for each in times:
             self._runner.recorder = each
+            _, begin = each.clocks()
             self.step(*inputs, target=target, **keywords)
+            each.around = each.clocks()[1] - begin - each.inside
         self._runner.recorder, self.step_number = before, number
         self.zero_grad()
         return gathered_costs(self.mesh, self.plan, times[1:] or times)

@@ -30,7 +30,8 @@ Seat = tuple[str, list[int], int]
 PLAN_FILE = "plan.json"
 SEATS_CHANNEL = 8  # of Control, see hpcomm.communicator
 COMPUTE = ("FORWARD", "BACKWARD", "INPUT_GRAD", "WEIGHT_GRAD")
-ISSUE = (-1, "ISSUE")  # of no stage: every communication of a rank's list
+# Of no stage: each communication of a rank's list, and what a step does before and after its list.
+ISSUE, STEP = (-1, "ISSUE"), (-1, "STEP")
 
 
 def recorder_for(plan: StepPlan, rank: int, *, on_cpu: bool) -> Recorder | None:
@@ -53,7 +54,12 @@ class Times:
     def __init__(self) -> None:
         self.actions: list[tuple[int, int, int, int, int]] = []  # operation, begin, waited, end, CPU time
         self.messages: list[tuple[int, int, int]] = []  # operation, begin of the wait for it, end
+        self.rest = 0  # CPU time of the process in the step's list, without that of actions and of waits for messages
+        self.inside = 0  # this thread's CPU time from the first action of a step to its end
+        self.around = 0  # and in the rest of the step, known to whoever called it
         self._waited = (0, 0)
+        self._spun = 0
+        self._began = (0, 0)
 
     @staticmethod
     def now() -> int:
@@ -70,6 +76,7 @@ class Times:
         end = self.clocks()
         self.messages.append((op, begin[0], end[0]))
         self._waited = (self._waited[0] + end[0] - begin[0], self._waited[1] + end[1] - begin[1])
+        self._spun += end[1] - begin[1]
 
     def action(self, op: int, begin: tuple[int, int]) -> None:
         """An action that began at ``begin`` is over."""
@@ -78,8 +85,16 @@ class Times:
         self.actions.append((op, begin[0], waited, end[0], end[1] - begin[1] - spun))
         self._waited = (0, 0)
 
+    def begin(self) -> int:
+        """A step begins; its clock."""
+        self._spun, self._began = 0, (time.process_time_ns(), time.thread_time_ns())
+        return self.now()
+
     def step(self, begin: int, issued: int, end: int, buckets: Sequence[BucketTimes]) -> None:
         """A step is over: its actions had been issued at ``issued``, and were done at ``end``."""
+        self.inside = time.thread_time_ns() - self._began[1]
+        actions = sum(cpu for *_, cpu in self.actions)
+        self.rest = max(0, time.process_time_ns() - self._began[0] - actions - self._spun)
 
 
 class Recorder(Times):
@@ -97,7 +112,9 @@ class Recorder(Times):
 
     def step(self, begin: int, issued: int, end: int, buckets: Sequence[BucketTimes]) -> None:
         """Writes it."""
+        super().step(begin, issued, end, buckets)
         row = {"step": self._step, "begin": begin, "issued": issued, "end": end, "actions": self.actions}
+        row["rest"] = self.rest
         # Buckets of an earlier step: this one has reduced none.
         row |= {"messages": self.messages, "buckets": [[op, *map(round, t)] for op, *t in buckets if t[0] >= begin]}
         self._file.write(json.dumps(row) + "\n")
@@ -113,8 +130,8 @@ class Recorder(Times):
 def cost_model(
     num_stages: int, seconds: Mapping[tuple[int, str], float], seats: Sequence[Seat] | None = None
 ) -> CostModel:
-    """Costs of stages whose computations take ``seconds``, by stage and kind of action, and ``ISSUE`` for each
-    communication that the host issues; messages take no time.
+    """Costs of stages whose computations take ``seconds``, by stage and kind of action, ``ISSUE`` for each
+    communication that the host issues, and ``STEP`` around a rank's list; messages take no time.
 
     Args:
         seats: of all ranks, in order: where a host has more compute threads than cores, they share them.
@@ -127,7 +144,7 @@ def cost_model(
             backward = (first or 0.0) + (second or 0.0)
         stages.append(_C.StageCost(forward or 0.0, backward, first, second))
     model.stages = stages
-    model.issue_seconds = seconds.get(ISSUE, 0.0)
+    model.issue_seconds, model.step_seconds = seconds.get(ISSUE, 0.0), seconds.get(STEP, 0.0)
     model.host_waits = False
     model.ranks_per_host, model.cores_per_host = _crowd(seats or [])
     return model
@@ -147,6 +164,17 @@ def _crowd(seats: Sequence[Seat]) -> tuple[int, int]:
         return 1, 0
     ranks_here, span, at_a_time = found.pop()
     return (ranks_here, at_a_time) if ranks_here == span and at_a_time < ranks_here else (1, 0)
+
+
+def with_rest(
+    plan: StepPlan, actions: Sequence[tuple[int, float, float]], rest: float
+) -> Iterable[tuple[int, float, float]]:
+    """The actions of a rank's step with ``rest``, the CPU time of its other threads and of its end, shared out among
+    its communications, which it serves: where ranks share cores, it takes time from computations.
+    """
+    moving = [plan.operations[op].kind.name not in COMPUTE for op, _, _ in actions]
+    share = rest / max(1, sum(moving))
+    return [(op, seconds, cpu + share * moves) for (op, seconds, cpu), moves in zip(actions, moving, strict=True)]
 
 
 def seconds_of(
@@ -174,12 +202,19 @@ def gathered_costs(mesh: Mesh, plan: StepPlan, times: Sequence[Times]) -> CostMo
     """The cost model of what all ranks measured, means over those that measured the same (collective)."""
     told = mesh.control.exchange(range(mesh.size), SEATS_CHANNEL, json.dumps(seat()).encode(), mesh.timeout)
     seats = [tuple(json.loads(body)) for body in told] if mesh.device.type == "cpu" else None
-    mine = (
-        (op, (end - begin - waited) / 1e9, cpu / 1e9) for step in times for op, begin, waited, end, cpu in step.actions
-    )
-    keys = [ISSUE, *((stage, kind) for stage in range(plan.num_stages) for kind in COMPUTE)]
+    mine = [
+        action
+        for step in times
+        for action in with_rest(
+            plan,
+            [(op, (end - begin - waited) / 1e9, cpu / 1e9) for op, begin, waited, end, cpu in step.actions],
+            step.rest / 1e9,
+        )
+    ]
+    around = statistics.fmean(step.around for step in times) / 1e9
+    keys = [ISSUE, STEP, *((stage, kind) for stage in range(plan.num_stages) for kind in COMPUTE)]
     table = torch.zeros(len(keys), 2, dtype=torch.float64, device=mesh.device)  # sum, number of ranks
-    for key, seconds in seconds_of(plan, mine, seats).items():
+    for key, seconds in [*seconds_of(plan, mine, seats).items(), (STEP, around)]:
         table[keys.index(key)] = torch.tensor([seconds, 1.0], dtype=torch.float64)
     mesh.world.all_reduce(table)
     means = {key: total / ranks for key, (total, ranks) in zip(keys, table.tolist(), strict=True) if ranks > 0}

@@ -129,7 +129,7 @@ class Runner:
         place, recorder = self.board.write, self.recorder
         if recorder is not None and self._reductions is not None:
             self._reductions.trace()
-        begin = 0 if recorder is None else recorder.now()
+        begin = 0 if recorder is None else recorder.begin()
         for position, (function, arguments, action) in enumerate(self._program):
             self.position = position
             place(position)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 FORMAT = "hpcomm.CostModel"
 _STAGE = ("forward_seconds", "backward_seconds", "input_grad_seconds", "weight_grad_seconds", "activation_bytes")
-_NUMBERS = ("header_seconds", "issue_seconds", "pack_bytes_per_second")
+_NUMBERS = ("header_seconds", "issue_seconds", "step_seconds", "pack_bytes_per_second")
 _LINKS = ("link", "collective")
 
 
@@ -36,7 +36,7 @@ def costs_from_json(text: str) -> CostModel:
          "link": {"latency_seconds": 1e-5, "bytes_per_second": 5e10},
          "links": [{"source": 0, "destination": 1, "latency_seconds": 3e-6, "bytes_per_second": 3e11}, ...],
          "collective": {"latency_seconds": 1e-5, "bytes_per_second": 1e11},
-         "header_seconds": 1e-5, "issue_seconds": 2e-6, "pack_bytes_per_second": 1e12,
+         "header_seconds": 1e-5, "issue_seconds": 2e-6, "step_seconds": 1e-4, "pack_bytes_per_second": 1e12,
          "ranks_per_host": 8, "cores_per_host": 8, "host_waits": false}
 
     ``stages`` has one entry per stage, or is left out for costs of 1 and 2; a stage without ``input_grad_seconds`` and
@@ -75,8 +75,9 @@ def costs_from_json(text: str) -> CostModel:
     costs.links = links
     if "header_seconds" in document:
         costs.header_seconds = _amount(document["header_seconds"], "header_seconds")
-    if "issue_seconds" in document:
-        costs.issue_seconds = _amount(document["issue_seconds"], "issue_seconds")
+    for name in ("issue_seconds", "step_seconds"):
+        if name in document:
+            setattr(costs, name, _amount(document[name], name))
     if "pack_bytes_per_second" in document:
         costs.pack_bytes_per_second = _bandwidth(document["pack_bytes_per_second"], "pack_bytes_per_second")
     if "ranks_per_host" in document:
@@ -112,6 +113,7 @@ def costs_to_json(costs: CostModel) -> str:
             ],
             "header_seconds": costs.header_seconds,
             "issue_seconds": costs.issue_seconds,
+            "step_seconds": costs.step_seconds,
             "pack_bytes_per_second": bandwidth(costs.pack_bytes_per_second),
             "ranks_per_host": costs.ranks_per_host,
             "cores_per_host": costs.cores_per_host,

@@ -288,6 +288,7 @@ def _with_stages(costs: CostModel | None, stages: list[StageCost]) -> CostModel:
             "collective_bytes_per_second",
             "header_seconds",
             "issue_seconds",
+            "step_seconds",
             "pack_bytes_per_second",
             "ranks_per_host",
             "cores_per_host",

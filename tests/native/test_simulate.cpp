@@ -219,6 +219,8 @@ TEST(simulate_charges_the_host_for_what_it_issues) {
   CHECK_EQ(makespan(plan, costs), 4);  // rank 1 issues its receive while it has to wait anyway
   costs.issue_seconds = 3.5;
   CHECK_EQ(makespan(plan, costs), 4.5);
+  costs.step_seconds = 0.25;
+  CHECK_EQ(makespan(plan, costs), 4.75);
   costs.issue_seconds = -1;
   CHECK_THROWS(ErrorKind::kInvalidArgument, simulate(plan, costs), "issue_seconds");
 }
