@@ -155,7 +155,7 @@ def table(trace: Trace, number: int) -> str:
     predicted = plan.simulate(costs_of(trace))
     lines = [
         f"step {number}: {length * 1e3:.3f} ms; simulated from the measured computations, messages and reductions "
-        f"for nothing: {predicted.makespan_seconds * 1e3:.3f} ms",
+        f"at the time that they take the host: {predicted.makespan_seconds * 1e3:.3f} ms",
         "",
         f"{'rank':>4} {'compute':>9} {'wait':>9} {'issue':>9} {'at the end':>10} {'rest':>9}   ms; share computed",
     ]
