@@ -703,6 +703,7 @@ def replanned() -> None:
         assert len(costs.stages) == 4
         for stage in costs.stages:
             assert min(stage.forward_seconds, stage.input_grad_seconds, stage.weight_grad_seconds) > 0
+        assert min(costs.issue_seconds, costs.step_seconds) > 0
         assert pipe.replan(costs=costs, reduce="eager") is pipe.plan
         assert pipe.plan.hash != first.hash
         models.require_equal(pipe, "rich", 4)
