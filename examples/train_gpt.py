@@ -164,6 +164,8 @@ def trace_a_step(pipe: hpcomm.Pipeline, sampler: text.Sampler, args: argparse.Na
     x, y = (part.to(pipe.mesh.device) for part in sampler.batch(0))
     with pipe.traced(folder):
         for _ in range(8):
+            pipe.zero_grad()
+            pipe.mesh.barrier()  # as in the plan, all begin together
             pipe.step(x, target=y)
     pipe.zero_grad()
     pipe.mesh.barrier()
