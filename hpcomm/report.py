@@ -74,7 +74,7 @@ def read(folder: Path) -> Trace:
     """What ``HPCOMM_TRACE=folder`` has left.
 
     Raises:
-        InvalidArgument: no plan, or no step that all ranks have recorded.
+        InvalidArgument: no plan, no step that all ranks have recorded, or a trace of an earlier version.
     """
     if not (folder / PLAN_FILE).exists():
         raise InvalidArgument(f"{folder} holds no trace: run a pipeline's steps with HPCOMM_TRACE={folder}")
@@ -89,6 +89,8 @@ def read(folder: Path) -> Trace:
                 break
             if "seat" in row:
                 seats[rank] = tuple(row["seat"])
+            elif "rest" not in row:
+                raise InvalidArgument(f"{path}: recorded by an earlier hpcomm, without CPU times; record it anew")
             else:
                 rows.setdefault(row["step"], {})[rank] = row
     steps = {}

@@ -644,6 +644,12 @@ def test_a_trace_is_reported_beside_its_plan(
     assert len(events) == 3 * 2 * computations  # steps, replicas
     assert cli(["trace", "report", str(tmp_path), "--step", "7"]) == 2
     assert cli(["trace", "report", str(tmp_path / "none")]) == 2
+    rows = tmp_path / "rank-0.jsonl"
+    seat, *steps = rows.read_text().splitlines()
+    earlier = [{name: value for name, value in json.loads(step).items() if name != "rest"} for step in steps]
+    rows.write_text("\n".join([seat, *map(json.dumps, earlier)]))
+    assert cli(["trace", "report", str(tmp_path)]) == 2
+    assert "recorded by an earlier hpcomm" in capsys.readouterr().err
 
 
 def test_ranks_that_have_fewer_cores_share_them_in_the_simulation() -> None:

@@ -186,12 +186,17 @@ def seconds_of(
     Where ranks share cores, actions take longer because another rank had the core, which the simulation adds by itself.
     There it is the CPU time that counts, or, with several threads in each rank, whose CPU times are not known, a median
     instead of the mean. Means otherwise: a step is a sum.
+
+    Args:
+        seats: of all ranks; None where a device computes, ahead of which the host runs: issuing costs nothing then.
     """
     shared, single = _crowd(seats or [])[1] > 0, all(threads == 1 for _, _, threads in seats or [])
     found: dict[tuple[int, str], list[float]] = {}
     for op, seconds, cpu_seconds in actions:
         operation = plan.operations[op]
         computes = operation.kind.name in COMPUTE
+        if not computes and seats is None:
+            continue
         key = (operation.stage, operation.kind.name) if computes else ISSUE
         found.setdefault(key, []).append(cpu_seconds if shared and single else seconds)
     typical = statistics.median if shared and not single else statistics.fmean
@@ -214,7 +219,7 @@ def gathered_costs(mesh: Mesh, plan: StepPlan, times: Sequence[Times]) -> CostMo
     around = statistics.fmean(step.around for step in times) / 1e9
     keys = [ISSUE, STEP, *((stage, kind) for stage in range(plan.num_stages) for kind in COMPUTE)]
     table = torch.zeros(len(keys), 2, dtype=torch.float64, device=mesh.device)  # sum, number of ranks
-    for key, seconds in [*seconds_of(plan, mine, seats).items(), (STEP, around)]:
+    for key, seconds in {**seconds_of(plan, mine, seats), **({STEP: around} if seats else {})}.items():
         table[keys.index(key)] = torch.tensor([seconds, 1.0], dtype=torch.float64)
     mesh.world.all_reduce(table)
     means = {key: total / ranks for key, (total, ranks) in zip(keys, table.tolist(), strict=True) if ranks > 0}

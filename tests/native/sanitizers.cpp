@@ -8,7 +8,16 @@
 
 #include "native/check.h"
 
-#ifdef __SANITIZE_THREAD__
+// GCC tells by a macro, Clang by a feature.
+#if defined(__SANITIZE_THREAD__)
+#define HPCOMM_UNDER_TSAN
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define HPCOMM_UNDER_TSAN
+#endif
+#endif
+
+#ifdef HPCOMM_UNDER_TSAN
 #include <dlfcn.h>
 #endif
 
@@ -34,7 +43,7 @@ const int report_fd = [] {
 
 }  // namespace
 
-#ifdef __SANITIZE_THREAD__
+#ifdef HPCOMM_UNDER_TSAN
 
 // The first report ends the run, so that it is the last thing that stands there.
 HPCOMM_TEST_HOOK const char* __tsan_default_options();

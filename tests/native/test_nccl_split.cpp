@@ -107,10 +107,10 @@ TEST(nccl_split_that_fails_ends_the_parent_on_all_ranks) {
     const auto world = job.communicator(rank);
     job.meet(rank, 1);
     if (rank == 1) {
-      fake_nccl::fail("ncclCommSplit", 1, kSystemError);
+      fake_nccl::fail("ncclCommSplit", 3, kSystemError);
     }
     job.meet(rank, 2);
-    // Whoever comes first fails; the others wait in NCCL, whose colors they do not share with it.
+    // Whoever comes last fails; the others are in NCCL by then.
     try {
       (void)world->split(rank, 0, "part");
     } catch (const Error& error) {
@@ -131,7 +131,7 @@ TEST(nccl_split_that_fails_ends_the_parent_on_all_ranks) {
 }
 
 TEST(nccl_split_that_never_ends_names_the_rank_that_gave_up) {
-  NcclJob job(2, {}, 300ms);
+  NcclJob job(2, {}, 3s);  // which both ranks have to come together, too
   job.run_threads([&](int rank) {
     const auto world = job.communicator(rank);
     if (rank == 1) {

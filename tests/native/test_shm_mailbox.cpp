@@ -52,10 +52,34 @@ TEST(shm_send_and_recv_in_order) {
   });
 }
 
+TEST(shm_what_finds_room_is_sent_before_anybody_receives) {
+  // Both sides send first, again and again: what was read makes room at once, wherever in the ring it lay.
+  ShmJob(2).run([](Communicator& world) {
+    const shm::Geometry sizes = shm::Geometry::for_ranks(2);
+    const int peer = 1 - world.rank();
+    OpOptions patient;
+    patient.timeout = 20s;
+    for (const std::size_t bytes : {std::size_t{900000}, sizes.ring_bytes, std::size_t{8}}) {
+      const std::size_t messages = bytes == 8 ? sizes.ring_frames : 1;
+      for (int round = 0; round < 8; ++round) {
+        std::vector<std::int64_t> out = letter(world.rank(), static_cast<std::uint64_t>(round), bytes / 8);
+        std::vector<std::int64_t> in(out.size());
+        for (std::size_t i = 0; i < messages; ++i) {
+          world.send(view_of(out), peer, patient)->wait();
+        }
+        for (std::size_t i = 0; i < messages; ++i) {
+          world.recv(view_of(in), peer, patient)->wait();
+          check_letter(in, peer, static_cast<std::uint64_t>(round));
+        }
+      }
+    }
+  });
+}
+
 TEST(shm_more_small_mail_than_there_are_frames) {
   // Around the size that travels in the frame; nobody receives before all is issued, then another tag's come first.
   ShmJob(2).run([](Communicator& world) {
-    const std::size_t count = 3 * shm::Geometry::for_ranks(2).ring_frames + 1;
+    const std::size_t count = shm::Geometry::for_ranks(2).ring_frames * 5 / 4;
     const auto mailbox = world.mailbox();
     const auto peer = 1 - world.rank();
     std::vector<std::vector<char>> letters(count);

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "comm/shm/arena.h"
 
@@ -34,6 +35,7 @@ inline constexpr std::size_t kFrameBytes = sizeof(Location);
 struct Frame {
   FrameKind kind = FrameKind::kMessage;
   std::uint8_t dtype = 0;
+  std::uint16_t reserved = 0;
   std::uint32_t shown = 0;   // so many of the bytes behind it were in the ring when it was shown
   std::uint64_t number = 0;  // of the sender's messages to this receiver, from 1
   std::uint64_t tag = 0;
@@ -45,6 +47,7 @@ struct Frame {
   };
   Frame() : location{} {}
 };
+static_assert(std::is_trivially_copyable_v<Frame>);
 
 [[nodiscard]] inline bool is_inline(const Frame& frame) noexcept {
   return frame.kind == FrameKind::kMessage && frame.bytes <= kFrameBytes;
@@ -116,22 +119,14 @@ class FrameReader {
     return line.turn.load(std::memory_order_seq_cst) == taken_ + 1 ? &line.frame : nullptr;
   }
   void take() noexcept { ++taken_; }
-  // Tells the writer, once it is worth its attention: see RingReader. True when it was told.
-  [[nodiscard]] bool release_quarters() noexcept {
-    if (taken_ - released_ < count_ / 4) {
-      return false;
-    }
-    released_ = taken_;
-    end_->taken.store(taken_, std::memory_order_seq_cst);
-    return true;
-  }
+  // The writer may use the lines of what was taken.
+  void release() noexcept { end_->taken.store(taken_, std::memory_order_seq_cst); }
 
  private:
   FrameEnd* end_;
   const FrameLine* lines_;
   std::uint64_t count_;
   std::uint64_t taken_ = 0;
-  std::uint64_t released_ = 0;
 };
 
 }  // namespace hpcomm::shm

@@ -236,7 +236,7 @@ void NearControl::take_from_ring(Neighbour& from, int peer) {
     accept(inbox, prefix.number, {prefix.channel, std::move(body)});
   }
   inbox.ring.release();
-  inbox.position = from.in_ends.ring.read.load(std::memory_order_relaxed);
+  inbox.position = inbox.ring.position();
 }
 
 void NearControl::take_detours(Neighbour& from, int peer, Deadline until) {

@@ -11,7 +11,7 @@ namespace hpcomm::shm {
 namespace {
 
 constexpr std::size_t kPage = 4096;
-// All slots of a group, and all its rings, stay about below these.
+// All slots of a group, and all its rings (and half as much for frames), stay about below these while there are few.
 constexpr std::size_t kSlotBudget = std::size_t{4} << 20;
 constexpr std::size_t kRingBudget = std::size_t{4} << 20;
 
@@ -49,7 +49,7 @@ Geometry Geometry::for_ranks(std::size_t ranks) {
   // Rings, by contrast, should be longer than that: a line that the reader still has in its cache takes longest to be
   // written again. Between two ranks on Zen 4, messages of 1 MB take 0.6 of the time that they take with half of this.
   g.ring_bytes = std::clamp(std::bit_floor(kRingBudget / (ranks * ranks)), std::size_t{8} << 10, std::size_t{1} << 20);
-  g.ring_frames = std::clamp(g.ring_bytes / 4096, std::size_t{64}, std::size_t{256});
+  g.ring_frames = g.ring_bytes / 128;  // programs send this many small messages before anybody receives
   return g;
 }
 

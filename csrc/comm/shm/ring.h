@@ -50,20 +50,9 @@ class RingReader {
   // At most as many bytes as are available; a null target drops them.
   void read(void* target, std::size_t bytes) noexcept;
   void pad() noexcept { position_ = (position_ + 63) / 64 * 64; }
-  // The writer may use what was read.
-  void release() noexcept {
-    released_ = position_;
-    ends_->read.store(position_, std::memory_order_seq_cst);
-  }
-  // The same once it is worth the writer's attention: a quarter of the ring. True when the writer was told.
-  // A writer for whom there is no room sees three quarters of the ring at least when all of it has been read.
-  [[nodiscard]] bool release_quarters() noexcept {
-    if (position_ - released_ < capacity_ / 4) {
-      return false;
-    }
-    release();
-    return true;
-  }
+  [[nodiscard]] std::uint64_t position() const noexcept { return position_; }
+  // The writer may use what was read. As long as the writer does not look, the counter stays with this core.
+  void release() noexcept { ends_->read.store(position_, std::memory_order_seq_cst); }
 
  private:
   RingEnds* ends_;
@@ -71,7 +60,6 @@ class RingReader {
   std::size_t capacity_;
   std::uint64_t position_ = 0;  // may be past seen_, by what pads a message
   std::uint64_t seen_ = 0;
-  std::uint64_t released_ = 0;
 };
 
 }  // namespace hpcomm::shm

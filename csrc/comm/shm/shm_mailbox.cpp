@@ -169,8 +169,8 @@ void ShmMailbox::push(int to) {
         if (left == 0) {
           writer.pad();
         }
-      } else if (next.begun) {
-        break;
+      } else if (left > 0) {
+        break;  // also before it has begun: half a message would break the order when its time is up
       }
       // The first piece is shown by its frame.
       if (next.begun) {
@@ -265,9 +265,9 @@ void ShmMailbox::pull(int from) {
       break;
     }
   }
-  const bool frames = moved && peer.frames->release_quarters();
-  const bool bytes = moved && peer.reader->release_quarters();
-  if (frames || bytes) {
+  if (moved) {
+    peer.reader->release();
+    peer.frames->release();
     ring(setup_.region->bell(static_cast<std::size_t>(from)));
   }
 }
@@ -348,7 +348,8 @@ bool ShmMailbox::pull_bytes(int from) {
     }
     reader.read(target == nullptr ? nullptr : target + incoming.moved, bytes);
     incoming.moved += bytes;
-    if (incoming.moved < total && reader.release_quarters()) {
+    if (incoming.moved < total) {
+      reader.release();
       ring(setup_.region->bell(static_cast<std::size_t>(from)));
     }
   }
