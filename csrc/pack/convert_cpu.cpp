@@ -1,5 +1,6 @@
 // Plain loops that the compiler vectorises, one for each pair of types, in three instruction sets chosen at run time.
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -18,12 +19,10 @@ namespace hpcomm::convert {
 namespace {
 
 template <typename From, typename To>
-[[gnu::always_inline]] inline void each(const CopyItem& item, double factor) {
+[[gnu::always_inline]] inline void each(const From* source, To* target, std::size_t count, double factor) {
   using Wide = element::Wide<From, To>;
-  const auto* source = static_cast<const From*>(item.source);
-  auto* target = static_cast<To*>(item.target);
   const auto wide_factor = static_cast<Wide>(factor);
-  for (std::size_t i = 0; i < item.count; ++i) {
+  for (std::size_t i = 0; i < count; ++i) {
     target[i] = element::narrow<To>(element::widen(source[i], wide_factor));
   }
 }
@@ -40,27 +39,55 @@ template <typename From, typename Wide>
 }
 
 // Tensors lie scattered, and hardware prefetchers follow addresses only once a few of them were missed: of a tensor of
-// four cache lines nothing comes early, of a larger one its page's address is found late. So many items ahead, and so
-// much of each; of targets only where they are so large that memory, not a cache, has most of them. Chosen by trial on
-// Zen 4 with 1 and 16 MB in tensors of 256 B to 4 KB: fetching small targets as well takes a tenth longer.
-constexpr std::size_t kAhead = 8;
-constexpr std::size_t kAheadBytes = 256;
+// four cache lines nothing comes early, of a larger one its page's address is found late. So short tensors are fetched
+// a few before it is their turn; while a long one is copied, the one behind it is fetched, as fast as the first goes.
+// Targets are fetched only where they are so large that memory, not a cache, has most of them. Chosen by trial on Zen 4
+// and Zen 5 with 1 and 16 MB in tensors of 256 B to 4 KB: 8 ahead are a tenth slower than 24 with tensors of 256 B, and
+// so it is to fetch small targets as well.
+constexpr std::size_t kAhead = 24;
+constexpr std::size_t kHead = 256;  // bytes of a long one; of a short one at most twice as many
+constexpr std::size_t kLong = std::size_t{1} << 10;
+constexpr std::size_t kVeryLong = std::size_t{16} << 10;  // the hardware is better at it from here on
 constexpr std::size_t kLargeTarget = 2048;
 constexpr std::size_t kLine = 64;
 
 [[gnu::always_inline]] inline void prefetch(const void* begin, std::size_t bytes) noexcept {
   const auto address = reinterpret_cast<std::uintptr_t>(begin);  // a number: it may be null
-  for (std::size_t at = 0; at < std::min(bytes, kAheadBytes); at += kLine) {
+  for (std::size_t at = 0; at < bytes; at += kLine) {
     __builtin_prefetch(reinterpret_cast<const void*>(address + at));
   }
 }
+
+// As much of a short tensor as there is, without a loop where there is enough.
+[[gnu::always_inline]] inline void prefetch_short(const void* begin, std::size_t bytes) noexcept {
+  if (bytes >= 2 * kHead) {
+    prefetch(begin, 2 * kHead);
+  } else if (bytes >= kHead) {
+    prefetch(begin, kHead);
+  } else {
+    prefetch(begin, bytes);
+  }
+}
+
+// What a loop over a tensor fetches besides: the same place of the tensor behind it, or nothing.
+struct FetchNothing {
+  [[gnu::always_inline]] inline void operator()(std::size_t, std::size_t) const noexcept {}
+};
+struct FetchNext {
+  const void* next;
+  [[gnu::always_inline]] inline void operator()(std::size_t at, std::size_t bytes) const noexcept {
+    prefetch(reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(next) + at), bytes);
+  }
+};
 
 // What the items of a run have in common, as a number that stays in a register. Field by field, GCC 12 compares with a
 // copy on the stack that it writes in two pieces and reads in one: such a read waits until every store before it has
 // left for the caches, those of the tensor before included.
 [[gnu::always_inline]] inline std::uint32_t kind_of(const CopyItem& item) noexcept {
-  return static_cast<std::uint32_t>(item.source_dtype) | static_cast<std::uint32_t>(item.target_dtype) << 8 |
-         static_cast<std::uint32_t>(item.reader) << 16;
+  std::uint32_t kind = 0;
+  static_assert(offsetof(CopyItem, reserved) == offsetof(CopyItem, source_dtype) + 3);
+  std::memcpy(&kind, &item.source_dtype, sizeof kind);
+  return kind;
 }
 
 template <typename How>
@@ -69,27 +96,55 @@ template <typename How>
   const std::uint32_t kind = kind_of(*items);
   const std::size_t source_size = size_of(items->source_dtype);
   const std::size_t large = kLargeTarget / size_of(items->target_dtype);
+  const std::size_t long_count = kLong / source_size;
+  const std::size_t very_long_count = kVeryLong / source_size;
   for (std::size_t i = 0; i < count; ++i) {
     const CopyItem& item = items[i];
     if (item.source == nullptr || kind_of(item) != kind || item.count >= most) {
       return i;
     }
-    if (i + kAhead < count) {
-      const CopyItem& later = items[i + kAhead];
-      prefetch(later.source, later.count * source_size);
+    if (item.count < long_count) {
+      if (i + kAhead < count) {
+        const CopyItem& later = items[i + kAhead];
+        prefetch_short(later.source, later.count * source_size);
+      }
+      How::copy(item, source_size, factor, FetchNothing{});
+      continue;
+    }
+    if (i + 2 < count) {
+      // The first lines of the one after the next: a page's address takes longest to find.
+      const CopyItem& later = items[i + 2];
+      prefetch(later.source, kHead);
       if (later.count >= large) {
-        prefetch(later.target, kAheadBytes);
+        prefetch(later.target, kHead);
       }
     }
-    How::copy(item, source_size, factor);
+    if (i + 1 < count && item.count < very_long_count) {
+      How::copy(item, source_size, factor, FetchNext{items[i + 1].source});
+    } else {
+      How::copy(item, source_size, factor, FetchNothing{});
+    }
   }
   return count;
 }
 
 template <typename From, typename To>
 struct Elements {
-  [[gnu::always_inline]] static inline void copy(const CopyItem& item, std::size_t, double factor) {
-    each<From, To>(item, factor);
+  template <typename Fetch>
+  [[gnu::always_inline]] static inline void copy(const CopyItem& item, std::size_t, double factor, Fetch fetch) {
+    const auto* const source = static_cast<const From*>(item.source);
+    auto* const target = static_cast<To*>(item.target);
+    const std::size_t count = item.count;
+    if constexpr (std::is_same_v<Fetch, FetchNothing>) {
+      each(source, target, count, factor);
+    } else {
+      constexpr std::size_t kPart = 512 / sizeof(From);
+      for (std::size_t done = 0; done < count; done += kPart) {
+        const std::size_t part = std::min(kPart, count - done);
+        fetch(done * sizeof(From), part * sizeof(From));
+        each(source + done, target + done, part, factor);
+      }
+    }
   }
 };
 
@@ -146,33 +201,52 @@ Function best(Function base, Function avx2, Function avx512) {
 // float32 to bfloat16 by the instruction made for it, which takes denormals for zero: a turn that has one goes the
 // long way. Bit for bit like the loop, at twice its rate; that loop is the one that computes more than memory waits.
 struct Narrow {
-  HPCOMM_AVX512_BF16 static inline void copy(const CopyItem& item, std::size_t, double factor) {
-    constexpr int kDenormal = 0x20;  // of vfpclassps
-    constexpr std::size_t kTurn = 32;
+  template <typename Fetch>
+  HPCOMM_AVX512_BF16 static inline void copy(const CopyItem& item, std::size_t, double factor, Fetch fetch) {
     const auto* source = static_cast<const float*>(item.source);
     auto* target = static_cast<BFloat16*>(item.target);
     const std::size_t count = item.count;  // a store to the target might change the item's, as far as a compiler knows
     const __m512 wide_factor = _mm512_set1_ps(static_cast<float>(factor));
     std::size_t i = 0;
-    for (; i + kTurn <= count; i += kTurn) {
-      const __m512 low = _mm512_mul_ps(_mm512_loadu_ps(source + i), wide_factor);
-      const __m512 high = _mm512_mul_ps(_mm512_loadu_ps(source + i + 16), wide_factor);
-      const __mmask16 low_denormals = _mm512_fpclass_ps_mask(low, kDenormal);
-      const __mmask16 high_denormals = _mm512_fpclass_ps_mask(high, kDenormal);
-      if (_kortestz_mask16_u8(low_denormals, high_denormals) == 0) [[unlikely]] {
-        plainly({source + i, target + i, kTurn, DType::kFloat32, DType::kBFloat16}, factor);
+    for (; i + 2 * kTurn <= count; i += 2 * kTurn) {
+      fetch(i * sizeof(float), 2 * kTurn * sizeof(float));
+      const __m512 a = _mm512_mul_ps(_mm512_loadu_ps(source + i), wide_factor);
+      const __m512 b = _mm512_mul_ps(_mm512_loadu_ps(source + i + 16), wide_factor);
+      const __m512 c = _mm512_mul_ps(_mm512_loadu_ps(source + i + 32), wide_factor);
+      const __m512 d = _mm512_mul_ps(_mm512_loadu_ps(source + i + 48), wide_factor);
+      if (_kortestz_mask16_u8(denormals(a, b), denormals(c, d)) == 0) [[unlikely]] {
+        plainly(source + i, target + i, 2 * kTurn, factor);
       } else {
-        const __m512bh narrow = _mm512_cvtne2ps_pbh(high, low);
-        std::memcpy(target + i, &narrow, sizeof narrow);
+        _mm512_storeu_si512(target + i, narrow(a, b));
+        _mm512_storeu_si512(target + i + kTurn, narrow(c, d));
       }
     }
-    if (i < count) {
-      plainly({source + i, target + i, count - i, DType::kFloat32, DType::kBFloat16}, factor);
+    for (; i < count; i += kTurn) {
+      const std::size_t left = std::min(kTurn, count - i);
+      const __mmask32 mask = ~std::uint32_t{0} >> (kTurn - left);
+      const __m512 a = _mm512_mul_ps(_mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), source + i), wide_factor);
+      const __m512 b =
+          _mm512_mul_ps(_mm512_maskz_loadu_ps(static_cast<__mmask16>(mask >> 16), source + i + 16), wide_factor);
+      if (denormals(a, b) != 0) [[unlikely]] {
+        plainly(source + i, target + i, left, factor);
+      } else {
+        _mm512_mask_storeu_epi16(target + i, mask, narrow(a, b));
+      }
     }
   }
 
  private:
-  static void plainly(const CopyItem& item, double factor) {
+  static constexpr std::size_t kTurn = 32;
+
+  HPCOMM_AVX512_BF16 static inline __mmask16 denormals(__m512 a, __m512 b) {
+    constexpr int kDenormal = 0x20;  // of vfpclassps
+    return _kor_mask16(_mm512_fpclass_ps_mask(a, kDenormal), _mm512_fpclass_ps_mask(b, kDenormal));
+  }
+  HPCOMM_AVX512_BF16 static inline __m512i narrow(__m512 low, __m512 high) {
+    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+  }
+  [[gnu::noinline]] static void plainly(const float* source, BFloat16* target, std::size_t count, double factor) {
+    const CopyItem item{source, target, count, DType::kFloat32, DType::kBFloat16};
     (void)run_avx512<Elements<float, BFloat16>>(&item, 1, kAnySize, factor);
   }
 };

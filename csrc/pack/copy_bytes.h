@@ -3,26 +3,30 @@
 
 #include <cstddef>
 #include <cstring>
+#include <type_traits>
 
 #include "pack/pack.h"
 
 namespace hpcomm::convert {
 
-// memcpy decides anew for each tensor how it goes about it.
+// memcpy decides anew for each tensor how it goes about it, and fetches nothing of the next one: `fetch` does, called
+// with a place in the tensor and how many bytes of it come next.
 template <std::size_t kWidth>
 struct Bytes {
-  [[gnu::always_inline]] static inline void copy(const CopyItem& item, std::size_t element_size, double) {
+  template <typename Fetch>
+  [[gnu::always_inline]] static inline void copy(const CopyItem& item, std::size_t element_size, double, Fetch fetch) {
     const std::size_t bytes = item.count * element_size;
     auto* const target = static_cast<char*>(item.target);
     const auto* const source = static_cast<const char*>(item.source);
     if (source == target) {
       return;
     }
-    if (bytes >= kCalled) {
+    if (std::is_empty_v<Fetch> && bytes >= kCalled) {
       std::memcpy(target, source, bytes);
     } else if (bytes >= kWidth) {
       std::size_t at = 0;
       for (; at + 4 * kWidth <= bytes; at += 4 * kWidth) {
+        fetch(at, 4 * kWidth);
         four_pieces(target + at, source + at);
       }
       pieces<kWidth>(target, source, at, bytes);

@@ -65,6 +65,7 @@ struct CopyItem {
   DType source_dtype = DType::kFloat32;
   DType target_dtype = DType::kFloat32;
   Reader reader = Reader::kThisCore;
+  std::uint8_t reserved = 0;  // what the kernel compares of two items fills 32 bits
 };
 
 // Each item in one launch: what pack() does for a Layout, where sources and targets lie anywhere. Items without
