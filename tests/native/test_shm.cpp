@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <random>
 #include <string>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "comm/shm/bell.h"
 #include "native/check.h"
 #include "native/patience.h"
 #include "native/shm_job.h"
@@ -262,6 +264,35 @@ TEST(shm_a_late_rank_is_named_by_the_time_out) {
                            return wrong[0] + wrong[2];
                          }),
            "");
+}
+
+TEST(shm_a_wait_whose_yields_are_vain_sleeps) {
+  shm::Bell bell;
+  shm::WaitPolicy policy;
+  policy.yields = 1h;
+  policy.vain_yields = 4;
+  policy.vain = 1h;  // all of them, whatever the scheduler does
+  std::atomic<bool> ready{false};
+  shm::Waited how{};
+  std::thread waiter([&] {
+    how = shm::wait_on(bell, policy, {Clock::now() + 2h}, [&] { return ready.load(std::memory_order_seq_cst); });
+  });
+  const Deadline limit = Clock::now() + 60s;
+  while (bell.sleepers.load(std::memory_order_seq_cst) == 0 && Clock::now() < limit) {
+    std::this_thread::sleep_for(1ms);
+  }
+  CHECK(bell.sleepers.load(std::memory_order_seq_cst) == 1);
+  ready.store(true, std::memory_order_seq_cst);
+  shm::ring(bell);
+  waiter.join();
+  CHECK(how == shm::Waited::kReady);
+}
+
+TEST(shm_ranks_sleep_early_only_where_they_outnumber_the_cores) {
+  const shm::WaitPolicy alone = shm::policy_for(1);
+  const shm::WaitPolicy crowd = shm::policy_for(1 << 20);
+  CHECK(alone.spins > 0 && alone.vain_yields == std::numeric_limits<int>::max());
+  CHECK(crowd.spins == 0 && crowd.vain_yields < 100);
 }
 
 TEST(shm_an_abort_ends_sleeping_ranks) {

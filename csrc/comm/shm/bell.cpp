@@ -35,7 +35,11 @@ WaitPolicy policy_for(int ranks) {
   const bool known = ::sched_getaffinity(0, sizeof allowed, &allowed) == 0;
   const int cores = known ? CPU_COUNT(&allowed) : 1;
   WaitPolicy policy;
-  policy.spins = ranks <= cores ? 60 : 0;
+  if (ranks <= cores) {
+    policy.spins = 60;
+  } else {
+    policy.vain_yields = 16;
+  }
   return policy;
 }
 

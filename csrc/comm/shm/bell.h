@@ -3,6 +3,10 @@
 // A wait goes through three phases. Spinning with `pause` sees a peer on another core within a tenth of a microsecond,
 // and is only for hosts with a core for every rank. Yielding lets ranks that share a core take turns without the cost
 // of sleeping. After a fraction of a millisecond the rank sleeps on a futex and uses no CPU.
+//
+// A yield gives the core away only within a group of the scheduler. Linux makes a group of every session, and torchrun
+// a session of every rank: who waits for a rank on the same core would burn the time that this one needs. So a rank
+// that shares its core sleeps as soon as a few of its yields came back at once.
 #pragma once
 
 #include <sched.h>
@@ -11,6 +15,8 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <limits>
+#include <utility>
 
 #include "stream/event.h"
 
@@ -39,6 +45,10 @@ inline void ring(Bell& bell) noexcept {
 struct WaitPolicy {
   int spins = 0;
   std::chrono::microseconds yields{150};
+  // So many vain yields end the second phase. Where every rank has a core, most are vain.
+  int vain_yields = std::numeric_limits<int>::max();
+  // A yield that comes back within this was vain: it takes half of it, and two switches to others and back more.
+  std::chrono::nanoseconds vain{1000};
 };
 // For a group of `ranks` that run on this host.
 [[nodiscard]] WaitPolicy policy_for(int ranks);
@@ -71,7 +81,9 @@ template <typename Ready>
     return flag != nullptr && flag->load(std::memory_order_seq_cst);
   };
   const auto interrupted = [&] { return is_set(patience.interrupted) || is_set(patience.departed); };
-  const Deadline yields_end = Clock::now() + policy.yields;
+  Deadline yielded = Clock::now();
+  const Deadline yields_end = yielded + policy.yields;
+  int vain = 0;
   do {
     if (ready()) {
       return Waited::kReady;
@@ -80,7 +92,9 @@ template <typename Ready>
       return ready() ? Waited::kReady : Waited::kInterrupted;
     }
     ::sched_yield();
-  } while (Clock::now() < yields_end);
+    const Deadline before = std::exchange(yielded, Clock::now());
+    vain += yielded - before < policy.vain ? 1 : 0;
+  } while (yielded < yields_end && vain < policy.vain_yields);
   constexpr auto kSlice = std::chrono::milliseconds(50);
   for (;;) {
     bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
