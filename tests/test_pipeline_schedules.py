@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hpcomm
+from hpcomm.pipeline import runner
+from hpcomm.plan import compile as compile_plan
 
 CROSS = nn.functional.cross_entropy
 
@@ -66,3 +68,63 @@ def test_whatever_is_asked_for(
 ) -> None:
     options = {"schedule": schedule, "reduce": reduce, "bucket_cap_mb": cap}
     ranks.run(shape[0] * shape[1], one_of_them, *shape, options, name, microbatches, cuts, timeout=60)
+
+
+@given(
+    schedule=st.sampled_from(models.SCHEDULES),
+    pp=st.integers(2, 5),
+    microbatches=st.integers(1, 12),
+    everywhere=st.booleans(),
+)
+@settings(deadline=None, derandomize=True)
+def test_receipts_that_are_put_off_keep_the_order_of_their_lane(
+    schedule: str, pp: int, microbatches: int, everywhere: bool
+) -> None:
+    plan = compile_plan(schedule, pp=pp, num_microbatches=microbatches)
+    for rank in range(pp):
+        actions = plan.actions(rank)
+        off = runner.put_off(actions, everywhere=everywhere)
+        planned: dict[int, list[int]] = {}
+        issued: dict[int, list[int]] = {}
+        wanted = set()  # messages that a computation waits for: is it a forward, stage, microbatch
+        later: dict[tuple[bool, int, int], Any] = {}  # the receipts that are put off, by the same
+        for action in actions:
+            kind = action.kind.name
+            if kind == "RECV":
+                key = (action.payload.name == "ACTIVATION", action.stage, action.microbatch)
+                wanted.add(key)
+                planned.setdefault(action.communicator, []).append(action.op)
+                if action.op in off:
+                    later[key] = action
+                else:
+                    issued.setdefault(action.communicator, []).append(action.op)
+            elif kind in ("FORWARD", "BACKWARD", "INPUT_GRAD"):
+                key = (kind == "FORWARD", action.stage, action.microbatch)
+                if key in wanted:
+                    mine = [later.pop(key)] if key in later else []
+                    for receipt in [*later.values(), *mine]:
+                        issued.setdefault(receipt.communicator, []).append(receipt.op)
+                    later.clear()
+        assert issued == planned
+        if schedule == "1f1b" and pp == 2 and everywhere:
+            assert len(off) == microbatches
+
+
+def put_off_or_not(places: str) -> None:
+    original = runner.put_off
+    chosen = {
+        "never": lambda actions, everywhere: set(),
+        "where nothing is computed": lambda actions, everywhere: original(actions, everywhere=False),
+        "everywhere": lambda actions, everywhere: original(actions, everywhere=True),
+    }
+    runner.put_off = chosen[places]
+    with hpcomm.init(pp=2) as mesh:
+        for schedule in models.SCHEDULES:
+            for name in models.MODELS:
+                pipe = make(mesh, name, 9, schedule=schedule)  # more microbatches than an edge has blocks
+                models.require_equal(pipe, name, 9)
+
+
+@pytest.mark.parametrize("places", ["never", "where nothing is computed", "everywhere"])
+def test_steps_are_right_wherever_receipts_are_put_off(places: str) -> None:
+    ranks.run(2, put_off_or_not, places, timeout=120)

@@ -43,6 +43,10 @@ class Board:
         """The next action of this rank is number ``position`` of its list."""
         self._place[0] = position
 
+    def ranks_of_this_host(self) -> int:
+        """How many there are."""
+        return sum(host == host_name() for host, _ in self._boards)
+
     def read(self) -> dict[int, int]:
         """The numbers of all ranks of this host that are still there; -1 outside a step."""
         places = {}

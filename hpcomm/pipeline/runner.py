@@ -1,7 +1,11 @@
-"""Runner: walks this rank's list of a StepPlan and issues. It decides nothing and reorders nothing."""
+"""Runner: walks this rank's list of a StepPlan and issues. It decides nothing and reorders nothing.
+
+A receipt may be put off until its message is needed, as far as no rank can tell the difference (:func:`put_off`).
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -14,7 +18,7 @@ from hpcomm import _C
 from hpcomm.channel import Receiver, Sender
 from hpcomm.pipeline.board import Board
 from hpcomm.pipeline.links import handed_over
-from hpcomm.pipeline.recorder import recorder_for
+from hpcomm.pipeline.recorder import COMPUTE, recorder_for
 from hpcomm.pipeline.stage import evaluate
 
 if TYPE_CHECKING:
@@ -63,6 +67,8 @@ class _Walk:
     # Messages by (is it an activation, stage that made it, stage that takes it, microbatch): made here and not sent
     # yet, asked for and not taken yet, or handed over from stage to stage of this rank.
     mail: dict[tuple[bool, int, int, int], Any] = field(default_factory=dict)
+    # Receivers of messages whose receipt is put off until they are needed.
+    later: dict[tuple[bool, int, int, int], Receiver] = field(default_factory=dict)
     sent: list[Work] = field(default_factory=list)
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Loss] = field(default_factory=dict)
@@ -114,6 +120,10 @@ class Runner:
         actions = plan.actions(mesh.rank)
         self._edges = _edges(plan, mesh, actions, links, schema)
         self._local = {(link.source, link.target) for link in links if link.source in stages and link.target in stages}
+        local_ranks = self.board.ranks_of_this_host()
+        crowded = len(os.sched_getaffinity(0)) < local_ranks * (1 + torch.get_num_threads())
+        # By operation. Where a receipt belongs to an order that all ranks keep, as NCCL's, it stays where it is.
+        self._put_off = put_off(actions, everywhere=crowded) if mesh.pp.transport == "shm" else set()
         # Functions, not bound methods: those would be a circle, and a Pipeline that is dropped must be gone at once.
         self._program = [(*self._instruction(action), action) for action in actions]
         # Operations by message, as ``mail`` knows them: for the recorder.
@@ -183,7 +193,10 @@ class Runner:
             return Runner._send, (self._edges[key[:3]].send, key)
         if kind == "RECV":
             key = _received(action)
-            return Runner._receive, (self._edges[key[:3]].recv, key)
+            edge = self._edges[key[:3]]
+            if action.op in self._put_off:
+                return Runner._receive_later, (edge, key)
+            return Runner._receive, (edge.recv, key)
         if kind == "LOSS":
             return Runner._issue_loss, ()
         assert self._reductions is not None
@@ -199,22 +212,33 @@ class Runner:
     def _receive(self, receive: Callable[[int], Any], key: tuple[bool, int, int, int]) -> None:
         self._walk.mail[key] = receive(key[3])
 
+    def _receive_later(self, edge: Receiver, key: tuple[bool, int, int, int]) -> None:
+        self._walk.later[key] = edge
+
     def _reduce(self, issue: Callable[..., None], *arguments: Any) -> None:
         if self._walk.batch.reduce:
             issue(*arguments)
 
     def _take(self, is_activation: bool, source: int, target: int, microbatch: int) -> Any:
-        mail = self._walk.mail.pop((is_activation, source, target, microbatch))
-        pair = (source, target) if is_activation else (target, source)
-        if pair in self._local:
-            return mail
+        key = (is_activation, source, target, microbatch)
+        if ((source, target) if is_activation else (target, source)) in self._local:
+            return self._walk.mail.pop(key)
         recorder = self.recorder
         if recorder is None:
-            return mail.wait()
+            return self._wait_for(key)
         start = recorder.clocks()
-        message = mail.wait()
-        recorder.waited(self._arrivals[is_activation, source, target, microbatch], start)
+        message = self._wait_for(key)
+        recorder.waited(self._arrivals[key], start)
         return message
+
+    def _wait_for(self, key: tuple[bool, int, int, int]) -> Any:
+        walk = self._walk
+        edge = walk.later.pop(key, None)
+        # Whoever waits has issued all that stands before in its list: without it the others might never come so far.
+        for other, receiver in walk.later.items():
+            walk.mail[other] = receiver.recv(other[3])
+        walk.later.clear()
+        return walk.mail.pop(key).wait() if edge is None else edge.take(microbatch=key[3])
 
     def _forward(self, stage: Stage, microbatch: int) -> None:
         walk, index = self._walk, stage.index
@@ -309,6 +333,40 @@ class Runner:
 def _received(action: Action) -> tuple[bool, int, int, int]:
     """The message of a RECV."""
     return action.payload == _C.Payload.ACTIVATION, action.peer_stage, action.stage, action.microbatch
+
+
+def put_off(actions: Sequence[Action], *, everywhere: bool) -> set[int]:
+    """Receipts, by operation, that are issued when their message is needed: the thread that would wait for the lane
+    receives by itself. On a machine whose cores all compute, the lane's thread may get one milliseconds later.
+
+    Not when another receipt on the same communicator stands between: receipts keep their order. Sends may pass, for
+    through shared memory a send waits for nothing but a block that the peer gives back, and never for one that is kept
+    back by the message which is put off: a receiver keeps half of an edge's blocks at most.
+
+    Args:
+        everywhere: also where the rank computes in between, during which a lane with a core of its own would receive.
+    """
+    found = set()
+    for start, receipt in enumerate(actions):
+        if receipt.kind != _C.ActionKind.RECV:
+            continue
+        for action in actions[start + 1 :]:
+            if action.kind.name in COMPUTE:
+                if _takes(action, receipt):
+                    found.add(receipt.op)
+                    break
+                if not everywhere:
+                    break
+            elif action.communicator == receipt.communicator and action.kind != _C.ActionKind.SEND:
+                break
+    return found
+
+
+def _takes(action: Action, receipt: Action) -> bool:
+    """Whether a computation needs the message of a RECV."""
+    of_forward = receipt.payload == _C.Payload.ACTIVATION
+    first = action.kind != _C.ActionKind.WEIGHT_GRAD and (action.kind == _C.ActionKind.FORWARD) == of_forward
+    return first and (action.stage, action.microbatch) == (receipt.stage, receipt.microbatch)
 
 
 def _edges(
