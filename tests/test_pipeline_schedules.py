@@ -98,6 +98,9 @@ def test_receipts_that_are_put_off_keep_the_order_of_their_lane(
                     later[key] = action
                 else:
                     issued.setdefault(action.communicator, []).append(action.op)
+            elif kind == "SEND":
+                planned.setdefault(action.communicator, []).append(action.op)
+                issued.setdefault(action.communicator, []).append(action.op)
             elif kind in ("FORWARD", "BACKWARD", "INPUT_GRAD"):
                 key = (kind == "FORWARD", action.stage, action.microbatch)
                 if key in wanted:

@@ -339,9 +339,9 @@ def put_off(actions: Sequence[Action], *, everywhere: bool) -> set[int]:
     """Receipts, by operation, that are issued when their message is needed: the thread that would wait for the lane
     receives by itself. On a machine whose cores all compute, the lane's thread may get one milliseconds later.
 
-    Not when another receipt on the same communicator stands between: receipts keep their order. Sends may pass, for
-    through shared memory a send waits for nothing but a block that the peer gives back, and never for one that is kept
-    back by the message which is put off: a receiver keeps half of an edge's blocks at most.
+    Not when anything else on the same communicator stands between. So every lane gets what the plan gives it, in the
+    plan's order, and whenever this rank waits, it has issued all that stands before in its list: what happens could
+    have happened with receipts that were issued in their place and began late, and that is what ``verify`` looked at.
 
     Args:
         everywhere: also where the rank computes in between, during which a lane with a core of its own would receive.
@@ -357,7 +357,7 @@ def put_off(actions: Sequence[Action], *, everywhere: bool) -> set[int]:
                     break
                 if not everywhere:
                     break
-            elif action.communicator == receipt.communicator and action.kind != _C.ActionKind.SEND:
+            elif action.communicator == receipt.communicator:
                 break
     return found
 
