@@ -17,7 +17,7 @@ from torch import nn
 import hpcomm
 from hpcomm.pipeline.adapt import as_chain
 from hpcomm.pipeline.balance import Problem, best_starts
-from hpcomm.pipeline.microbatch import samples, split
+from hpcomm.pipeline.microbatch import require_rows, samples, split
 from hpcomm.pipeline.partition import _crossing, balance, cut, in_flight, layer_cost, profiled_starts
 from hpcomm.pipeline.planning import schedule_of
 from hpcomm.pipeline.profile import LayerProfile, profile
@@ -130,6 +130,18 @@ def test_microbatches() -> None:
 def test_batches_that_cannot_be_cut(batch: Any, words: str) -> None:
     with pytest.raises(hpcomm.InvalidArgument, match=words):
         split(batch, 4, "input")
+
+
+@pytest.mark.parametrize("rows", [8, 32])
+def test_a_target_has_a_row_per_sample_or_as_many_for_each(rows: int) -> None:
+    require_rows({"a": torch.zeros(rows), "b": None, "c": torch.tensor(1.0)}, 8, 4)
+    require_rows(torch.zeros(3), 0, 4)  # the batch is on another rank
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(4, 8), (9, 8), (10, 5)])
+def test_a_target_that_is_cut_elsewhere_than_the_inputs(rows: int, batch: int) -> None:
+    with pytest.raises(hpcomm.InvalidArgument, match=f"target: {rows} rows for a batch of {batch} samples"):
+        require_rows([torch.zeros(rows)], batch, 4)
 
 
 @st.composite

@@ -530,6 +530,21 @@ def test_an_error_tells_every_rank_the_action() -> None:
     assert "ValueError: a layer broke" in first.message
 
 
+def short_target() -> None:
+    mesh = hpcomm.init(pp=2)
+    layers = [nn.Linear(2, 2) for _ in range(2)]
+    pipe = hpcomm.Pipeline(nn.Sequential(*layers), mesh=mesh, num_microbatches=4, loss_fn=nn.functional.mse_loss)
+    pipe.step(torch.ones(8, 2), target=torch.ones(4, 2))  # microbatches of 2 and 1 rows, which would broadcast
+
+
+def test_a_target_that_would_broadcast_is_refused() -> None:
+    outcomes = ranks.run(2, short_target, expect_failure=True)
+    # One may still leave the Pipeline's construction when the other one refuses.
+    assert {outcome.exception for outcome in outcomes} <= {"InvalidArgument", "PeerError"}
+    for outcome in outcomes:
+        assert "target: 4 rows for a batch of 8 samples in 4 microbatches" in outcome.message
+
+
 class Hangs(nn.Module):
     def __init__(self, seconds: float) -> None:
         super().__init__()

@@ -64,6 +64,26 @@ def split_keywords(keywords: Mapping[str, Any], parts: int, batch: int, whole: C
     return [{name: column[i] for name, column in columns.items()} for i in range(parts)]
 
 
+def require_rows(target: Any, batch: int, parts: int) -> None:
+    """The target has a row per sample, or several (flattened tokens) where microbatches are equal.
+
+    With fewer it would be cut elsewhere than the inputs, and a loss that broadcasts, as ``mse_loss`` does where a
+    microbatch has one row, would not tell.
+
+    Args:
+        batch: samples of the batch; 0 when this rank does not know.
+
+    Raises:
+        InvalidArgument: it has another number of rows.
+    """
+    for rows in _lengths(target):
+        if batch and rows != batch and (rows < batch or rows % batch or batch % parts):
+            raise InvalidArgument(
+                f"target: {rows} rows for a batch of {batch} samples in {parts} microbatches: pass one row per sample; "
+                "what is flattened belongs into loss_fn"
+            )
+
+
 def _lengths(tree: Any) -> list[int]:
     """Dimension 0 of each tensor that has one."""
     if isinstance(tree, torch.Tensor):

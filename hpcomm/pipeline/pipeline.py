@@ -23,7 +23,7 @@ from hpcomm.pipeline.failure import TellPeers
 from hpcomm.pipeline.links import links_of, loaders_of
 from hpcomm.pipeline.local import LocalModel
 from hpcomm.pipeline.meta import materialize, materialize_together, require_initialisable
-from hpcomm.pipeline.microbatch import join, samples, split, split_keywords
+from hpcomm.pipeline.microbatch import join, require_rows, samples, split, split_keywords
 from hpcomm.pipeline.ordered import OrderedLoss, require_ordered
 from hpcomm.pipeline.parameters import FreshGradients, identity, start_equal
 from hpcomm.pipeline.partition import Balance, decide, described, stages_at, starts_of
@@ -240,8 +240,9 @@ class Pipeline(LocalModel):
             the same on every rank. Gradients of that loss are in ``.grad`` (added to what was there).
 
         Raises:
-            InvalidArgument: no input where one is needed, fewer samples than microbatches, a keyword argument that no
-                layer takes; or parameters were replaced, frozen, unfrozen or converted since the Pipeline was made.
+            InvalidArgument: no input where one is needed, fewer samples than microbatches, a target of another number
+                of samples, a keyword argument that no layer takes; or parameters were replaced, frozen, unfrozen or
+                converted since the Pipeline was made.
             PeerError, RankFailed, TimedOut: another rank raised, died, or did not come.
             Any exception of the model or of ``loss_fn``; the other ranks then raise PeerError. The pipeline cannot
             be used after an error.
@@ -411,6 +412,7 @@ class Pipeline(LocalModel):
                     f"step(): deterministic=True with several replicas needs equal microbatches; {parts} cannot be cut "
                     f"from a batch of {samples(inputs)} samples"
                 )
+        require_rows(target, samples(inputs), parts)
         loads = self._promised is not None
         wants_target = first if loads else last
         wants_keywords = first or not loads
