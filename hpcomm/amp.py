@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpcomm.ddp.sharded import give_gradients
 from hpcomm.errors import InvalidArgument, NumericsMismatch
 
 if TYPE_CHECKING:
@@ -33,8 +34,14 @@ def clip_grad_norm_(
         ``torch.nn.utils.clip_grad_norm_`` does on the whole model, and the same bits on every rank.
 
     Raises:
+        InvalidArgument: ``max_norm`` is negative, or this is no Pipeline.
         NumericsMismatch: the norm is not finite and ``error_if_nonfinite`` is set; gradients are untouched.
     """
+    if not hasattr(pipe, "owned_parameters"):
+        raise InvalidArgument(
+            f"clip_grad_norm_: takes a Pipeline, got {type(pipe).__name__}; the gradients of a model under "
+            "DistributedDataParallel are whole on every rank: torch.nn.utils.clip_grad_norm_(model.parameters(), ...)"
+        )
     if max_norm < 0:
         raise InvalidArgument(f"clip_grad_norm_: max_norm={max_norm}; not negative")
     place = {name: i for i, name in enumerate(pipe.parameter_names)}
@@ -80,12 +87,14 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides the gradients by the scale, and agrees on whether any of them is not finite."""
+        give_gradients(optimizer)
         super().unscale_(optimizer)
         if self.is_enabled():
             self._agree(optimizer)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         # For optimizers that unscale by themselves.
+        give_gradients(optimizer)
         super()._check_inf_per_device(optimizer)
         return self._agree(optimizer)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -424,6 +425,87 @@ def test_an_optimizer_whose_state_is_divided() -> None:
     assert max(mine for _, mine, _ in results) < results[0][2] / 2
 
 
+Train = Callable[[nn.Module, torch.optim.Optimizer, Callable[[int], torch.Tensor], hpcomm.Mesh], None]
+
+
+def by_closure(_: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[int], torch.Tensor], *__: Any) -> None:
+    def closure(step: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        value = loss(step)
+        value.backward()
+        return value
+
+    for step in range(3):
+        optimizer.step(lambda step=step: closure(step))
+
+
+def by_scaler(_: nn.Module, optimizer: Any, loss: Callable[[int], torch.Tensor], mesh: hpcomm.Mesh) -> None:
+    scaler = hpcomm.GradScaler(mesh, init_scale=8.0)
+    for step in range(4):
+        factor = math.inf if step == 1 and mesh.rank == mesh.size - 1 else 1.0
+        (scaler.scale(loss(step)) * factor).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() == 4.0
+
+
+def skipping(wrapped: nn.Module, optimizer: Any, loss: Callable[[int], torch.Tensor], *_: Any) -> None:
+    for step in range(5):
+        loss(step).backward()
+        if step % 2 == 0:
+            optimizer.step()
+        (wrapped if step == 1 else optimizer).zero_grad()
+
+
+def divided_like_whole(train: Train) -> None:
+    with hpcomm.init(dp=-1) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh, shard_optimizer=True, bucket_cap_mb=0.002)
+        plain = hpcomm.DistributedDataParallel(model(), mesh=mesh)
+        before = [p.detach().clone() for p in plain.parameters()]
+        whole = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.5)
+        for module, optimizer in (
+            (plain, whole),
+            (wrapped, wrapped.make_optimizer(torch.optim.SGD, lr=0.1, momentum=0.5)),
+        ):
+
+            def loss(step: int, module: nn.Module = module) -> torch.Tensor:
+                x, y = shard(mesh.rank + 10 * step)
+                return loss_of(module(x), y)
+
+            train(module, optimizer, loss, mesh)
+        assert not any(map(torch.equal, before, plain.parameters()))
+        for p, q in zip(wrapped.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("train", [by_closure, by_scaler, skipping])
+def test_a_divided_optimizer_trains_like_a_whole_one(train: Train, size: int) -> None:
+    ranks.run(size, divided_like_whole, train)
+
+
+def misused_division() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh, shard_optimizer=True)
+        x, y = shard(mesh.rank)
+        loss_of(wrapped(x), y).backward()
+        with pytest.raises(hpcomm.InvalidArgument, match=r"make one by make_optimizer\(\)"):
+            wrapped(x)
+        optimizer = wrapped.make_optimizer(torch.optim.SGD, lr=1.0)
+        loss_of(wrapped(x), y).backward()
+        with pytest.raises(hpcomm.InvalidArgument, match="2 backwards were reduced since the last step"):
+            optimizer.step()
+        with pytest.raises(hpcomm.InvalidArgument, match="clip_grad_norm_: takes a Pipeline, got Distributed"):
+            hpcomm.clip_grad_norm_(wrapped, 1.0)  # type: ignore[arg-type]
+
+
+def test_a_divided_optimizer_tells_where_it_would_lose_gradients() -> None:
+    ranks.run(2, misused_division)
+
+
 def measured_sizes() -> list[int]:
     with hpcomm.init(dp=2) as mesh:
         wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh, bucket_cap_mb="auto")
@@ -529,6 +611,8 @@ def profiled(group: str, options: dict[str, Any]) -> Counter[str]:
     with hpcomm.init(dp=2) as mesh:
         over: dict[str, Any] = {"mesh": mesh} if group == "mesh" else {"process_group": dist.new_group(backend=group)}
         wrapped = hpcomm.DistributedDataParallel(model(), bucket_cap_mb=0.001, **over, **options)
+        if "shard_optimizer" in options:
+            wrapped.make_optimizer(torch.optim.SGD, lr=1.0)
         x, y = shard(mesh.rank)
         loss_of(wrapped(x), y).backward()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

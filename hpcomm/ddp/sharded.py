@@ -5,7 +5,7 @@ S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Para
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,21 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 _LINE = 64  # bytes
+_GIVE = "_hpcomm_give_gradients"  # of an optimizer that make() made
+
+_Piece = tuple[torch.nn.Parameter, int, int]
+
+
+def give_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """What looks at gradients before ``step()``, as a loss scaler does, finds them in an optimizer that
+    :meth:`ShardedParameters.make` made; nothing for any other optimizer.
+
+    Raises:
+        InvalidArgument: several backwards were reduced since the last step.
+    """
+    give = getattr(optimizer, _GIVE, None)
+    if give is not None:
+        give()
 
 
 class ShardedParameters:
@@ -33,7 +48,11 @@ class ShardedParameters:
         self._reducer = reducer
         self._flats: list[torch.Tensor] = []
         # Parameter -> the rank's piece of it: a leaf of one dimension, its bucket, and where it lies there.
-        self._pieces: dict[int, list[tuple[torch.nn.Parameter, int, int]]] = {id(p): [] for p in parameters}
+        self._pieces: dict[int, list[_Piece]] = {id(p): [] for p in parameters}
+        self._taken = 0  # backwards whose gradients were stepped or dropped
+        self._steps = False  # an optimizer was made
+        if lane.size == 1:  # nothing is reduced, and nothing divided
+            return
         for bucket, members in enumerate(reducer.plan.buckets):
             self._move(bucket, [parameters[index] for index in members])
 
@@ -65,10 +84,11 @@ class ShardedParameters:
 
         Its ``step()`` is collective: it takes the reduced gradients, and gathers the parameters afterwards.
         """
+        self._steps = True
         given = list(parameters)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-        mine: list[tuple[torch.nn.Parameter, int, int]] = []
-        sharded = []
+        mine: list[_Piece] = []
+        whole, sharded = [], []
         for group in groups:
             members = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
             for parameter in members:
@@ -76,20 +96,81 @@ class ShardedParameters:
                     raise InvalidArgument("a sharded optimizer steps parameters of its wrapper that require a gradient")
             pieces = [piece for parameter in members for piece in self._pieces[id(parameter)]]
             mine += pieces
+            whole.append({**group, "params": members})
             sharded.append({**group, "params": [piece for piece, _, _ in pieces]})
+        if self._lane.size == 1:
+            return self._undivided(optimizer(whole, **options))
         # Torch refuses an optimizer without parameters; a rank of a small model may own nothing.
         nothing: list[Any] = [torch.nn.Parameter(torch.zeros(0))]
         made = optimizer([group for group in sharded if group["params"]] or nothing, **options)
-        made.register_step_pre_hook(lambda *_: self._give_gradients(mine))
+        zero_grad = made.zero_grad
+
+        def drop(set_to_none: bool = True) -> None:
+            zero_grad(set_to_none)
+            self.drop()
+
+        setattr(made, "zero_grad", drop)  # noqa: B010, to torch's type a method
+        setattr(made, _GIVE, lambda: self._give_gradients(mine))
+        made.register_step_pre_hook(lambda _, args, kwargs: self._before_step(mine, args, kwargs))
         made.register_step_post_hook(lambda *_: self._gather(mine))
         return made
 
-    def _give_gradients(self, pieces: list[tuple[torch.nn.Parameter, int, int]]) -> None:
+    @staticmethod
+    def _undivided(made: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Alone, backwards leave ``.grad``; after a step it is None as on many ranks."""
+        made.register_step_post_hook(lambda *_: made.zero_grad())
+        return made
+
+    def require_optimizer(self) -> None:
+        """Raises InvalidArgument where backwards were reduced and nobody can step their gradients."""
+        if not self._steps and self._reducer.backwards > 0 and self._lane.size > 1:
+            raise InvalidArgument(
+                "DistributedDataParallel: with shard_optimizer=True gradients are scattered and .grad stays None, so "
+                "another optimizer would train nothing: make one by make_optimizer()"
+            )
+
+    def drop(self) -> None:
+        """The gradients that were reduced so far count no more."""
+        self._taken = self._reducer.backwards
+        for pieces in self._pieces.values():
+            for piece, _, _ in pieces:
+                piece.grad = None  # so that nobody holds the bucket in the next step
+
+    def _before_step(
+        self, pieces: list[_Piece], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._give_gradients(pieces)
+            return args, kwargs
+        # Its backward makes the gradients of this step.
+        closure = self._giving(closure, pieces)
+        if len(args) > 1:
+            return (args[0], closure, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure}
+
+    def _giving(self, closure: Callable[[], Any], pieces: list[_Piece]) -> Callable[[], Any]:
+        def closed() -> Any:
+            loss = closure()
+            self._give_gradients(pieces)
+            return loss
+
+        return closed
+
+    def _give_gradients(self, pieces: list[_Piece]) -> None:
+        reduced = self._reducer.backwards - self._taken
+        if reduced > 1:  # a bucket holds the last one's; all ranks count alike
+            raise InvalidArgument(
+                f"step(): {reduced} backwards were reduced since the last step or zero_grad(), and with "
+                "shard_optimizer=True only the last one's gradients are left: accumulate in no_sync() and reduce once, "
+                "or add up the losses"
+            )
         for piece, bucket, first in pieces:
             gradients = self._reducer.gradients_of(bucket)
             piece.grad = None if gradients is None else gradients[first : first + piece.numel()]
 
-    def _gather(self, pieces: list[tuple[torch.nn.Parameter, int, int]]) -> None:
+    def _gather(self, pieces: list[_Piece]) -> None:
+        self._taken = self._reducer.backwards
         for piece, _, _ in pieces:
             piece.grad = None  # so that nobody holds the bucket in the next step
         for flat in self._flats:

@@ -259,14 +259,26 @@ class DistributedDataParallel(_StockDDP):
 
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module; the first call decides what reduces, see ``reduction``."""
+        """Runs the module; the first call decides what reduces, see ``reduction``.
+
+        Raises:
+            InvalidArgument: made with ``shard_optimizer``, a backward was reduced, and nobody made an optimizer.
+        """
         self._choose()
+        if self._hpcomm_sharded is not None and torch.is_grad_enabled():
+            self._hpcomm_sharded.require_optimizer()
         if self._hpcomm_last is None:
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         with self.no_sync():
             output = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         self._hpcomm_last.watch(self, output)
         return output
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; with ``shard_optimizer`` reduced gradients that no step took are dropped as well."""
+        super().zero_grad(set_to_none)
+        if self._hpcomm_sharded is not None:
+            self._hpcomm_sharded.drop()
 
     @contextmanager
     def reduce_on_last(self, backwards: int) -> Iterator[None]:
