@@ -460,6 +460,18 @@ def skipping(wrapped: nn.Module, optimizer: Any, loss: Callable[[int], torch.Ten
         (wrapped if step == 1 else optimizer).zero_grad()
 
 
+def by_hand(module: Any, optimizer: Any, loss: Callable[[int], torch.Tensor], *_: Any) -> None:
+    for step in range(2):
+        with module.no_sync():
+            loss(step).backward()
+        for bucket in range(module.buckets):
+            module.start_reduction(bucket)
+        for bucket in range(module.buckets):
+            module.finish_reduction(bucket)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def divided_like_whole(train: Train) -> None:
     with hpcomm.init(dp=-1) as mesh:
         wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh, shard_optimizer=True, bucket_cap_mb=0.002)
@@ -482,7 +494,7 @@ def divided_like_whole(train: Train) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("train", [by_closure, by_scaler, skipping])
+@pytest.mark.parametrize("train", [by_closure, by_scaler, skipping, by_hand])
 def test_a_divided_optimizer_trains_like_a_whole_one(train: Train, size: int) -> None:
     ranks.run(size, divided_like_whole, train)
 

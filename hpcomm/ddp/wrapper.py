@@ -159,7 +159,7 @@ class DistributedDataParallel(_StockDDP):
                 wire=self._hpcomm_grad_dtype,
                 find_unused=self.find_unused_parameters,
                 bucket_views=self.gradient_as_bucket_view,
-                shard=self._hpcomm_shard,
+                shard=self._hpcomm_shard and self._hpcomm_lane.size > 1,
                 check_finite=self._hpcomm_check_finite,
                 events=self._events(),
             )
