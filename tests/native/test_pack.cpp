@@ -341,10 +341,45 @@ TEST(pack_handles_every_length) {
     const Bytes all = inputs(from);
     for (DType to : kFloats) {
       for (const Path& path : paths()) {
-        for (std::size_t count = 0; count < 70; ++count) {
-          const std::size_t skipped = (1024 + count) * size_of(from);
-          const auto first = all.begin() + static_cast<std::ptrdiff_t>(skipped);
-          check_convert(path, from, to, Bytes(first, first + static_cast<std::ptrdiff_t>(count * size_of(from))), 0.5);
+        for (std::size_t count = 0; count < 140; ++count) {
+          // From the first ones on, many are denormals.
+          for (const std::size_t start : {std::size_t{0}, 1024 + count}) {
+            const auto first = all.begin() + static_cast<std::ptrdiff_t>(start * size_of(from));
+            check_convert(path, from, to, Bytes(first, first + static_cast<std::ptrdiff_t>(count * size_of(from))),
+                          0.5);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(pack_of_a_run_is_that_of_each) {
+  // Short tensors and long ones in turn, as each of them finds what is fetched for the next.
+  for (DType from : kFloats) {
+    const Bytes all = inputs(from);
+    for (DType to : kFloats) {
+      for (const Path& path : paths()) {
+        std::vector<CopyItem> items;
+        std::vector<std::unique_ptr<Guarded>> together;
+        std::size_t start = 0;
+        for (const std::size_t count : {3000, 0, 300, 257, 64, 5, 1024, 1025, 2047, 4100, 5000, 513, 511, 1, 4095}) {
+          together.push_back(std::make_unique<Guarded>(count * size_of(to)));
+          items.push_back({all.data() + start * size_of(from), together.back()->data(), count, from, to});
+          start += 1 + count / 8;
+        }
+        for (std::size_t more = 0; more < 40; ++more) {  // enough short ones to fetch ahead
+          together.push_back(std::make_unique<Guarded>(more * size_of(to)));
+          items.push_back({all.data() + more * size_of(from), together.back()->data(), more, from, to});
+        }
+        path.run(items, nullptr, nullptr);
+        for (std::size_t i = 0; i < items.size(); ++i) {
+          const Guarded alone(items[i].count * size_of(to));
+          CopyItem item = items[i];
+          item.target = alone.data();
+          path.run({item}, nullptr, nullptr);
+          CHECK(together[i]->intact());
+          CHECK(item.count == 0 || std::memcmp(alone.data(), items[i].target, item.count * size_of(to)) == 0);
         }
       }
     }
