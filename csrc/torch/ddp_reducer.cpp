@@ -319,6 +319,10 @@ std::vector<int> DdpReducer::ready_order() const {
 }
 
 void DdpReducer::replan(BucketPlan plan) {
+  if (communicator_->device().type == DeviceType::kCpu) {
+    // The lane may have said that a bucket is done, and not have let go of it yet: the new ones are to take its place.
+    communicator_->stream().synchronize();
+  }
   std::lock_guard lock(mutex_);
   HPCOMM_REQUIRE(state_ == State::kIdle || state_ == State::kExpecting, "replan() while a backward reduces");
   const std::vector<Slot> old = std::exchange(slots_, {});
