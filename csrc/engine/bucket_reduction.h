@@ -37,10 +37,6 @@ struct BucketReduction {
   std::function<std::shared_ptr<std::int32_t>()> make_check;
   // Rank r gets part r of the memory, and nothing is copied back; not with casts.
   bool scatter = false;
-  // The caller has nothing else to do: what needs no pack and finds its lane idle is reduced in the calling thread,
-  // which saves two switches of threads. `poll` is that of OpOptions.
-  bool in_caller = false;
-  void (*poll)() = nullptr;
   // If set: told on the lane when it begins with this bucket, and when all is packed.
   std::function<void()> begun = {};
   std::function<void()> packed = {};

@@ -46,7 +46,6 @@ void DdpReducer::prepare(const std::vector<at::Tensor>& outputs) {
 // As before the first mark of a step.
 void DdpReducer::expect_none() {
   next_ = 0;
-  postponed_ = false;
   order_.clear();
   marked_.assign(params_.size(), 0);
   for (std::size_t b = 0; b < slots_.size(); ++b) {
@@ -133,10 +132,7 @@ void DdpReducer::refuse_second_mark(std::size_t param) const {
 
 void DdpReducer::issue_complete(const at::Tensor& incoming) {
   while (next_ < slots_.size() && slots_[next_].missing == 0) {
-    postponed_ = carries_ && next_ + 1 == slots_.size();
-    if (!postponed_) {
-      issue_bucket(next_, incoming);
-    }
+    issue_bucket(next_, incoming);
     ++next_;
   }
   if (next_ == slots_.size() && state_ == State::kReducing) {
@@ -144,7 +140,7 @@ void DdpReducer::issue_complete(const at::Tensor& incoming) {
     if (first_order_.empty()) {
       first_order_ = order_;
     }
-    if (options_.find_unused && !postponed_) {
+    if (options_.find_unused) {
       agree_on_used();
     }
     torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] {
@@ -157,7 +153,7 @@ void DdpReducer::issue_complete(const at::Tensor& incoming) {
   }
 }
 
-void DdpReducer::issue_bucket(std::size_t index, const at::Tensor& incoming, bool in_caller) {
+void DdpReducer::issue_bucket(std::size_t index, const at::Tensor& incoming) {
   const Bucket& bucket = plan_.buckets[index];
   Slot& slot = slots_[index];
   open(index);
@@ -169,8 +165,6 @@ void DdpReducer::issue_bucket(std::size_t index, const at::Tensor& incoming, boo
   const std::size_t bytes = memory_bytes(index);
   reduction.memory = {slot.flat.data_ptr(), bytes, bytes, DType::kUInt8, communicator_->device()};
   reduction.scatter = options_.shard;
-  reduction.in_caller = in_caller;
-  reduction.poll = in_caller ? check_signals : nullptr;
   slot.fates.assign(bucket.params.size(), Fate::kMissing);
   slot.staged.assign(bucket.params.size(), {});
   reduction.entries.reserve(bucket.params.size());
@@ -197,18 +191,8 @@ void DdpReducer::issue_bucket(std::size_t index, const at::Tensor& incoming, boo
   slot.event = begin_event(options_.shard ? "reduce_scatter" : "all_reduce", slot.flat);
   slot.work = issue(*communicator_, reduction, index, &slot.checks);
   end_on_lane(slot.event);
-  if (times_ != nullptr && slot.work->done()) {
-    times_->at(index).reduced = now();
-  } else if (times_ != nullptr) {
+  if (times_ != nullptr) {
     communicator_->stream().enqueue([times = times_, index] { times->at(index).reduced = now(); });
-  }
-}
-
-// In the order of the other ranks, whether or not they postpone it: the last bucket, and then what was used.
-void DdpReducer::issue_postponed() {
-  issue_bucket(slots_.size() - 1, {}, true);
-  if (options_.find_unused) {
-    agree_on_used();
   }
 }
 
@@ -231,13 +215,7 @@ void DdpReducer::drain() {
       first = first ? first : std::current_exception();
     }
   };
-  if (std::exchange(postponed_, false)) {
-    attempt([&] { issue_postponed(); });
-  }
   for (Slot& slot : slots_) {
-    if (slot.work == nullptr) {  // refused
-      continue;
-    }
     attempt([&] { wait(*slot.work); });
     end_event(slot.event);
   }

@@ -5,12 +5,11 @@
 //   kIdle       | -> kExpecting  | ignored: it only accumulates     | -
 //   kExpecting  | kExpecting     | -> kReducing, and as there       | -
 //   kReducing   | error (2)      | counts; a full bucket is issued; | -
-//               |                | all issued (3): -> kDraining     |
+//               |                | all issued: -> kDraining         |
 //   kDraining   | error (2)      | error (1)                        | waits, hands out -> kIdle
 //
 //   (1) A parameter that is ready twice. (2) The last backward did not reach all parameters. Both are torch's errors,
-//   in torch's words, where torch has them. (3) But for the last bucket where lanes have no core of their own: at the
-//   end of the backward its thread has nothing else to do, and reduces it itself.
+//   in torch's words, where torch has them.
 //   reset() leads to kIdle from everywhere, once nothing runs on the lane any more.
 #pragma once
 
@@ -142,8 +141,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void mark_locked(int param, const at::Tensor& incoming);
   [[noreturn]] void refuse_second_mark(std::size_t param) const;
   void issue_complete(const at::Tensor& incoming);
-  void issue_bucket(std::size_t index, const at::Tensor& incoming, bool in_caller = false);
-  void issue_postponed();
+  void issue_bucket(std::size_t index, const at::Tensor& incoming);
   void open(std::size_t index);
   void carry(int param, const at::Tensor& incoming);
   [[nodiscard]] Contribution contribute(std::size_t index, std::size_t entry, const at::Tensor& incoming,
@@ -187,7 +185,6 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   std::vector<Slot> slots_;
   std::vector<std::uint8_t> marked_;
   std::size_t next_ = 0;
-  bool postponed_ = false;        // the last bucket is complete, and waits for the end of the backward
   std::vector<int> order_;        // of the running backward
   std::vector<int> first_order_;  // of the first whole one
   std::vector<int> unused_;       // that prepare() found
