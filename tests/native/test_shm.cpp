@@ -1,4 +1,6 @@
 // comm/shm/: collectives over shared memory, on ranks that are threads.
+#include <sched.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -289,10 +291,36 @@ TEST(shm_a_wait_whose_yields_are_vain_sleeps) {
 }
 
 TEST(shm_ranks_sleep_early_only_where_they_outnumber_the_cores) {
-  const shm::WaitPolicy alone = shm::policy_for(1);
-  const shm::WaitPolicy crowd = shm::policy_for(1 << 20);
+  const shm::WaitPolicy alone = shm::policy_for(8, 8);
+  const shm::WaitPolicy crowd = shm::policy_for(9, 8);
   CHECK(alone.spins > 0 && alone.vain_yields == std::numeric_limits<int>::max());
   CHECK(crowd.spins == 0 && crowd.vain_yields < 100);
+}
+
+TEST(shm_ranks_with_a_core_each_are_no_crowd) {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  CHECK_EQ(::sched_getaffinity(0, sizeof allowed, &allowed), 0);
+  std::vector<int> cores;
+  for (int core = 0; core < CPU_SETSIZE; ++core) {
+    if (CPU_ISSET(core, &allowed)) {
+      cores.push_back(core);
+    }
+  }
+  for (const bool one_core : {false, true}) {
+    auto controls = connect_controls(2);
+    run_ranks(2, [&](int rank) {
+      const std::size_t place = one_core ? 0 : static_cast<std::size_t>(rank) % cores.size();
+      cpu_set_t mine;
+      CPU_ZERO(&mine);
+      CPU_SET(cores[place], &mine);
+      CHECK_EQ(::sched_setaffinity(0, sizeof mine, &mine), 0);  // of this thread, which ends with the rank
+      const auto near = shm::Neighbourhood::discover(controls[static_cast<std::size_t>(rank)], ShmJob::soon());
+      const bool crowd = one_core || cores.size() < 2;
+      CHECK_EQ(near->wait_policy().spins == 0, crowd);
+      CHECK_EQ(near->wait_policy().vain_yields < 100, crowd);
+    });
+  }
 }
 
 TEST(shm_an_abort_ends_sleeping_ranks) {

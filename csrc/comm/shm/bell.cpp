@@ -29,11 +29,7 @@ void ring_always(Bell& bell) noexcept {
   (void)::syscall(SYS_futex, &bell.rings, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-WaitPolicy policy_for(int ranks) {
-  cpu_set_t allowed;
-  CPU_ZERO(&allowed);
-  const bool known = ::sched_getaffinity(0, sizeof allowed, &allowed) == 0;
-  const int cores = known ? CPU_COUNT(&allowed) : 1;
+WaitPolicy policy_for(std::size_t ranks, std::size_t cores) noexcept {
   WaitPolicy policy;
   if (ranks <= cores) {
     policy.spins = 60;

@@ -14,9 +14,9 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
-#include <utility>
 
 #include "stream/event.h"
 
@@ -50,8 +50,8 @@ struct WaitPolicy {
   // A yield that comes back within this was vain: it takes half of it, and two switches to others and back more.
   std::chrono::nanoseconds vain{1000};
 };
-// For a group of `ranks` that run on this host.
-[[nodiscard]] WaitPolicy policy_for(int ranks);
+// Where `ranks` of all groups share `cores`, those of this host that one of them may use.
+[[nodiscard]] WaitPolicy policy_for(std::size_t ranks, std::size_t cores) noexcept;
 
 // The limits of one wait.
 struct Patience {
@@ -81,8 +81,8 @@ template <typename Ready>
     return flag != nullptr && flag->load(std::memory_order_seq_cst);
   };
   const auto interrupted = [&] { return is_set(patience.interrupted) || is_set(patience.departed); };
-  Deadline yielded = Clock::now();
-  const Deadline yields_end = yielded + policy.yields;
+  const Deadline yields_end = Clock::now() + policy.yields;
+  Deadline now;
   int vain = 0;
   do {
     if (ready()) {
@@ -91,10 +91,11 @@ template <typename Ready>
     if (interrupted()) {
       return ready() ? Waited::kReady : Waited::kInterrupted;
     }
+    const Deadline before = Clock::now();
     ::sched_yield();
-    const Deadline before = std::exchange(yielded, Clock::now());
-    vain += yielded - before < policy.vain ? 1 : 0;
-  } while (yielded < yields_end && vain < policy.vain_yields);
+    now = Clock::now();
+    vain += now - before < policy.vain ? 1 : 0;
+  } while (now < yields_end && vain < policy.vain_yields);
   constexpr auto kSlice = std::chrono::milliseconds(50);
   for (;;) {
     bell.sleepers.fetch_add(1, std::memory_order_seq_cst);

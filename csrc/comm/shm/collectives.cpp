@@ -54,7 +54,7 @@ void copy(void* to, const void* from, std::size_t bytes, std::size_t whole) {
 
 Collectives::Collectives(std::shared_ptr<Region> region, std::size_t rank, std::shared_ptr<Neighbourhood> neighbourhood,
                          std::vector<int> members)
-    : steps_(std::move(region), rank),
+    : steps_(std::move(region), rank, neighbourhood->wait_policy()),
       neighbourhood_(std::move(neighbourhood)),
       members_(std::move(members)),
       sources_(members_.size()) {}

@@ -72,7 +72,7 @@ NearControl::NearControl(std::shared_ptr<Control> below, std::shared_ptr<Neighbo
       segment_(std::move(segment)),
       capacity_(ring_bytes),
       generation_(fork_generation()),
-      policy_(policy_for(static_cast<int>(neighbourhood_->ranks().size()))),
+      policy_(neighbourhood_->wait_policy()),
       neighbours_(static_cast<std::size_t>(below_->size())) {
   if (segment_ == nullptr) {
     return;

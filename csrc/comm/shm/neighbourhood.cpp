@@ -1,9 +1,12 @@
 // Two rounds over Control: who offers what, then who could read whom.
 #include "comm/shm/neighbourhood.h"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <cstring>
 #include <fstream>
+#include <thread>
 #include <utility>
 
 #include "base/error.h"
@@ -25,6 +28,20 @@ std::string boot_id() {
   std::string id;
   std::getline(file, id);
   return id;
+}
+
+// Of this process, as one '1' or '0' for each core of the host.
+std::string allowed_cores() {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  if (::sched_getaffinity(0, sizeof allowed, &allowed) != 0) {  // a host with more cores than the set has places
+    return std::string(std::max(1U, std::thread::hardware_concurrency()), '1');
+  }
+  std::string cores;
+  for (int core = 0; core < CPU_SETSIZE; ++core) {
+    cores += CPU_ISSET(core, &allowed) ? '1' : '0';
+  }
+  return cores.substr(0, cores.find_last_of('1') + 1);
 }
 
 std::string text_of(const KeyWord& word) { return {word.begin(), word.end()}; }
@@ -106,7 +123,7 @@ void Neighbourhood::meet(const std::string& host, const std::vector<int>& all, D
     }
   }
   const std::string greeting = join({boot_id(), host, courier_ ? courier_->address() : "",
-                                     courier_ ? text_of(courier_->key_word()) : "", page, obstacle_});
+                                     courier_ ? text_of(courier_->key_word()) : "", page, obstacle_, allowed_cores()});
   const std::vector<std::string> greetings = control_->exchange(all, kMeetChannel, greeting, deadline);
   job_.resize(static_cast<std::size_t>(control_->size()));
   for (Neighbour& neighbour : job_) {
@@ -117,7 +134,7 @@ void Neighbourhood::meet(const std::string& host, const std::vector<int>& all, D
     const std::vector<std::string> fields = split(greetings[i]);
     const int r = all[i];
     Neighbour& neighbour = job_[static_cast<std::size_t>(r)];
-    if (fields.size() != 6 || (fields[5].empty() && fields[3].size() != std::tuple_size_v<KeyWord>)) {
+    if (fields.size() != 7 || (fields[5].empty() && fields[3].size() != std::tuple_size_v<KeyWord>)) {
       throw Error(ErrorKind::kProtocol, str("rank ", r, " greets its neighbours in another version"));
     }
     neighbour.address = fields[2];
@@ -146,14 +163,21 @@ void Neighbourhood::meet(const std::string& host, const std::vector<int>& all, D
     return row;
   };
   const std::string mine = mutual(static_cast<std::size_t>(std::find(all.begin(), all.end(), self) - all.begin()));
+  std::vector<bool> usable;
   for (std::size_t i = 0; i < all.size(); ++i) {
     std::string& obstacle = job_[static_cast<std::size_t>(all[i])].obstacle;
     if (all[i] == self || (mine[i] == '1' && mutual(i) == mine)) {
       ranks_.push_back(all[i]);
+      const std::string cores = split(greetings[i])[6];
+      usable.resize(std::max(usable.size(), cores.size()));
+      for (std::size_t core = 0; core < cores.size(); ++core) {
+        usable[core] = usable[core] || cores[core] == '1';
+      }
     } else if (obstacle.empty()) {
       obstacle = "memory is not shared both ways between all ranks of its host";
     }
   }
+  cores_ = static_cast<std::size_t>(std::count(usable.begin(), usable.end(), true));
   if (courier_ != nullptr) {
     courier_->withdraw(kPage);
   }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "comm/shm/arena.h"
+#include "comm/shm/bell.h"
 #include "comm/shm/courier.h"
 #include "comm/shm/segment.h"
 #include "control/control.h"
@@ -30,6 +31,9 @@ class Neighbourhood {
   // The job's ranks in it, this one among them, in order. All of them find the same.
   [[nodiscard]] const std::vector<int>& ranks() const noexcept { return ranks_; }
   [[nodiscard]] bool contains(const std::vector<int>& ranks) const;
+  // How they wait for each other, in whichever group: where they outnumber the cores that they may use, one that waits
+  // may hold up the one it waits for.
+  [[nodiscard]] WaitPolicy wait_policy() const noexcept { return policy_for(ranks_.size(), cores_); }
   // Why `rank` is not in it: for messages.
   [[nodiscard]] std::string why_not(int rank) const;
 
@@ -68,6 +72,7 @@ class Neighbourhood {
   std::unique_ptr<Arena> arena_;
   std::vector<Neighbour> job_;  // by rank
   std::vector<int> ranks_;
+  std::size_t cores_ = 0;     // that any of `ranks_` may use
   mutable std::mutex mutex_;  // guards the segments of `job_`
   std::mutex parked_mutex_;
   std::vector<Keepalive> parked_;

@@ -26,7 +26,7 @@ std::string elements_of(std::uint64_t count, std::uint8_t dtype) {
 ShmMailbox::ShmMailbox(Setup setup)
     : setup_(std::move(setup)),
       generation_(fork_generation()),
-      policy_(policy_for(static_cast<int>(setup_.members.size()))),
+      policy_(setup_.neighbourhood->wait_policy()),
       bell_(setup_.region->bell(setup_.rank)),
       peers_(setup_.members.size()),
       owner_failed_(setup_.broken) {

@@ -5,11 +5,8 @@
 
 namespace hpcomm::shm {
 
-Steps::Steps(std::shared_ptr<Region> region, std::size_t rank)
-    : region_(std::move(region)),
-      rank_(rank),
-      policy_(policy_for(static_cast<int>(region_->geometry().ranks))),
-      departed_(region_->geometry().ranks) {}
+Steps::Steps(std::shared_ptr<Region> region, std::size_t rank, WaitPolicy policy)
+    : region_(std::move(region)), rank_(rank), policy_(policy), departed_(region_->geometry().ranks) {}
 
 void Steps::begin(const Patience& patience) {
   for (std::size_t r = 0; r < ranks(); ++r) {

@@ -25,7 +25,7 @@ struct WaitEnded {
 
 class Steps {
  public:
-  Steps(std::shared_ptr<Region> region, std::size_t rank);
+  Steps(std::shared_ptr<Region> region, std::size_t rank, WaitPolicy policy);
 
   [[nodiscard]] std::size_t rank() const noexcept { return rank_; }
   [[nodiscard]] std::size_t ranks() const noexcept { return region_->geometry().ranks; }
