@@ -119,7 +119,7 @@ def steps(mesh: hpcomm.Mesh, name: str, model: Model, rounds: int) -> dict[str, 
     for ours, theirs in zip(wrapped["hpcomm"].parameters(), wrapped["stock"].parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
     all_steps[FLOOR] = floor_of(mesh, wrapped[COMPUTE])
-    samples = measure(mesh, all_steps, rounds=rounds, warmup=5)
+    samples = measure(mesh, all_steps, rounds=rounds, warmup=5, settle=1)
     if mesh.rank == 0:
         best = min((v for v in STOCK_ON_GLOO if v in samples), key=lambda v: statistics.median(samples[v]))
         print(f"\n{name}\n{table(samples, best)}\n{verdict(samples, best)}", flush=True)

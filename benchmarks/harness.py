@@ -40,11 +40,19 @@ def environment(mesh: hpcomm.Mesh) -> dict[str, Any]:
     }
 
 
-def measure(mesh: hpcomm.Mesh, variants: Mapping[Name, Step], *, rounds: int, warmup: int) -> dict[Name, list[float]]:
-    """Seconds of the slowest rank, per variant and round (collective)."""
+def measure(
+    mesh: hpcomm.Mesh, variants: Mapping[Name, Step], *, rounds: int, warmup: int, settle: int = 0
+) -> dict[Name, list[float]]:
+    """Seconds of the slowest rank, per variant and round (collective).
+
+    Each timed step follows ``settle`` untimed ones of its variant, as it does in training: what another variant left in
+    caches, and in the scheduler's account of who used the cores, is not this one's.
+    """
     samples: dict[Name, list[float]] = {name: [] for name in variants}
     for i in range(warmup + rounds):
         for name, step in variants.items():
+            for _ in range(settle):
+                step()
             mesh.barrier()
             start = time.perf_counter()
             step()
