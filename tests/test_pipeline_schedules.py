@@ -113,6 +113,47 @@ def test_receipts_that_are_put_off_keep_the_order_of_their_lane(
             assert len(off) == microbatches
 
 
+class Recording:
+    """A receiver, and what it was asked for, that writes down what happens."""
+
+    def __init__(self, name: str, happened: list[str]) -> None:
+        self.name, self.happened = name, happened
+
+    def recv(self, microbatch: int) -> Recording:
+        self.happened.append(f"{self.name} issues {microbatch}")
+        return Recording(f"{self.name} {microbatch}", self.happened)
+
+    def take(self, microbatch: int) -> str:
+        self.happened.append(f"{self.name} takes {microbatch}")
+        return "taken"
+
+    def wait(self) -> str:
+        self.happened.append(f"{self.name} is waited for")
+        return "waited for"
+
+
+@pytest.mark.parametrize("put_off", [True, False])
+def test_whoever_waits_has_issued_all_that_was_put_off(put_off: bool) -> None:
+    happened: list[str] = []
+    # Of lanes of their own, as those of all receipts that are put off at a time: these stand around the needed one.
+    others = {(False, 2, 1, 0): "before", (True, 5, 6, 4): "after", (False, 7, 6, 1): "last"}
+    needed = (True, 0, 1, 3)
+    walker = runner.Runner.__new__(runner.Runner)
+    walker._walk = walk = runner._Walk(runner.Batch([], [], [], None), autocast=False)
+    for key, name in [*list(others.items())[:1], (needed, "needed"), *list(others.items())[1:]]:
+        if key != needed or put_off:
+            walk.later[key] = Recording(name, happened)
+        else:
+            walk.mail[needed] = Recording("needed 3", happened)
+    assert walker._wait_for(needed) == ("taken" if put_off else "waited for")
+    last = "needed takes 3" if put_off else "needed 3 is waited for"
+    assert happened == ["before issues 0", "after issues 4", "last issues 1", last]
+    assert {key: pending.name for key, pending in walk.mail.items()} == {
+        key: f"{name} {key[3]}" for key, name in others.items()
+    }
+    assert walk.later == {}
+
+
 def put_off_or_not(places: str) -> None:
     original = runner.put_off
     chosen = {
