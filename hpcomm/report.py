@@ -59,7 +59,7 @@ class Rank(NamedTuple):
     actions: list[Timed]
     messages: list[Message]
     buckets: list[Bucket]
-    rest: float  # CPU seconds of the process beside those of actions and of waits for messages
+    rest: float  # CPU seconds of the process beside those of actions, waits for messages included
 
 
 class Trace(NamedTuple):

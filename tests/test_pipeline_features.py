@@ -6,6 +6,8 @@ import json
 import math
 import time
 from collections import OrderedDict
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
@@ -21,6 +23,7 @@ from torch import nn
 import hpcomm
 from hpcomm import _C
 from hpcomm.cli import main as cli
+from hpcomm.pipeline import recorder
 from hpcomm.pipeline.board import report
 from hpcomm.pipeline.deferred import Deferral
 from hpcomm.pipeline.partition import cut
@@ -712,6 +715,32 @@ def test_where_cores_are_shared_it_is_cpu_time_that_counts() -> None:
     # What else the process did was for its communications.
     rest = with_rest(plan, [(forward, 3.0, 1.0), (send, 4.0, 0.25), (send, 8.0, 0.75)], 3.0)
     assert list(rest) == [(forward, 3.0, 1.0), (send, 4.0, 1.75), (send, 8.0, 2.25)]
+
+
+def test_what_a_wait_for_a_message_computes_is_not_the_actions_but_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nanoseconds of the clock, and of the CPU: this thread's, the process's.
+    clocks = {"monotonic_ns": 0, "thread_time_ns": 0, "process_time_ns": 0}
+
+    def passes(clock: int, thread: int, process: int) -> None:
+        for name, more in zip(clocks, (clock, thread, process), strict=True):
+            clocks[name] += more
+
+    monkeypatch.setattr(recorder, "time", SimpleNamespace(**{name: partial(clocks.get, name) for name in clocks}))
+    times = recorder.Times()
+    begin = times.begin()
+    for op in range(2):
+        start = times.clocks()
+        waiting = times.clocks()
+        passes(1000, 40, 45)  # it slept, received the message, and a lane's thread did something else
+        times.waited(7 + op, waiting)
+        passes(300, 200, 200)
+        times.action(op, start)
+    issued = times.now()
+    passes(100, 3, 8)
+    times.step(begin, issued, times.now(), [])
+    assert times.actions == [(0, 0, 1000, 1300, 200), (1, 1300, 1000, 2600, 200)]
+    assert times.messages == [(7, 0, 1000), (8, 1300, 2300)]
+    assert (times.inside, times.rest) == (483, 98)
 
 
 def replanned() -> None:

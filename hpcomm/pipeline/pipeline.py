@@ -304,7 +304,8 @@ class Pipeline(LocalModel):
         Returns:
             A cost model, the same on every rank, for :meth:`replan` and ``plan.simulate``. Computations of a host's
             ranks share its cores where there are fewer. Messages and reductions take no time but that of issuing
-            them: set ``link_latency_seconds`` and its other figures where they count.
+            them and, where ranks of one thread each share cores, the CPU time that a rank has for them, receiving
+            included: set ``link_latency_seconds`` and its other figures where they count.
         """
         number, before = self.step_number, self._runner.recorder
         times = [Times() for _ in range(steps)]
