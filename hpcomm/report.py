@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpcomm._C import CostModel, StepPlan
-    from hpcomm.pipeline.recorder import Seat
+    from hpcomm.pipeline.board import Seat
 
 
 class Timed(NamedTuple):

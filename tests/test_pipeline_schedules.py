@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pipeline_models as models
 import pytest
 import ranks
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import hpcomm
 from hpcomm.pipeline import runner
+from hpcomm.pipeline.board import host_name, is_crowded
 from hpcomm.plan import compile as compile_plan
 
 CROSS = nn.functional.cross_entropy
@@ -111,6 +114,47 @@ def test_receipts_that_are_put_off_keep_the_order_of_their_lane(
         assert issued == planned
         if schedule == "1f1b" and pp == 2 and everywhere:
             assert len(off) == microbatches
+
+
+def test_ranks_are_crowded_where_all_of_them_have_fewer_cores_than_threads() -> None:
+    own = [[4 * rank + core for core in range(4)] for rank in range(8)]
+    crowded = {
+        "cores of their own": [("a", cores, 1) for cores in own],
+        "as many, shared": [("a", list(range(32)), 1)] * 8,
+        "as many threads as cores": [("a", cores, 3) for cores in own],
+        "a thread more": [("a", cores, 4 if rank == 0 else 3) for rank, cores in enumerate(own)],
+        "a core each": [("a", [rank], 1) for rank in range(8)],
+        "the same four": [("a", own[0], 1)] * 8,
+        "one rank on a core": [("a", [3], 1)],
+        "one rank on two": [("a", [3, 9], 1)],
+    }
+    assert {name: is_crowded(seats) for name, seats in crowded.items()} == {
+        "cores of their own": False,
+        "as many, shared": False,
+        "as many threads as cores": False,
+        "a thread more": True,
+        "a core each": True,
+        "the same four": True,
+        "one rank on a core": True,
+        "one rank on two": False,
+    }
+
+
+def seats_seen() -> tuple[list[Any], list[Any]]:
+    cores = sorted(os.sched_getaffinity(0))
+    with hpcomm.init(pp=2) as mesh:
+        mine = {cores[mesh.rank % len(cores)]}  # a core of its own where there are two
+        os.sched_setaffinity(0, mine)
+        torch.set_num_threads(1 + mesh.rank)
+        pipe = make(mesh, "rich", 2)
+        board = pipe._runner.board
+        assert all(its[0] == host_name() for its in board.seats_of_this_host())
+        return [sorted(mine), 1 + mesh.rank], [list(its[1:]) for its in board.seats_of_this_host()]
+
+
+def test_every_rank_knows_the_cores_and_threads_of_its_host() -> None:
+    told = ranks.run(2, seats_seen)
+    assert [seen for _, seen in told] == [[mine for mine, _ in told]] * 2
 
 
 class Recording:

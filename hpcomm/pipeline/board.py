@@ -8,9 +8,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from hpcomm import _C
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from hpcomm._C import Action, StepPlan
     from hpcomm.mesh import Mesh
 
@@ -18,6 +22,8 @@ __all__: list[str] = []
 
 BOARD_CHANNEL = 5  # of Control, see hpcomm.communicator
 _IDLE = -1
+# Of each rank: its host's name, the cores that it may use, its compute threads.
+Seat = tuple[str, list[int], int]
 
 
 class Board:
@@ -35,17 +41,19 @@ class Board:
         self._file.truncate(8)
         self._place = memoryview(mmap.mmap(self._file.fileno(), 8)).cast("q")
         self._place[0] = _IDLE
-        mine = json.dumps([host_name(), f"/proc/{os.getpid()}/fd/{self._file.fileno()}"]).encode()
+        mine = json.dumps([seat(), f"/proc/{os.getpid()}/fd/{self._file.fileno()}"]).encode()
         everybody = mesh.control.exchange(range(mesh.size), BOARD_CHANNEL, mine, mesh.timeout)
-        self._boards: list[tuple[str, str]] = [tuple(json.loads(body)) for body in everybody]
+        told = [json.loads(body) for body in everybody]
+        self._boards: list[tuple[str, str]] = [(its[0], path) for its, path in told]
+        self._seats: list[Seat] = [tuple(its) for its, _ in told]
 
     def write(self, position: int) -> None:
         """The next action of this rank is number ``position`` of its list."""
         self._place[0] = position
 
-    def ranks_of_this_host(self) -> int:
-        """How many there are."""
-        return sum(host == host_name() for host, _ in self._boards)
+    def seats_of_this_host(self) -> list[Seat]:
+        """Those of its ranks, when this was made."""
+        return [its for its in self._seats if its[0] == host_name()]
 
     def read(self) -> dict[int, int]:
         """The numbers of all ranks of this host that are still there; -1 outside a step."""
@@ -65,6 +73,23 @@ def host_name() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return str(os.getpid())
+
+
+def seat() -> Seat:
+    """That of this rank."""
+    return host_name(), sorted(os.sched_getaffinity(0)), torch.get_num_threads()
+
+
+def cores_of(seats: Iterable[Seat]) -> int:
+    """How many cores the ranks of a host may use together: it makes no difference whether each has some of its own."""
+    return len(set().union(*(cores for _, cores, _ in seats)))
+
+
+def is_crowded(seats: Sequence[Seat]) -> bool:
+    """Whether the ranks of a host have fewer cores than threads, one for communication in each rank beside those that
+    compute.
+    """
+    return cores_of(seats) < sum(1 + threads for _, _, threads in seats)
 
 
 def text_of(action: Action) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpcomm import _C
-from hpcomm.pipeline.board import host_name
+from hpcomm.pipeline.board import cores_of, seat
 from hpcomm.plan.serialize import to_json
 
 if TYPE_CHECKING:
@@ -20,13 +20,12 @@ if TYPE_CHECKING:
 
     from hpcomm._C import CostModel, StepPlan
     from hpcomm.mesh import Mesh
+    from hpcomm.pipeline.board import Seat
 
 __all__: list[str] = []
 
 # Operation; nanoseconds of the clock: issued, begun on the lane, packed, reduced, written back.
 BucketTimes = tuple[int, float, float, float, float, float]
-# Of each rank: its host's name, the cores that it may use, its compute threads.
-Seat = tuple[str, list[int], int]
 PLAN_FILE = "plan.json"
 SEATS_CHANNEL = 8  # of Control, see hpcomm.communicator
 COMPUTE = ("FORWARD", "BACKWARD", "INPUT_GRAD", "WEIGHT_GRAD")
@@ -38,11 +37,6 @@ def recorder_for(plan: StepPlan, rank: int, *, on_cpu: bool) -> Recorder | None:
     """A recorder that writes to the folder ``HPCOMM_TRACE``; None where that is not set."""
     folder = os.environ.get("HPCOMM_TRACE")
     return Recorder(Path(folder), plan, rank, on_cpu=on_cpu) if folder else None
-
-
-def seat() -> Seat:
-    """That of this rank."""
-    return host_name(), sorted(os.sched_getaffinity(0)), torch.get_num_threads()
 
 
 class Times:
@@ -157,9 +151,9 @@ def _crowd(seats: Sequence[Seat]) -> tuple[int, int]:
         hosts.setdefault(host, []).append(rank)
     found = set()
     for ranks in hosts.values():
-        cores = set().union(*(seats[rank][1] for rank in ranks))
+        cores = cores_of(seats[rank] for rank in ranks)
         threads = max(seats[rank][2] for rank in ranks)
-        found.add((len(ranks), ranks[-1] - ranks[0] + 1, max(1, len(cores) // threads)))
+        found.add((len(ranks), ranks[-1] - ranks[0] + 1, max(1, cores // threads)))
     if len(found) != 1:
         return 1, 0
     ranks_here, span, at_a_time = found.pop()

@@ -5,7 +5,6 @@ A receipt may be put off until its message is needed, as far as no rank can tell
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import torch
 
 from hpcomm import _C
 from hpcomm.channel import Receiver, Sender
-from hpcomm.pipeline.board import Board
+from hpcomm.pipeline.board import Board, is_crowded
 from hpcomm.pipeline.links import handed_over
 from hpcomm.pipeline.recorder import COMPUTE, recorder_for
 from hpcomm.pipeline.stage import evaluate
@@ -120,8 +119,7 @@ class Runner:
         actions = plan.actions(mesh.rank)
         self._edges = _edges(plan, mesh, actions, links, schema)
         self._local = {(link.source, link.target) for link in links if link.source in stages and link.target in stages}
-        local_ranks = self.board.ranks_of_this_host()
-        crowded = len(os.sched_getaffinity(0)) < local_ranks * (1 + torch.get_num_threads())
+        crowded = is_crowded(self.board.seats_of_this_host())
         # By operation. Where a receipt belongs to an order that all ranks keep, as NCCL's, it stays where it is.
         self._put_off = put_off(actions, everywhere=crowded) if mesh.pp.transport == "shm" else set()
         # Functions, not bound methods: those would be a circle, and a Pipeline that is dropped must be gone at once.
