@@ -52,7 +52,7 @@ def add_to(commands: Any) -> None:
     simulate.set_defaults(run=_simulate)
 
     tuning = verbs.add_parser("tune", help="pick schedule, stages per rank, microbatches and bucket size")
-    tuning.add_argument("layers", metavar="LAYERS.json", help="what the layers of the model take: docs/reference/plan-files.md")
+    tuning.add_argument("layers", metavar="LAYERS.json", help="of the model: docs/reference/plan-files.md")
     tuning.add_argument("--pp", type=int, required=True)
     tuning.add_argument("--dp", type=_number(1), default=1)
     tuning.add_argument("--batch", type=_number(1, 1 << 20), required=True, help="samples of a replica per step")
