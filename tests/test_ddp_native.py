@@ -499,6 +499,87 @@ def test_a_divided_optimizer_trains_like_a_whole_one(train: Train, size: int) ->
     ranks.run(size, divided_like_whole, train)
 
 
+def by_hand_in_part(module: Any, bucket: int) -> None:
+    module.start_reduction(bucket)
+    module.finish_reduction(bucket)
+
+
+def spent_gradients() -> None:
+    with hpcomm.init(dp=-1) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh, shard_optimizer=True, bucket_cap_mb=0.002)
+        optimizer = wrapped.make_optimizer(torch.optim.SGD, lr=0.1)
+        x, y = shard(mesh.rank)
+
+        def moved(step: Callable[[], Any] = optimizer.step) -> bool:
+            before = [p.detach().clone() for p in wrapped.parameters()]
+            step()
+            return not all(map(torch.equal, before, wrapped.parameters()))
+
+        assert not moved(), "nothing was reduced yet"
+        loss_of(wrapped(x), y).backward()
+        assert moved()
+        assert not moved(), "a gradient is stepped once"
+        for zero_grad in (optimizer.zero_grad, wrapped.zero_grad):
+            loss_of(wrapped(x), y).backward()
+            zero_grad()
+            assert not moved(), "a dropped gradient counts no more"
+        with wrapped.no_sync():
+            loss_of(wrapped(x), y).backward()
+        for bucket in range(wrapped.buckets):
+            by_hand_in_part(wrapped, bucket)
+        assert moved(), "reduced by hand"
+        assert not moved()
+        loss_of(wrapped(x), y).backward()
+        del optimizer
+        assert moved(wrapped.make_optimizer(torch.optim.SGD, lr=0.1).step), "an optimizer made late takes what is there"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_divided_optimizer_steps_a_gradient_once(size: int) -> None:
+    ranks.run(size, spent_gradients)
+
+
+def two_optimizers() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh, shard_optimizer=True, bucket_cap_mb=0.002)
+        parameters = list(wrapped.parameters())
+        often = wrapped.make_optimizer(torch.optim.SGD, parameters[:1], lr=0.1)
+        seldom = wrapped.make_optimizer(torch.optim.SGD, parameters[1:], lr=0.1)
+        x, y = shard(mesh.rank)
+
+        def reduce(*optimizers: torch.optim.Optimizer) -> None:
+            loss_of(wrapped(x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+
+        reduce(often)
+        reduce(often)
+        with pytest.raises(hpcomm.InvalidArgument, match="2 backwards were reduced since the last step"):
+            seldom.step()
+        often.zero_grad()
+        with pytest.raises(hpcomm.InvalidArgument, match="2 backwards were reduced since the last step"):
+            seldom.step()
+        seldom.zero_grad()
+        reduce(often, seldom)
+        reduce()
+        wrapped.zero_grad()
+        reduce(often, seldom)
+        del seldom
+        seldom = wrapped.make_optimizer(torch.optim.SGD, parameters[1:], lr=0.1)
+        reduce(often, seldom)
+        # By hand and by a backward: a bucket has room for one of them, whichever rank owns it.
+        reduce()
+        by_hand_in_part(wrapped, wrapped.buckets - 1)
+        last = wrapped.reducer.plan.buckets[-1]
+        owner = seldom if any(index > 0 for index in last) else often
+        with pytest.raises(hpcomm.InvalidArgument, match="2 backwards were reduced since the last step"):
+            owner.step()
+
+
+def test_each_divided_optimizer_counts_its_own_backwards() -> None:
+    ranks.run(2, two_optimizers)
+
+
 def misused_division() -> None:
     with hpcomm.init(dp=2) as mesh:
         wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh, shard_optimizer=True)

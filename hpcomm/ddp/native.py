@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -104,6 +105,7 @@ class NativeReducer:
         self._learns = not find_unused and not shard and lane.size > 1
         self._log = StepLog(self._native)
         self._rebuilt: dict[str, int | str] = {}
+        self._by_hand: collections.Counter[int] = collections.Counter()  # of a bucket, in start() and finish()
         agree_among(lane, "gradient buckets", [str(self._native.plan.hash)])
 
     def __getattr__(self, name: str) -> Any:
@@ -181,6 +183,7 @@ class NativeReducer:
     def finish(self, bucket: int) -> None:
         """Waits for a bucket that was started."""
         self._native.finish(bucket)
+        self._by_hand[bucket] += 1
 
     def reset(self) -> None:
         """Drops what was begun."""
@@ -195,6 +198,12 @@ class NativeReducer:
     def plan(self) -> BucketPlan:
         """The buckets, in the order in which they are reduced."""
         return self._native.plan
+
+    @property
+    def reductions(self) -> list[int]:
+        """How often each bucket was reduced, by a backward or by hand, as long as the plan stays the same."""
+        backwards = self.backwards
+        return [backwards + self._by_hand[bucket] for bucket in range(len(self.plan.buckets))]
 
     def gradients_of(self, bucket: int) -> torch.Tensor | None:
         """The memory of a bucket, padding included; None before the first step."""

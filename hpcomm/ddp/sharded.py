@@ -49,7 +49,10 @@ class ShardedParameters:
         self._flats: list[torch.Tensor] = []
         # Parameter -> the rank's piece of it: a leaf of one dimension, its bucket, and where it lies there.
         self._pieces: dict[int, list[_Piece]] = {id(p): [] for p in parameters}
-        self._taken = 0  # backwards whose gradients were stepped or dropped
+        # Parameter -> its bucket, and how many reductions of that were stepped or dropped. Each parameter counts by
+        # itself: optimizers over different ones need not step equally often, and a new one goes on where another ended.
+        self._buckets: dict[int, int] = {}
+        self._taken: dict[int, int] = {}
         self._steps = False  # an optimizer was made
         if lane.size == 1:  # nothing is reduced, and nothing divided
             return
@@ -67,6 +70,8 @@ class ShardedParameters:
         each = count // self._lane.size
         begin, end = self._lane.rank * each, (self._lane.rank + 1) * each
         for parameter, offset in zip(members, _C.Layout(members).offsets, strict=True):
+            self._buckets[id(parameter)] = bucket
+            self._taken[id(parameter)] = 0
             place = offset // size
             view = flat.as_strided(parameter.shape, parameter.stride(), place)
             with torch.no_grad():
@@ -87,17 +92,17 @@ class ShardedParameters:
         self._steps = True
         given = list(parameters)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-        mine: list[_Piece] = []
+        mine: list[int] = []
         whole, sharded = [], []
         for group in groups:
             members = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
             for parameter in members:
                 if id(parameter) not in self._pieces:
                     raise InvalidArgument("a sharded optimizer steps parameters of its wrapper that require a gradient")
-            pieces = [piece for parameter in members for piece in self._pieces[id(parameter)]]
-            mine += pieces
+            numbers = [id(parameter) for parameter in members]
+            mine += numbers
             whole.append({**group, "params": members})
-            sharded.append({**group, "params": [piece for piece, _, _ in pieces]})
+            sharded.append({**group, "params": [piece for number in numbers for piece, _, _ in self._pieces[number]]})
         if self._lane.size == 1:
             return self._undivided(optimizer(whole, **options))
         # Torch refuses an optimizer without parameters; a rank of a small model may own nothing.
@@ -107,7 +112,7 @@ class ShardedParameters:
 
         def drop(set_to_none: bool = True) -> None:
             zero_grad(set_to_none)
-            self.drop()
+            self._take(mine)
 
         setattr(made, "zero_grad", drop)  # noqa: B010, to torch's type a method
         setattr(made, _GIVE, lambda: self._give_gradients(mine))
@@ -131,48 +136,55 @@ class ShardedParameters:
 
     def drop(self) -> None:
         """The gradients that were reduced so far count no more."""
-        self._taken = self._reducer.backwards
-        for pieces in self._pieces.values():
-            for piece, _, _ in pieces:
+        self._take(self._buckets)
+
+    def _take(self, mine: Iterable[int]) -> None:
+        """The gradients of these parameters that were reduced so far are stepped, or never will be."""
+        reductions = self._reducer.reductions
+        for number in mine:
+            self._taken[number] = reductions[self._buckets[number]]
+            for piece, _, _ in self._pieces[number]:
                 piece.grad = None  # so that nobody holds the bucket in the next step
 
     def _before_step(
-        self, pieces: list[_Piece], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, mine: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self._give_gradients(pieces)
+            self._give_gradients(mine)
             return args, kwargs
         # Its backward makes the gradients of this step.
-        closure = self._giving(closure, pieces)
+        closure = self._giving(closure, mine)
         if len(args) > 1:
             return (args[0], closure, *args[2:]), kwargs
         return args, {**kwargs, "closure": closure}
 
-    def _giving(self, closure: Callable[[], Any], pieces: list[_Piece]) -> Callable[[], Any]:
+    def _giving(self, closure: Callable[[], Any], mine: list[int]) -> Callable[[], Any]:
         def closed() -> Any:
             loss = closure()
-            self._give_gradients(pieces)
+            self._give_gradients(mine)
             return loss
 
         return closed
 
-    def _give_gradients(self, pieces: list[_Piece]) -> None:
-        reduced = self._reducer.backwards - self._taken
-        if reduced > 1:  # a bucket holds the last one's; all ranks count alike
+    def _give_gradients(self, mine: list[int]) -> None:
+        reductions = self._reducer.reductions
+        fresh = {number: reductions[self._buckets[number]] - self._taken[number] for number in mine}
+        most = max(fresh.values(), default=0)
+        if most > 1:  # a bucket holds the last one's; all ranks count alike, also where they own no piece
             raise InvalidArgument(
-                f"step(): {reduced} backwards were reduced since the last step or zero_grad(), and with "
-                "shard_optimizer=True only the last one's gradients are left: accumulate in no_sync() and reduce once, "
-                "or add up the losses"
+                f"step(): {most} backwards were reduced since the last step or zero_grad() of these parameters, and "
+                "with shard_optimizer=True only the last one's gradients are left: accumulate in no_sync() and reduce "
+                "once, or add up the losses"
             )
-        for piece, bucket, first in pieces:
-            gradients = self._reducer.gradients_of(bucket)
-            piece.grad = None if gradients is None else gradients[first : first + piece.numel()]
+        for number in mine:
+            for piece, bucket, first in self._pieces[number]:
+                # A bucket keeps what was stepped or dropped: that is no gradient any more.
+                gradients = self._reducer.gradients_of(bucket) if fresh[number] else None
+                piece.grad = None if gradients is None else gradients[first : first + piece.numel()]
 
-    def _gather(self, pieces: list[_Piece]) -> None:
-        self._taken = self._reducer.backwards
-        for piece, _, _ in pieces:
-            piece.grad = None  # so that nobody holds the bucket in the next step
+    def _gather(self, mine: list[int]) -> None:
+        self._take(mine)
         for flat in self._flats:
             each = flat.numel() // self._lane.size
             begin = self._lane.rank * each
