@@ -580,6 +580,24 @@ def test_each_divided_optimizer_counts_its_own_backwards() -> None:
     ranks.run(2, two_optimizers)
 
 
+def dropped_accumulation() -> None:
+    with hpcomm.init(dp=-1) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh, shard_optimizer=True, bucket_cap_mb=0.002)
+        first, *others = wrapped.parameters()
+        optimizer = wrapped.make_optimizer(torch.optim.SGD, others, lr=0.1)
+        x, y = shard(mesh.rank)
+        with wrapped.no_sync():
+            loss_of(wrapped(x), y).backward()
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in others)
+        assert first.grad is not None, "of no parameter of this optimizer"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_divided_optimizer_drops_what_was_accumulated(size: int) -> None:
+    ranks.run(size, dropped_accumulation)
+
+
 def misused_division() -> None:
     with hpcomm.init(dp=2) as mesh:
         wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh, shard_optimizer=True)

@@ -92,7 +92,7 @@ class ShardedParameters:
         self._steps = True
         given = list(parameters)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-        mine: list[int] = []
+        stepped: list[torch.Tensor] = []
         whole, sharded = [], []
         for group in groups:
             members = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
@@ -100,11 +100,12 @@ class ShardedParameters:
                 if id(parameter) not in self._pieces:
                     raise InvalidArgument("a sharded optimizer steps parameters of its wrapper that require a gradient")
             numbers = [id(parameter) for parameter in members]
-            mine += numbers
+            stepped += members
             whole.append({**group, "params": members})
             sharded.append({**group, "params": [piece for number in numbers for piece, _, _ in self._pieces[number]]})
         if self._lane.size == 1:
             return self._undivided(optimizer(whole, **options))
+        mine = [id(parameter) for parameter in stepped]
         # Torch refuses an optimizer without parameters; a rank of a small model may own nothing.
         nothing: list[Any] = [torch.nn.Parameter(torch.zeros(0))]
         made = optimizer([group for group in sharded if group["params"]] or nothing, **options)
@@ -113,6 +114,8 @@ class ShardedParameters:
         def drop(set_to_none: bool = True) -> None:
             zero_grad(set_to_none)
             self._take(mine)
+            for parameter in stepped:
+                parameter.grad = None  # what no_sync() accumulated, and nobody has reduced yet
 
         setattr(made, "zero_grad", drop)  # noqa: B010, to torch's type a method
         setattr(made, _GIVE, lambda: self._give_gradients(mine))
