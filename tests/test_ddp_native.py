@@ -7,6 +7,7 @@ import gc
 import itertools
 import math
 import re
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -596,6 +597,25 @@ def dropped_accumulation() -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_divided_optimizer_drops_what_was_accumulated(size: int) -> None:
     ranks.run(size, dropped_accumulation)
+
+
+def deleted_optimizer() -> None:
+    with hpcomm.init(dp=-1) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh, shard_optimizer=True)
+        optimizer = wrapped.make_optimizer(torch.optim.AdamW, lr=0.1)
+        x, y = shard(mesh.rank)
+        gc.disable()
+        loss_of(wrapped(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        alive = weakref.ref(optimizer)
+        del optimizer
+        assert alive() is None
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_deleted_divided_optimizer_is_gone_at_once(size: int) -> None:
+    ranks.run(size, deleted_optimizer)
 
 
 def misused_division() -> None:

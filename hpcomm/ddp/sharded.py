@@ -5,6 +5,7 @@ S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Para
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -109,10 +110,11 @@ class ShardedParameters:
         # Torch refuses an optimizer without parameters; a rank of a small model may own nothing.
         nothing: list[Any] = [torch.nn.Parameter(torch.zeros(0))]
         made = optimizer([group for group in sharded if group["params"]] or nothing, **options)
-        zero_grad = made.zero_grad
+        alive = weakref.ref(made)  # a circle would keep a deleted optimizer, and its state, until a collection
 
         def drop(set_to_none: bool = True) -> None:
-            zero_grad(set_to_none)
+            if (myself := alive()) is not None:
+                type(myself).zero_grad(myself, set_to_none)
             self._take(mine)
             for parameter in stepped:
                 parameter.grad = None  # what no_sync() accumulated, and nobody has reduced yet
@@ -126,7 +128,7 @@ class ShardedParameters:
     @staticmethod
     def _undivided(made: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Alone, backwards leave ``.grad``; after a step it is None as on many ranks."""
-        made.register_step_post_hook(lambda *_: made.zero_grad())
+        made.register_step_post_hook(lambda stepped, *_: stepped.zero_grad())
         return made
 
     def require_optimizer(self) -> None:
