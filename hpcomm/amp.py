@@ -38,10 +38,16 @@ def clip_grad_norm_(
         NumericsMismatch: the norm is not finite and ``error_if_nonfinite`` is set; gradients are untouched.
     """
     if not hasattr(pipe, "owned_parameters"):
-        raise InvalidArgument(
-            f"clip_grad_norm_: takes a Pipeline, got {type(pipe).__name__}; the gradients of a model under "
-            "DistributedDataParallel are whole on every rank: torch.nn.utils.clip_grad_norm_(model.parameters(), ...)"
+        advice = (
+            "the gradients of a model under DistributedDataParallel are whole on every rank: "
+            "torch.nn.utils.clip_grad_norm_(model.parameters(), ...)"
         )
+        if getattr(pipe, "_hpcomm_shard", False):  # torch's function would clip nothing, without a word
+            advice = (
+                "with shard_optimizer=True gradients are divided by the ranks and .grad stays None, so no rank knows "
+                "their norm: to clip, leave out shard_optimizer"
+            )
+        raise InvalidArgument(f"clip_grad_norm_: takes a Pipeline, got {type(pipe).__name__}; {advice}")
     if max_norm < 0:
         raise InvalidArgument(f"clip_grad_norm_: max_norm={max_norm}; not negative")
     place = {name: i for i, name in enumerate(pipe.parameter_names)}
