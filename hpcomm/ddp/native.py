@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -200,10 +200,9 @@ class NativeReducer:
         return self._native.plan
 
     @property
-    def reductions(self) -> list[int]:
-        """How often each bucket was reduced, by a backward or by hand, as long as the plan stays the same."""
-        backwards = self.backwards
-        return [backwards + self._by_hand[bucket] for bucket in range(len(self.plan.buckets))]
+    def reductions_by_hand(self) -> Mapping[int, int]:
+        """How often buckets were reduced by start() and finish(); the others never were."""
+        return self._by_hand
 
     def gradients_of(self, bucket: int) -> torch.Tensor | None:
         """The memory of a bucket, padding included; None before the first step."""

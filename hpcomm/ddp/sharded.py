@@ -143,11 +143,16 @@ class ShardedParameters:
         """The gradients that were reduced so far count no more."""
         self._take(self._buckets)
 
+    def _reduced(self) -> Callable[[int], int]:
+        """Tells how often a bucket has been reduced so far, by backwards or by hand."""
+        backwards, by_hand = self._reducer.backwards, self._reducer.reductions_by_hand
+        return lambda bucket: backwards + by_hand.get(bucket, 0)
+
     def _take(self, mine: Iterable[int]) -> None:
         """The gradients of these parameters that were reduced so far are stepped, or never will be."""
-        reductions = self._reducer.reductions
+        reduced = self._reduced()
         for number in mine:
-            self._taken[number] = reductions[self._buckets[number]]
+            self._taken[number] = reduced(self._buckets[number])
             for piece, _, _ in self._pieces[number]:
                 piece.grad = None  # so that nobody holds the bucket in the next step
 
@@ -173,8 +178,8 @@ class ShardedParameters:
         return closed
 
     def _give_gradients(self, mine: list[int]) -> None:
-        reductions = self._reducer.reductions
-        fresh = {number: reductions[self._buckets[number]] - self._taken[number] for number in mine}
+        reduced = self._reduced()
+        fresh = {number: reduced(self._buckets[number]) - self._taken[number] for number in mine}
         most = max(fresh.values(), default=0)
         if most > 1:  # a bucket holds the last one's; all ranks count alike, also where they own no piece
             raise InvalidArgument(
