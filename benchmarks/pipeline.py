@@ -210,15 +210,15 @@ def link_of(mesh: hpcomm.Mesh) -> tuple[float, float]:
     if mesh.pp.size > 1 and mesh.pp.rank < 2:
         channel = hpcomm.Channel(mesh.pp, 1 - mesh.pp.rank, schema="per_message")
         for size in (1, 1 << 20):
-            trips = []
+            trips, message = [], torch.ones(size)
             for _ in range(20):
                 start = time.perf_counter()
                 if mesh.pp.rank == 0:
-                    channel.send(torch.ones(size))
+                    channel.send(message)
                     channel.recv()
                 else:
                     channel.recv()
-                    channel.send(torch.ones(size))
+                    channel.send(message)
                 trips.append((time.perf_counter() - start) / 2)
             times.append(statistics.median(trips))
     found = torch.tensor(times or [0.0, 0.0], dtype=torch.float64)

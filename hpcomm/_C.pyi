@@ -183,3 +183,6 @@ from hpcomm._C_plan import (
 from hpcomm._C_plan import (
     compile_plan as compile_plan,
 )
+from hpcomm._C_plan import (
+    put_off as put_off,
+)

@@ -191,6 +191,8 @@ class StepPlan:
     def to_chrome_trace(self, path: str | PathLike[str], costs: CostModel | None = None) -> None: ...
     def __eq__(self, other: object) -> bool: ...
 
+def put_off(actions: Sequence[Action], everywhere: bool) -> list[int]: ...
+
 class StageCost:
     def __init__(
         self,
@@ -207,9 +209,10 @@ class StageCost:
     activation_bytes: float
 
 class CostModel:
-    # The list and the dict are copies: assign a changed one.
+    # The list and the dicts are copies: assign a changed one.
     stages: list[StageCost]
     links: dict[tuple[int, int], tuple[float, float]]
+    message_bytes: dict[tuple[int, int], float]
     link_latency_seconds: float
     link_bytes_per_second: float
     collective_latency_seconds: float
@@ -220,6 +223,7 @@ class CostModel:
     step_seconds: float
     ranks_per_host: int
     cores_per_host: int
+    host_copies: bool
     host_waits: bool
     def __init__(self) -> None: ...
 

@@ -137,6 +137,7 @@ def costs_of(trace: Trace) -> CostModel:
                 trace.plan,
                 [(op, end - begin - waited, cpu) for op, begin, waited, end, cpu in rank.actions],
                 rank.rest,
+                trace.seats,
             )
         ),
         trace.seats or None,

@@ -23,6 +23,7 @@ FULL = {
     ],
     "link": {"latency_seconds": 0.25, "bytes_per_second": 1000},
     "links": [{"source": 0, "destination": 1, "latency_seconds": 0.125, "bytes_per_second": None}],
+    "messages": [{"source": 1, "destination": 0, "bytes": 4096}],
     "collective": {"latency_seconds": 0.5},
     "header_seconds": 0.0625,
     "issue_seconds": 0.03125,
@@ -30,6 +31,7 @@ FULL = {
     "pack_bytes_per_second": 4000,
     "ranks_per_host": 2,
     "cores_per_host": 1,
+    "host_copies": True,
     "host_waits": True,
 }
 
@@ -41,11 +43,14 @@ def test_a_file_says_everything() -> None:
     assert (first.input_grad_seconds, first.weight_grad_seconds) == (2, 2)  # halves
     assert (second.input_grad_seconds, second.weight_grad_seconds) == (0.5, 1.5)
     assert costs.links == {(0, 1): (0.125, math.inf)}
+    assert costs.message_bytes == {(1, 0): 4096}
     assert (costs.link_latency_seconds, costs.link_bytes_per_second) == (0.25, 1000)
     assert (costs.collective_latency_seconds, costs.collective_bytes_per_second) == (0.5, math.inf)
     assert (costs.header_seconds, costs.issue_seconds, costs.step_seconds) == (0.0625, 0.03125, 0.015625)
     assert costs.pack_bytes_per_second == 4000
-    assert (costs.ranks_per_host, costs.cores_per_host, costs.host_waits) == (2, 1, True)
+    assert (costs.ranks_per_host, costs.cores_per_host) == (2, 1)
+    assert (costs.host_copies, costs.host_waits) == (True, True)
+    assert not costs_from_json(json.dumps({**FULL, "host_copies": False})).host_copies
     again = costs_to_json(costs)
     assert costs_to_json(costs_from_json(again)) == again
     empty = costs_from_json('{"format": "hpcomm.CostModel"}')
@@ -68,7 +73,12 @@ def test_a_file_says_everything() -> None:
         ({"links": [7]}, r"links\[0\]: expected an object"),
         ({"ranks_per_host": 0}, "ranks_per_host: expected an integer, at least 1"),
         ({"cores_per_host": 1.5}, "cores_per_host: expected an integer"),
+        ({"host_copies": "yes"}, "host_copies: expected true or false"),
         ({"host_waits": 1}, "host_waits: expected true or false"),
+        ({"messages": [7]}, r"messages\[0\]: expected an object"),
+        ({"messages": [{"source": 0, "bytes": 1}]}, r"messages\[0\].destination: expected an integer"),
+        ({"messages": [{"source": 0, "destination": 1}]}, r"messages\[0\]: expected source, destination and bytes"),
+        ({"messages": [{"source": 0, "destination": 1, "bytes": -1}]}, r"messages\[0\].bytes: expected a number, at"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(change: dict[str, Any], complaint: str) -> None:

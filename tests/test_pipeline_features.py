@@ -674,7 +674,9 @@ def test_ranks_that_have_fewer_cores_share_them_in_the_simulation() -> None:
     seconds = {(0, "FORWARD"): 1.0, (0, "BACKWARD"): 2.0}
     two = [("a", [0, 1], 1), ("a", [0, 1], 1), ("b", [4, 7], 1), ("b", [4, 7], 1)]
     crowd = {
-        "cores for all": two,
+        "none for those that communicate": two,
+        "a core for all threads": [("a", [0, 1, 2, 3], 1)] * 2,
+        "several threads each": [("a", [0, 1, 2, 3], 2)] * 2,
         "four ranks on two cores": [("a", [0, 1], 1)] * 4,
         "pinned to a core each": [("a", [rank], 1) for rank in range(4)],
         "two threads each": [("a", [0, 1, 2, 3], 2)] * 4,
@@ -683,17 +685,21 @@ def test_ranks_that_have_fewer_cores_share_them_in_the_simulation() -> None:
         "hosts in turn": [("a", [0], 1), ("b", [0], 1), ("a", [0], 1), ("b", [0], 1)],
     }
     found = {name: cost_model(1, seconds, seats) for name, seats in crowd.items()}
+    copies = [name for name, costs in found.items() if costs.host_copies]
+    assert copies == ["none for those that communicate", "pinned to a core each"]
     assert {name: (costs.ranks_per_host, costs.cores_per_host) for name, costs in found.items()} == {
-        "cores for all": (1, 0),
+        "none for those that communicate": (2, 2),
+        "a core for all threads": (1, 0),
+        "several threads each": (1, 0),
         "four ranks on two cores": (4, 2),
-        "pinned to a core each": (1, 0),
+        "pinned to a core each": (4, 4),
         "two threads each": (4, 2),
         "more threads than cores": (4, 1),
         "hosts that differ": (1, 0),
         "hosts in turn": (1, 0),
     }
     plan = hpcomm.plan.compile("1f1b", pp=1, dp=4, num_microbatches=2)
-    assert plan.simulate(found["cores for all"]).makespan_seconds == 6
+    assert plan.simulate(found["a core for all threads"]).makespan_seconds == 6
     assert plan.simulate(found["four ranks on two cores"]).makespan_seconds == 12
     assert plan.simulate(found["more threads than cores"]).makespan_seconds == 24
 
@@ -705,7 +711,8 @@ def test_where_cores_are_shared_it_is_cpu_time_that_counts() -> None:
     # Operation, seconds without waits, CPU seconds: another rank had the core once.
     actions = [(forward, 3.0, 1.0), (forward, 5.0, 1.5), (forward, 19.0, 2.0), (send, 4.0, 0.25), (send, 8.0, 0.75)]
     f, issue = (1, "FORWARD"), (-1, "ISSUE")
-    assert seconds_of(plan, actions, [("a", [0, 1], 1)] * 2) == {f: 9.0, issue: 6.0}  # a core for each
+    assert seconds_of(plan, actions, [("a", [0, 1, 2, 3], 1)] * 2) == {f: 9.0, issue: 6.0}  # a core for each thread
+    assert seconds_of(plan, actions, [("a", [0, 1], 1)] * 2) == {f: 1.5, issue: 0.5}  # for each that computes
     assert seconds_of(plan, actions, None) == {f: 9.0}  # not on CPUs: the host runs ahead
     assert seconds_of(plan, actions, [("a", [0], 1)] * 2) == {f: 1.5, issue: 0.5}
     assert seconds_of(plan, actions, [("a", [0, 1], 2)] * 2) == {f: 5.0, issue: 6.0}  # CPU time of one thread of two
@@ -713,8 +720,11 @@ def test_where_cores_are_shared_it_is_cpu_time_that_counts() -> None:
     assert (costs.stages[1].forward_seconds, costs.cores_per_host) == (1.5, 1)
     assert (costs.issue_seconds, costs.step_seconds) == (0.5, 0.25)
     # What else the process did was for its communications.
-    rest = with_rest(plan, [(forward, 3.0, 1.0), (send, 4.0, 0.25), (send, 8.0, 0.75)], 3.0)
+    step = [(forward, 3.0, 1.0), (send, 4.0, 0.25), (send, 8.0, 0.75)]
+    rest = with_rest(plan, step, 3.0, [("a", [0], 1)] * 2)
     assert list(rest) == [(forward, 3.0, 1.0), (send, 4.0, 1.75), (send, 8.0, 2.25)]
+    # But where the simulated messages share the cores themselves.
+    assert list(with_rest(plan, step, 3.0, [("a", [0, 1], 1)] * 2)) == step
 
 
 def test_what_a_wait_for_a_message_computes_is_not_the_actions_but_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -754,6 +764,14 @@ def replanned() -> None:
         for stage in costs.stages:
             assert min(stage.forward_seconds, stage.input_grad_seconds, stage.weight_grad_seconds) > 0
         assert min(costs.issue_seconds, costs.step_seconds) > 0
+        # What goes from rank to rank, there and back; stages 1 and 2 are on one rank.
+        sizes = costs.message_bytes
+        assert {(0, 1), (1, 0), (2, 3), (3, 2)} <= sizes.keys()
+        assert not {(1, 2), (2, 1)} & sizes.keys()
+        assert min(sizes.values()) > 0
+        quick = pipe.plan.simulate(costs).makespan_seconds
+        costs.link_bytes_per_second = sizes[0, 1]  # a second for each message
+        assert pipe.plan.simulate(costs).makespan_seconds > quick + 4
         assert pipe.replan(costs=costs, reduce="eager") is pipe.plan
         assert pipe.plan.hash != first.hash
         models.require_equal(pipe, "rich", 4)

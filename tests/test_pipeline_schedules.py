@@ -201,9 +201,9 @@ def test_whoever_waits_has_issued_all_that_was_put_off(put_off: bool) -> None:
 def put_off_or_not(places: str) -> None:
     original = runner.put_off
     chosen = {
-        "never": lambda actions, everywhere: set(),
-        "where nothing is computed": lambda actions, everywhere: original(actions, everywhere=False),
-        "everywhere": lambda actions, everywhere: original(actions, everywhere=True),
+        "never": lambda actions, everywhere: [],
+        "where nothing is computed": lambda actions, everywhere: original(actions, False),
+        "everywhere": lambda actions, everywhere: original(actions, True),
     }
     runner.put_off = chosen[places]
     with hpcomm.init(pp=2) as mesh:

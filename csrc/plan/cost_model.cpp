@@ -44,6 +44,11 @@ LinkCost CostModel::link(int source, int destination) const {
   return special == links.end() ? LinkCost{link_latency_seconds, link_bytes_per_second} : special->second;
 }
 
+double CostModel::bytes(int stage, int peer_stage, std::int64_t planned) const {
+  const auto known = planned == 0 ? message_bytes.find({stage, peer_stage}) : message_bytes.end();
+  return known == message_bytes.end() ? static_cast<double>(planned) : known->second;
+}
+
 void require_costs(const CostModel& costs, int num_stages) {
   HPCOMM_REQUIRE(costs.stages.empty() || std::ssize(costs.stages) == num_stages, "costs are given for ",
                  costs.stages.size(), " stages, there are ", num_stages);
@@ -57,6 +62,10 @@ void require_costs(const CostModel& costs, int num_stages) {
   require_link("link", costs.link_latency_seconds, costs.link_bytes_per_second);
   for (const auto& [ends, cost] : costs.links) {
     require_link("link", cost.latency_seconds, cost.bytes_per_second);
+  }
+  for (const auto& [ends, bytes] : costs.message_bytes) {
+    HPCOMM_REQUIRE(is_amount(bytes), "message_bytes of stages ", ends.first, " to ", ends.second,
+                   " must be bytes, at least 0");
   }
   require_link("collective", costs.collective.latency_seconds, costs.collective.bytes_per_second);
   HPCOMM_REQUIRE(is_amount(costs.header_seconds), "header_seconds must be seconds, at least 0");

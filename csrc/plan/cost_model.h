@@ -1,6 +1,7 @@
 // CostModel: what computation and communication take; measured by a user, or guessed.
 #pragma once
 
+#include <cstdint>
 #include <limits>
 #include <map>
 #include <utility>
@@ -33,17 +34,24 @@ struct CostModel {
   double link_latency_seconds = 0;
   double link_bytes_per_second = std::numeric_limits<double>::infinity();
   std::map<std::pair<int, int>, LinkCost> links;  // (source, destination) pipeline ranks that differ from the others
-  LinkCost collective;                            // of each of its steps, see all_reduce_seconds()
-  double header_seconds = 0;                      // ahead of each message whose schema is not frozen
+  std::map<std::pair<int, int>, double> message_bytes;  // (source, destination) stages: where the plan says 0
+  LinkCost collective;                                  // of each of its steps, see all_reduce_seconds()
+  double header_seconds = 0;                            // ahead of each message whose schema is not frozen
   double pack_bytes_per_second = std::numeric_limits<double>::infinity();  // on each side of an operation
   double issue_seconds = 0;  // the host's own time for each communication that it issues between computations
   double step_seconds = 0;   // the host's own time in a step ahead of its list, or behind it
   int ranks_per_host = 1;
-  int cores_per_host = 0;   // shared by the computations of a host; 0: one for each rank
+  int cores_per_host = 0;  // shared by the computations of a host; 0: one for each rank
+  // With cores_per_host: what ranks of a host exchange is copied by their threads, which share its cores: half of a
+  // message's time by its sender, then half by its receiver when that needs it (put_off.h); all of a collective by
+  // each.
+  bool host_copies = false;
   bool host_waits = false;  // the host issues only between computations, as on CPUs; else it runs ahead
 
   [[nodiscard]] StageCost of(int stage) const { return stages.empty() ? StageCost{} : stages[stage]; }
   [[nodiscard]] LinkCost link(int source, int destination) const;
+  // Of a message between stages of which the plan says `planned`.
+  [[nodiscard]] double bytes(int stage, int peer_stage, std::int64_t planned) const;
 };
 
 // Throws kInvalidArgument when a figure makes no sense, or the stages are not `num_stages`.

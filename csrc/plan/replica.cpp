@@ -61,7 +61,8 @@ void Replica::add_messages(Payload payload) {
     const auto [edge, fresh] = edges.try_emplace({source, destination}, num_edges_);
     num_edges_ += fresh ? 1 : 0;
     const LinkCost cost = spec_.cost.link(source, destination);
-    const double seconds = cost.latency_seconds + static_cast<double>(link.bytes) / cost.bytes_per_second;
+    const double seconds =
+        cost.latency_seconds + spec_.cost.bytes(stage, peer_stage, link.bytes) / cost.bytes_per_second;
     for (int microbatch = 0; microbatch < spec_.num_microbatches; ++microbatch) {
       const int task = add({.kind = OpKind::kTransfer,
                             .stage = stage,

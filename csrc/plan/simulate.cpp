@@ -8,6 +8,7 @@
 #include <iterator>
 #include <map>
 #include <queue>
+#include <set>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
@@ -15,6 +16,7 @@
 #include "base/error.h"
 #include "plan/incidence.h"
 #include "plan/matching.h"
+#include "plan/put_off.h"
 #include "plan/rank_times.h"
 #include "plan/shared_cores.h"
 #include "plan/well_formed.h"
@@ -37,6 +39,16 @@ class Machine {
         group_node.try_emplace(group, first_[op]);
         members_[first_[op]].push_back(op);
       }
+      if (group == -1 && is_copied(plan.operations[op])) {
+        seconds_[first_[op]] = communication_seconds({op}) / 2;
+        last_[op] = add_node(op);
+        seconds_[last_[op]] = seconds_[first_[op]];
+        arcs_.push_back({first_[op], last_[op]});
+      }
+    }
+    takes_message_.resize(plan.operations.size());
+    for (const Dependency& dependency : plan.dependencies) {
+      takes_message_[dependency.after] |= plan.operations[dependency.before].kind == OpKind::kTransfer;
     }
     for (int rank = 0; rank < plan.world(); ++rank) {
       add_list(rank);
@@ -119,6 +131,8 @@ class Machine {
     previous.fill(-1);
     std::unordered_map<int, int> gradients;  // stage -> what has added to them last
     int issued = 0;                          // communications since the last computation
+    std::vector<int> later;                  // receipts that are put off until the next computation with a message
+    const std::set<int> may_wait = put_off_by(rank);
     for (std::size_t i = 0; i < list.size(); ++i) {
       const auto [op, host] = list[i];
       if (host != -1) {
@@ -127,11 +141,20 @@ class Machine {
       const int lane = static_cast<int>(lane_of(plan_, plan_.operations[op]));
       if (lane != kHost) {
         ++issued;
+        if (may_wait.contains(op)) {
+          later.push_back(last_[op]);
+        }
       } else {
         previous[kHost] = issues_of(op, std::exchange(issued, 0), previous[kHost]);
+        if (takes_message_[op] != 0) {
+          for (const int receipt : std::exchange(later, {})) {
+            follow(previous[kHost], receipt, -1);
+          }
+        }
       }
       const int before = costs_.host_waits && lane != kHost ? previous[kHost] : -1;
-      follow(previous[lane], first_[op], before);
+      const bool receives = lane != kHost && rank == plan_.operations[op].participants.back();
+      follow(previous[lane], receives ? last_[op] : first_[op], before);
       for (const int stage : reduces(plan_.operations[op])) {
         if (const auto last = gradients.find(stage); last != gradients.end()) {
           arcs_.push_back({last->second, first_[op]});
@@ -153,12 +176,33 @@ class Machine {
           at = last_[op] = rest_of(op, k, at);
         }
       }
-      previous[lane] = last_[op];
+      previous[lane] = lane == kHost || receives ? last_[op] : first_[op];
       if (is_backward(plan_.operations[op].kind)) {
         gradients[plan_.operations[op].stage] = last_[op];
       }
     }
   }
+
+  // A message inside a host that its sender copies into shared memory, and its receiver out of it.
+  [[nodiscard]] bool is_copied(const Operation& op) const {
+    return costs_.host_copies && costs_.cores_per_host > 0 && op.kind == OpKind::kTransfer &&
+           host_of(op.participants[0]) == host_of(op.participants[1]);
+  }
+
+  // Of the receipts that `rank` has from its own host.
+  [[nodiscard]] std::set<int> put_off_by(int rank) const {
+    std::set<int> found;
+    if (costs_.host_copies) {
+      for (const int op : put_off(actions(plan_, rank), true)) {
+        if (is_copied(plan_.operations[op])) {
+          found.insert(op);
+        }
+      }
+    }
+    return found;
+  }
+
+  [[nodiscard]] int host_of(int rank) const { return rank / costs_.ranks_per_host; }
 
   // What the host issues ahead of a computation takes it time.
   int issues_of(int op, int issued, int previous) {
@@ -225,9 +269,9 @@ class Machine {
     for (const int index : ops) {
       const Operation& op = plan_.operations[index];
       const bool transfer = op.kind == OpKind::kTransfer;
-      bytes[transfer ? std::pair{op.participants[0], op.participants[1]} : std::pair{-1, -1}] +=
-          static_cast<double>(op.bytes);
-      total += static_cast<double>(op.bytes);
+      const double size = transfer ? costs_.bytes(op.stage, op.peer_stage, op.bytes) : static_cast<double>(op.bytes);
+      bytes[transfer ? std::pair{op.participants[0], op.participants[1]} : std::pair{-1, -1}] += size;
+      total += size;
     }
     double slowest = 0;
     for (const auto& [edge, sum] : bytes) {
@@ -241,12 +285,24 @@ class Machine {
     return slowest + 2 * total / costs_.pack_bytes_per_second;
   }
 
-  void begin(int node, double now) {
+  // How many threads of its host's cores work on it; 0: none that a computation would miss.
+  [[nodiscard]] int threads_of(int node) const {
     const Operation& op = plan_.operations[op_of_[node]];
+    if (hosts_.empty()) {
+      return 0;
+    }
+    if (is_compute(op.kind) || is_copied(op)) {
+      return 1;
+    }
+    const bool inside = host_of(op.participants.front()) == host_of(op.participants.back());
+    return costs_.host_copies && inside ? static_cast<int>(op.participants.size()) : 0;
+  }
+
+  void begin(int node, double now) {
     start_[node] = now;
-    if (!hosts_.empty() && is_compute(op.kind)) {
-      const int host = op.participants[0] / costs_.ranks_per_host;
-      hosts_[host].cores.begin(node, duration(node), now);
+    if (const int threads = threads_of(node); threads > 0) {
+      const int host = host_of(plan_.operations[op_of_[node]].participants[0]);
+      hosts_[host].cores.begin(node, duration(node), threads, now);
       expect_end(host);
       return;
     }
@@ -267,6 +323,7 @@ class Machine {
   std::vector<int> op_of_;                             // node -> operation
   std::vector<double> seconds_;                        // node -> its time where it is a piece of an operation, else -1
   std::vector<int> first_, last_;                      // operation -> its pieces
+  std::vector<char> takes_message_;                    // of each operation: does it need one
   std::unordered_map<int, std::vector<int>> rests_;    // opaque backward -> its pieces behind the first
   std::unordered_map<int, std::vector<int>> members_;  // node of a group -> its operations
   std::vector<Arc> arcs_;

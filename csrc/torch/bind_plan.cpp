@@ -8,6 +8,7 @@
 #include "plan/action.h"
 #include "plan/compile.h"
 #include "plan/contributions.h"
+#include "plan/put_off.h"
 #include "plan/simulate.h"
 #include "plan/step_plan.h"
 #include "plan/verify.h"
@@ -248,6 +249,7 @@ void bind_compile(py::module_& module) {
             }
           },
           py::arg("actions"));
+  module.def("put_off", &put_off, py::arg("actions"), py::arg("everywhere"));
   module.def("compile_plan", &compile, py::arg("spec"));
 }
 
@@ -288,6 +290,7 @@ void bind_costs(py::module_& module) {
               costs.links[ends] = {cost.first, cost.second};
             }
           })
+      .def_readwrite("message_bytes", &CostModel::message_bytes)
       .def_property(
           "collective_latency_seconds", [](const CostModel& costs) { return costs.collective.latency_seconds; },
           [](CostModel& costs, double seconds) { costs.collective.latency_seconds = seconds; })
@@ -300,6 +303,7 @@ void bind_costs(py::module_& module) {
       .def_readwrite("step_seconds", &CostModel::step_seconds)
       .def_readwrite("ranks_per_host", &CostModel::ranks_per_host)
       .def_readwrite("cores_per_host", &CostModel::cores_per_host)
+      .def_readwrite("host_copies", &CostModel::host_copies)
       .def_readwrite("host_waits", &CostModel::host_waits);
 
   py::class_<RankTimes>(module, "RankTimes")

@@ -302,10 +302,11 @@ class Pipeline(LocalModel):
         several steps the first one does not count: it warms up.
 
         Returns:
-            A cost model, the same on every rank, for :meth:`replan` and ``plan.simulate``. Computations of a host's
-            ranks share its cores where there are fewer. Messages and reductions take no time but that of issuing
-            them and, where ranks of one thread each share cores, the CPU time that a rank has for them, receiving
-            included: set ``link_latency_seconds`` and its other figures where they count.
+            A cost model, the same on every rank, for :meth:`replan` and ``plan.simulate``, with the bytes of the
+            messages. Computations of a host's ranks share its cores where there are fewer. Messages and reductions
+            take no time but that of issuing them and, where ranks of one thread each have fewer cores than there are
+            of them, the CPU time that a rank has for them, receiving included: set ``link_latency_seconds``,
+            ``link_bytes_per_second`` and those of collectives where they count.
         """
         number, before = self.step_number, self._runner.recorder
         times = [Times() for _ in range(steps)]

@@ -7,13 +7,14 @@ import os
 import statistics
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from hpcomm import _C
-from hpcomm.pipeline.board import cores_of, seat
+from hpcomm.pipeline.board import cores_of, is_crowded, seat
 from hpcomm.plan.serialize import to_json
+from hpcomm.tree import tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -48,6 +49,7 @@ class Times:
     def __init__(self) -> None:
         self.actions: list[tuple[int, int, int, int, int]] = []  # operation, begin, waited, end, CPU time
         self.messages: list[tuple[int, int, int]] = []  # operation, begin of the wait for it, end
+        self.sizes: dict[tuple[int, int], list[int]] = {}  # bytes of the messages that this rank sent, by stages
         self.rest = 0  # CPU time of the process in the step's list, without that of actions
         self.inside = 0  # this thread's CPU time from the first action of a step to its end
         self.around = 0  # and in the rest of the step, known to whoever called it
@@ -63,6 +65,11 @@ class Times:
     def clocks() -> tuple[int, int]:
         """The clock, and this thread's CPU time."""
         return time.monotonic_ns(), time.thread_time_ns()
+
+    def sent(self, source: int, destination: int, message: Any) -> None:
+        """A message has gone from stage to stage."""
+        size = sum(tensor.nbytes for tensor in tensors_of(message))
+        self.sizes.setdefault((source, destination), []).append(size)
 
     def waited(self, op: int, begin: tuple[int, int]) -> None:
         """The current action has waited, since ``begin``, for a message, which came by operation ``op``."""
@@ -140,32 +147,45 @@ def cost_model(
     model.stages = stages
     model.issue_seconds, model.step_seconds = seconds.get(ISSUE, 0.0), seconds.get(STEP, 0.0)
     model.host_waits = False
-    model.ranks_per_host, model.cores_per_host = _crowd(seats or [])
+    model.ranks_per_host, model.cores_per_host, model.host_copies = _shared(seats or [])
     return model
 
 
-def _crowd(seats: Sequence[Seat]) -> tuple[int, int]:
-    """Ranks of a host, and how many of them compute at a time; 0: all, or the hosts differ, which no model knows."""
+class _Shared(NamedTuple):
+    """What the ranks of each host share, as the cost model's fields of these names say."""
+
+    ranks_per_host: int = 1
+    cores_per_host: int = 0
+    host_copies: bool = False
+
+
+def _shared(seats: Sequence[Seat]) -> _Shared:
+    """Nothing where there is a core for every thread, or where hosts differ, which no model knows. Where only the
+    threads that communicate lack one, these share the cores with computations.
+    """
     hosts: dict[str, list[int]] = {}
     for rank, (host, _, _) in enumerate(seats):
         hosts.setdefault(host, []).append(rank)
     found = set()
     for ranks in hosts.values():
-        cores = cores_of(seats[rank] for rank in ranks)
-        threads = max(seats[rank][2] for rank in ranks)
-        found.add((len(ranks), ranks[-1] - ranks[0] + 1, max(1, cores // threads)))
-    if len(found) != 1:
-        return 1, 0
-    ranks_here, span, at_a_time = found.pop()
-    return (ranks_here, at_a_time) if ranks_here == span and at_a_time < ranks_here else (1, 0)
+        here = [seats[rank] for rank in ranks]
+        threads = max(its for _, _, its in here)
+        at_a_time = max(1, cores_of(here) // threads)
+        copies = threads == 1 and at_a_time >= len(ranks) and is_crowded(here)
+        shared = _Shared(len(ranks), at_a_time, copies) if copies or at_a_time < len(ranks) else _Shared()
+        found.add((shared, ranks[-1] - ranks[0] + 1 == len(ranks)))
+    return found.pop()[0] if len(found) == 1 and next(iter(found))[1] else _Shared()
 
 
 def with_rest(
-    plan: StepPlan, actions: Sequence[tuple[int, float, float]], rest: float
+    plan: StepPlan, actions: Sequence[tuple[int, float, float]], rest: float, seats: Sequence[Seat] | None
 ) -> Iterable[tuple[int, float, float]]:
     """The actions of a rank's step with ``rest``, the CPU time of its other threads and of its end, shared out among
-    its communications, which it serves: where ranks share cores, it takes time from computations.
+    its communications, which it serves: where ranks share cores, it takes time from computations. Not where messages
+    themselves share the cores in the simulation.
     """
+    if _shared(seats or []).host_copies:
+        return actions
     moving = [plan.operations[op].kind.name not in COMPUTE for op, _, _ in actions]
     share = rest / max(1, sum(moving))
     return [(op, seconds, cpu + share * moves) for (op, seconds, cpu), moves in zip(actions, moving, strict=True)]
@@ -184,7 +204,7 @@ def seconds_of(
     Args:
         seats: of all ranks; None where a device computes, ahead of which the host runs: issuing costs nothing then.
     """
-    shared, single = _crowd(seats or [])[1] > 0, all(threads == 1 for _, _, threads in seats or [])
+    shared, single = _shared(seats or []).cores_per_host > 0, all(threads == 1 for _, _, threads in seats or [])
     found: dict[tuple[int, str], list[float]] = {}
     for op, seconds, cpu_seconds in actions:
         operation = plan.operations[op]
@@ -199,8 +219,15 @@ def seconds_of(
 
 def gathered_costs(mesh: Mesh, plan: StepPlan, times: Sequence[Times]) -> CostModel:
     """The cost model of what all ranks measured, means over those that measured the same (collective)."""
-    told = mesh.control.exchange(range(mesh.size), SEATS_CHANNEL, json.dumps(seat()).encode(), mesh.timeout)
-    seats = [tuple(json.loads(body)) for body in told] if mesh.device.type == "cpu" else None
+    sizes: dict[tuple[int, int], list[int]] = {}
+    for step in times:
+        for ends, some in step.sizes.items():
+            sizes.setdefault(ends, []).extend(some)
+    mine_is = json.dumps([seat(), [[*ends, statistics.fmean(some)] for ends, some in sizes.items()]])
+    told = [
+        json.loads(it) for it in mesh.control.exchange(range(mesh.size), SEATS_CHANNEL, mine_is.encode(), mesh.timeout)
+    ]
+    seats = [tuple(its) for its, _ in told] if mesh.device.type == "cpu" else None
     mine = [
         action
         for step in times
@@ -208,6 +235,7 @@ def gathered_costs(mesh: Mesh, plan: StepPlan, times: Sequence[Times]) -> CostMo
             plan,
             [(op, (end - begin - waited) / 1e9, cpu / 1e9) for op, begin, waited, end, cpu in step.actions],
             step.rest / 1e9,
+            seats,
         )
     ]
     around = statistics.fmean(step.around for step in times) / 1e9
@@ -217,4 +245,7 @@ def gathered_costs(mesh: Mesh, plan: StepPlan, times: Sequence[Times]) -> CostMo
         table[keys.index(key)] = torch.tensor([seconds, 1.0], dtype=torch.float64)
     mesh.world.all_reduce(table)
     means = {key: total / ranks for key, (total, ranks) in zip(keys, table.tolist(), strict=True) if ranks > 0}
-    return cost_model(plan.num_stages, means, seats)
+    model = cost_model(plan.num_stages, means, seats)
+    # Replicas send messages of about the same size: any of them.
+    model.message_bytes = {(source, target): size for _, sizes in told for source, target, size in sizes}
+    return model

@@ -1,6 +1,6 @@
 """Runner: walks this rank's list of a StepPlan and issues. It decides nothing and reorders nothing.
 
-A receipt may be put off until its message is needed, as far as no rank can tell the difference (:func:`put_off`).
+A receipt may be put off until its message is needed, as far as no rank can tell the difference (csrc/plan/put_off.h).
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from hpcomm import _C
+from hpcomm._C import put_off
 from hpcomm.channel import Receiver, Sender
 from hpcomm.pipeline.board import Board, is_crowded
 from hpcomm.pipeline.links import handed_over
-from hpcomm.pipeline.recorder import COMPUTE, recorder_for
+from hpcomm.pipeline.recorder import recorder_for
 from hpcomm.pipeline.stage import evaluate
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class Runner:
         self._local = {(link.source, link.target) for link in links if link.source in stages and link.target in stages}
         crowded = is_crowded(self.board.seats_of_this_host())
         # By operation. Where a receipt belongs to an order that all ranks keep, as NCCL's, it stays where it is.
-        self._put_off = put_off(actions, everywhere=crowded) if mesh.pp.transport == "shm" else set()
+        self._put_off = set(put_off(actions, everywhere=crowded)) if mesh.pp.transport == "shm" else set()
         # Functions, not bound methods: those would be a circle, and a Pipeline that is dropped must be gone at once.
         self._program = [(*self._instruction(action), action) for action in actions]
         # Operations by message, as ``mail`` knows them: for the recorder.
@@ -204,8 +205,10 @@ class Runner:
         return Runner._reduce, (self._reductions.reduce_tie, action.bucket, self._loss)
 
     def _send(self, send: Callable[[Any, int], Work], key: tuple[bool, int, int, int]) -> None:
-        walk = self._walk
-        walk.sent.append(send(walk.mail.pop(key), key[3]))
+        message = self._walk.mail.pop(key)
+        if self.recorder is not None:
+            self.recorder.sent(key[1], key[2], message)
+        self._walk.sent.append(send(message, key[3]))
 
     def _receive(self, receive: Callable[[int], Any], key: tuple[bool, int, int, int]) -> None:
         self._walk.mail[key] = receive(key[3])
@@ -331,40 +334,6 @@ class Runner:
 def _received(action: Action) -> tuple[bool, int, int, int]:
     """The message of a RECV."""
     return action.payload == _C.Payload.ACTIVATION, action.peer_stage, action.stage, action.microbatch
-
-
-def put_off(actions: Sequence[Action], *, everywhere: bool) -> set[int]:
-    """Receipts, by operation, that are issued when their message is needed: the thread that would wait for the lane
-    receives by itself. On a machine whose cores all compute, the lane's thread may get one milliseconds later.
-
-    Not when anything else on the same communicator stands between. So every lane gets what the plan gives it, in the
-    plan's order, and whenever this rank waits, it has issued all that stands before in its list: what happens could
-    have happened with receipts that were issued in their place and began late, and that is what ``verify`` looked at.
-
-    Args:
-        everywhere: also where the rank computes in between, during which a lane with a core of its own would receive.
-    """
-    found = set()
-    for start, receipt in enumerate(actions):
-        if receipt.kind != _C.ActionKind.RECV:
-            continue
-        for action in actions[start + 1 :]:
-            if action.kind.name in COMPUTE:
-                if _takes(action, receipt):
-                    found.add(receipt.op)
-                    break
-                if not everywhere:
-                    break
-            elif action.communicator == receipt.communicator:
-                break
-    return found
-
-
-def _takes(action: Action, receipt: Action) -> bool:
-    """Whether a computation needs the message of a RECV."""
-    of_forward = receipt.payload == _C.Payload.ACTIVATION
-    first = action.kind != _C.ActionKind.WEIGHT_GRAD and (action.kind == _C.ActionKind.FORWARD) == of_forward
-    return first and (action.stage, action.microbatch) == (receipt.stage, receipt.microbatch)
 
 
 def _edges(

@@ -18,6 +18,7 @@ FORMAT = "hpcomm.CostModel"
 _STAGE = ("forward_seconds", "backward_seconds", "input_grad_seconds", "weight_grad_seconds", "activation_bytes")
 _NUMBERS = ("header_seconds", "issue_seconds", "step_seconds", "pack_bytes_per_second")
 _LINKS = ("link", "collective")
+_SWITCHES = ("host_copies", "host_waits")
 
 
 def load_costs(path: str | PathLike[str]) -> CostModel:
@@ -35,14 +36,15 @@ def costs_from_json(text: str) -> CostModel:
          "stages": [{"forward_seconds": 0.01, "backward_seconds": 0.02, "activation_bytes": 4e8}, ...],
          "link": {"latency_seconds": 1e-5, "bytes_per_second": 5e10},
          "links": [{"source": 0, "destination": 1, "latency_seconds": 3e-6, "bytes_per_second": 3e11}, ...],
+         "messages": [{"source": 0, "destination": 1, "bytes": 4194304}, ...],
          "collective": {"latency_seconds": 1e-5, "bytes_per_second": 1e11},
          "header_seconds": 1e-5, "issue_seconds": 2e-6, "step_seconds": 1e-4, "pack_bytes_per_second": 1e12,
-         "ranks_per_host": 8, "cores_per_host": 8, "host_waits": false}
+         "ranks_per_host": 8, "cores_per_host": 8, "host_copies": false, "host_waits": false}
 
     ``stages`` has one entry per stage, or is left out for costs of 1 and 2; a stage without ``input_grad_seconds`` and
     ``weight_grad_seconds`` has halves of its backward. ``links`` are those between pipeline ranks that differ from
-    ``link``; those of ranks that a plan has not are left alone, so that one file serves several plans. A bandwidth of
-    ``null`` is infinite.
+    ``link``; those of ranks that a plan has not are left alone, so that one file serves several plans. ``messages`` has
+    the bytes that go from stage to stage where the plan itself does not say. A bandwidth of ``null`` is infinite.
 
     Raises ``ValueError`` that names the entry which is wrong.
     """
@@ -52,7 +54,17 @@ def costs_from_json(text: str) -> CostModel:
         raise ValueError(f"not a cost model: not JSON ({error})") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ValueError(f'not a cost model: "format" must be "{FORMAT}"')
-    known = {"format", "stages", "links", "ranks_per_host", "cores_per_host", "host_waits", *_LINKS, *_NUMBERS}
+    known = {
+        "format",
+        "stages",
+        "links",
+        "messages",
+        "ranks_per_host",
+        "cores_per_host",
+        *_SWITCHES,
+        *_LINKS,
+        *_NUMBERS,
+    }
     if unknown := sorted(document.keys() - known):
         raise ValueError(f"a cost model has no {unknown[0]!r}; it has {', '.join(sorted(known))}")
     native = load()
@@ -62,17 +74,16 @@ def costs_from_json(text: str) -> CostModel:
         latency, bandwidth = _link(document.get(name, {}), name)
         setattr(costs, f"{name}_latency_seconds", latency)
         setattr(costs, f"{name}_bytes_per_second", bandwidth)
-    links = {}
+    links, messages = {}, {}
     for i, entry in enumerate(_list(document, "links")):
-        where = f"links[{i}]"
-        if not isinstance(entry, dict):
-            raise ValueError(f"{where}: expected an object, found {entry!r:.40}")
-        ends = {key: entry.get(key) for key in ("source", "destination")}
-        rest = {key: value for key, value in entry.items() if key not in ends}
-        links[_int(ends["source"], f"{where}.source"), _int(ends["destination"], f"{where}.destination")] = _link(
-            rest, where
-        )
-    costs.links = links
+        ends, rest = _ends(entry, where := f"links[{i}]")
+        links[ends] = _link(rest, where)
+    for i, entry in enumerate(_list(document, "messages")):
+        ends, rest = _ends(entry, where := f"messages[{i}]")
+        if rest.keys() != {"bytes"}:
+            raise ValueError(f"{where}: expected source, destination and bytes, found {entry!r:.60}")
+        messages[ends] = _amount(rest["bytes"], f"{where}.bytes")
+    costs.links, costs.message_bytes = links, messages
     if "header_seconds" in document:
         costs.header_seconds = _amount(document["header_seconds"], "header_seconds")
     for name in ("issue_seconds", "step_seconds"):
@@ -84,9 +95,10 @@ def costs_from_json(text: str) -> CostModel:
         costs.ranks_per_host = _int(document["ranks_per_host"], "ranks_per_host", 1)
     if "cores_per_host" in document:
         costs.cores_per_host = _int(document["cores_per_host"], "cores_per_host")
-    if not isinstance(document.get("host_waits", False), bool):
-        raise ValueError(f"host_waits: expected true or false, found {document['host_waits']!r:.40}")
-    costs.host_waits = document.get("host_waits", False)
+    for name in _SWITCHES:
+        if not isinstance(document.get(name, False), bool):
+            raise ValueError(f"{name}: expected true or false, found {document[name]!r:.40}")
+        setattr(costs, name, document.get(name, False))
     return costs
 
 
@@ -111,13 +123,16 @@ def costs_to_json(costs: CostModel) -> str:
                 {"source": a, "destination": b, "latency_seconds": latency, "bytes_per_second": bandwidth(rate)}
                 for (a, b), (latency, rate) in costs.links.items()
             ],
+            "messages": [
+                {"source": a, "destination": b, "bytes": size} for (a, b), size in costs.message_bytes.items()
+            ],
             "header_seconds": costs.header_seconds,
             "issue_seconds": costs.issue_seconds,
             "step_seconds": costs.step_seconds,
             "pack_bytes_per_second": bandwidth(costs.pack_bytes_per_second),
             "ranks_per_host": costs.ranks_per_host,
             "cores_per_host": costs.cores_per_host,
-            "host_waits": costs.host_waits,
+            **{name: getattr(costs, name) for name in _SWITCHES},
         },
         indent=1,
     )
@@ -138,6 +153,15 @@ def _stage(entry: object, where: str) -> StageCost:
     native = load()
     stage: StageCost = native.StageCost(**{key: _amount(value, f"{where}.{key}") for key, value in entry.items()})
     return stage
+
+
+def _ends(entry: object, where: str) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Its source and its destination, and what else it says."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where}: expected an object, found {entry!r:.40}")
+    rest = dict(entry)
+    source, destination = (_int(rest.pop(key, None), f"{where}.{key}") for key in ("source", "destination"))
+    return (source, destination), rest
 
 
 def _link(entry: object, where: str) -> tuple[float, float]:

@@ -292,6 +292,7 @@ def _with_stages(costs: CostModel | None, stages: list[StageCost]) -> CostModel:
             "pack_bytes_per_second",
             "ranks_per_host",
             "cores_per_host",
+            "host_copies",
             "host_waits",
         ):
             setattr(model, name, getattr(costs, name))

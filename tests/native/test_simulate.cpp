@@ -211,6 +211,75 @@ TEST(simulate_slows_down_what_runs_when_another_computation_begins) {
   CHECK_EQ(timeline.end[f1], 6);
 }
 
+TEST(simulate_takes_the_bytes_of_a_message_from_the_costs_where_the_plan_has_none) {
+  StepPlan plan = relay();
+  const auto send = std::find_if(plan.operations.begin(), plan.operations.end(),
+                                 [](const Operation& op) { return op.kind == OpKind::kTransfer; });
+  send->bytes = 0;
+  CostModel costs;
+  costs.link_bytes_per_second = 10;
+  CHECK_EQ(makespan(plan, costs), 2);
+  costs.message_bytes[{0, 1}] = 30;
+  CHECK_EQ(makespan(plan, costs), 5);
+  send->bytes = 10;
+  CHECK_EQ(makespan(plan, costs), 3);
+  costs.message_bytes[{0, 1}] = -1;
+  CHECK_THROWS(ErrorKind::kInvalidArgument, simulate(plan, costs), "message_bytes of stages 0 to 1");
+}
+
+TEST(simulate_lets_threads_of_the_ranks_copy_messages_of_a_host) {
+  HandMade hand(2, 1);
+  const int f0 = hand.forward(0, 0);
+  const int send = hand.transfer(0, 1, 0);
+  const int next = hand.forward(0, 1);
+  const int own = hand.forward(1, 1);
+  const int f1 = hand.forward(1, 0);
+  hand.list(0, {f0, send, next});
+  hand.list(1, {send, own, f1});
+  hand.depends(send, f0);
+  hand.depends(f1, send);
+  CostModel costs;
+  costs.stages = {{.forward_seconds = 1}, {.forward_seconds = 2}};
+  costs.link_latency_seconds = 4;
+  costs.ranks_per_host = 2;
+  costs.cores_per_host = 2;
+  CHECK_EQ(simulate(hand.plan(), costs).end[f1], 7);  // 1, 4, 2
+  // From 1 the sender's half (2), the forward behind it (1) and what is left of rank 1's (1) have two thirds of a core
+  // each, until 2.5; then the half is alone, until 3.5, and the receiver's half until 5.5.
+  costs.host_copies = true;
+  Timeline timeline = simulate(hand.plan(), costs);
+  CHECK_NEAR(timeline.end[next], 2.5, 1e-12);
+  CHECK_NEAR(timeline.end[own], 2.5, 1e-12);
+  CHECK_NEAR(timeline.end[send], 5.5, 1e-12);
+  CHECK_NEAR(timeline.end[f1], 7.5, 1e-12);
+  // The receiver copies when it needs the message: rank 1's first forward loses a quarter to the sender's half.
+  costs.stages[1].forward_seconds = 10;
+  costs.link_latency_seconds = 1;
+  timeline = simulate(hand.plan(), costs);
+  CHECK_NEAR(timeline.end[own], 10.25, 1e-12);
+  CHECK_NEAR(timeline.end[send], 10.75, 1e-12);
+  CHECK_NEAR(timeline.end[f1], 20.75, 1e-12);
+  costs.ranks_per_host = 1;  // nothing is copied between hosts
+  CHECK_EQ(simulate(hand.plan(), costs).end[f1], 20);
+}
+
+TEST(simulate_lets_every_rank_of_a_host_work_on_a_collective) {
+  HandMade hand(1, 2);
+  const int loss = hand.loss();
+  for (int rank = 0; rank < 2; ++rank) {
+    const int forward = hand.forward(0, 0, rank);
+    hand.list(rank, {forward, loss});
+    hand.depends(loss, forward);
+  }
+  CostModel costs;
+  costs.collective.latency_seconds = 1;
+  costs.ranks_per_host = 2;
+  costs.cores_per_host = 1;
+  CHECK_EQ(makespan(hand.plan(), costs), 4);  // forwards 2, reduce and broadcast 2
+  costs.host_copies = true;
+  CHECK_EQ(makespan(hand.plan(), costs), 6);  // two threads on one core
+}
+
 TEST(simulate_charges_the_host_for_what_it_issues) {
   StepPlan plan = relay();
   CostModel costs;
