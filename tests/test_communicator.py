@@ -127,6 +127,30 @@ def test_sendrecv_in_a_ring(run: Run) -> None:
     run(3, exchanges)
 
 
+def half_an_exchange() -> str:
+    with hpcomm.init(dp=3, timeout=20.0) as mesh:
+        comm, rank = mesh.dp, mesh.rank
+        told = ""
+        if rank == 0:
+            with pytest.raises(hpcomm.TimedOut) as caught:
+                comm.sendrecv(encode(0, 100), 1, torch.empty(100), 2, timeout=0.5)
+            told = str(caught.value)
+        elif rank == 1:
+            received = torch.empty(100)
+            comm.recv(received, 0)  # that half has gone
+            assert torch.equal(received, encode(0, 100))
+        # Neither the job nor another communicator has suffered.
+        assert mesh.control.exchange(range(3), 0, b"here", 20.0) == [b"here"] * 3
+        mesh.world.all_reduce(torch.ones(1))
+        return told
+
+
+def test_a_sendrecv_whose_message_never_comes_names_the_rank(run: Run) -> None:
+    told = run(3, half_an_exchange)[0]
+    assert told.startswith("recv #0 on lane dp with rank 2 took longer")  # the half that is missing
+    assert "rank 1" not in told
+
+
 @pytest.mark.parametrize("rules", ["nccl:delay=200", "nccl:lanes"])
 def test_sendrecv_in_a_ring_under_the_rules_of_nccl(rules: str) -> None:
     ranks.run(3, exchanges, env={"HPCOMM_EMULATE": rules})
