@@ -7,11 +7,14 @@ and nothing else, and no code of a class runs when one of its objects is built.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hpcomm import _C
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 __all__: list[str] = []
 
@@ -41,6 +44,43 @@ def tensors_of(tree: object) -> list[torch.Tensor]:
     if isinstance(tree, (list, tuple)):
         return [tensor for item in tree for tensor in tensors_of(item)]
     return []
+
+
+def parts_of(tree: object) -> list[tuple[str, Any]] | None:
+    """What a container holds, each with the step that leads to it; None for what is no container."""
+    if isinstance(tree, torch.Tensor):
+        return None
+    if isinstance(tree, dict):
+        return [(f"[{key!r}]", value) for key, value in tree.items()]
+    if isinstance(tree, (list, tuple)):
+        return [(f"[{i}]", item) for i, item in enumerate(tree)]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [(f".{field.name}", getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+    return None
+
+
+def rebuilt(tree: Any, parts: Sequence[Any]) -> Any:
+    """A container like ``tree`` around other ``parts``, in the order of :func:`parts_of`.
+
+    As behind a message, no code of a named tuple's or dataclass's own runs.
+    """
+    kind = type(tree)
+    if isinstance(tree, dict):
+        return dict(zip(tree, parts, strict=True))
+    if isinstance(tree, (list, tuple)):
+        return tuple.__new__(kind, parts) if hasattr(tree, "_fields") else kind(parts)
+    made = object.__new__(kind)
+    for field, part in zip(dataclasses.fields(tree), parts, strict=True):
+        object.__setattr__(made, field.name, part)  # also of a frozen one
+    return made
+
+
+def mapped(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The tree with ``change(tensor)`` in each tensor's place."""
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    parts = parts_of(tree)
+    return tree if parts is None else rebuilt(tree, [mapped(part, change) for _, part in parts])
 
 
 def unflatten(structure: bytes, tensors: list[torch.Tensor]) -> Any:

@@ -6,9 +6,10 @@ import json
 import math
 import time
 from collections import OrderedDict
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from xml.etree import ElementTree
 
 import pipeline_models as models
@@ -203,6 +204,73 @@ def trees() -> None:
 
 def test_trees_that_change_their_shape_and_recurrent_stages() -> None:
     ranks.run(2, trees)
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Halves:
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class Doubles(nn.Module):
+    """Hands on a tensor, and two more in a class of the program."""
+
+    def __init__(self, kind: type[Pair] | type[Halves]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.kind = kind
+
+    def forward(self, tree: Any) -> Any:
+        h = tree[0] + tree[1].first * tree[1].second if isinstance(tree, tuple) else tree
+        h = torch.tanh(self.linear(h))
+        return h, self.kind(h.sin(), h.cos())
+
+
+class Unpacks(nn.Module):
+    def forward(self, pair: Pair | Halves) -> torch.Tensor:
+        return pair.first * pair.second
+
+
+def against_both(output: Any, target: Pair | Halves) -> torch.Tensor:
+    return (output[0] - target.first).square().mean() + (output[1].first - target.second).abs().mean()
+
+
+def doubled(kind: type[Pair] | type[Halves]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Unpacks(), *(Doubles(kind) for _ in range(6))).double()
+
+
+def own_classes() -> None:
+    with hpcomm.init(pp=2) as mesh:
+        x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        for kind in (Pair, Halves):
+            batch, target = kind(x, x.cos()), kind(x.sin(), x)
+            reference = doubled(kind)
+            against_both(reference(batch), target).backward()
+            for schedule, balance in (("1f1b", hpcomm.Balance((kind(x[:2], x[:2]),))), ("zbv", None), ("1f1b", None)):
+                pipe = hpcomm.Pipeline(
+                    doubled(kind),
+                    mesh=mesh,
+                    num_microbatches=3,
+                    loss_fn=against_both,
+                    schedule=schedule,
+                    balance=balance,
+                )
+                _, outputs = pipe.step(batch, target=target, return_outputs=True)
+                for name, parameter in pipe.named_parameters():
+                    torch.testing.assert_close(parameter.grad, reference.get_parameter(name).grad, msg=name)
+                if pipe.plan.num_stages - 1 in pipe.stages:
+                    assert [type(pair) for _, pair in outputs] == [kind] * 3
+                    assert not any(t.requires_grad for _, pair in outputs for t in (pair.first, pair.second))
+
+
+def test_named_tuples_and_dataclasses_are_trees_everywhere() -> None:
+    ranks.run(2, own_classes)
 
 
 def accumulated() -> None:

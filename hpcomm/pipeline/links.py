@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+from hpcomm.tree import mapped
 
 if TYPE_CHECKING:
     from hpcomm.pipeline.chain import Call
@@ -97,10 +97,4 @@ def loaders_of(calls: Sequence[Sequence[Call]], keywords: Sequence[str]) -> list
 
 def handed_over(tree: Any) -> Any:
     """A message to a stage of the same rank: its tensors as leaves of the next stage's graph, without a copy."""
-    if isinstance(tree, torch.Tensor):
-        return tree.detach().requires_grad_() if tree.requires_grad else tree
-    if isinstance(tree, dict):
-        return {key: handed_over(value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(handed_over(item) for item in tree)
-    return tree
+    return mapped(tree, lambda tensor: tensor.detach().requires_grad_() if tensor.requires_grad else tensor)

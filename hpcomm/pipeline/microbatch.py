@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from hpcomm.errors import InvalidArgument
+from hpcomm.tree import parts_of, rebuilt
 
 __all__: list[str] = []
 
 
 def split(batch: Any, parts: int, what: str) -> list[Any]:
-    """``parts`` microbatches of a tensor, or of a tuple, list or dict of tensors; the first ones are larger by one
+    """``parts`` microbatches of a tensor, or of any tree of tensors; the first ones are larger by one
     sample when the batch does not divide evenly. None and numbers are the same for each.
 
     Raises:
@@ -30,12 +31,10 @@ def split(batch: Any, parts: int, what: str) -> list[Any]:
                 "use a larger batch or fewer microbatches"
             )
         return list(torch.tensor_split(batch, parts))
-    if isinstance(batch, dict):
-        columns = {key: split(value, parts, f"{what}[{key!r}]") for key, value in batch.items()}
-        return [{key: column[i] for key, column in columns.items()} for i in range(parts)]
-    if isinstance(batch, (tuple, list)):
-        rows = [split(value, parts, f"{what}[{i}]") for i, value in enumerate(batch)]
-        return [type(batch)(row[i] for row in rows) for i in range(parts)]
+    held = parts_of(batch)
+    if held is not None:
+        columns = [split(value, parts, what + step) for step, value in held]
+        return [rebuilt(batch, [column[i] for column in columns]) for i in range(parts)]
     raise InvalidArgument(f"{what}: {type(batch).__name__} cannot be cut into microbatches; pass tensors")
 
 
@@ -88,22 +87,14 @@ def _lengths(tree: Any) -> list[int]:
     """Dimension 0 of each tensor that has one."""
     if isinstance(tree, torch.Tensor):
         return [tree.shape[0]] if tree.dim() > 0 else []
-    if isinstance(tree, dict):
-        tree = list(tree.values())
-    if isinstance(tree, (tuple, list)):
-        return [rows for item in tree for rows in _lengths(item)]
-    return []
+    return [rows for _, part in parts_of(tree) or () for rows in _lengths(part)]
 
 
 def samples(batch: Any) -> int:
     """Number of samples in a microbatch: dimension 0 of its first tensor; 0 when there is none."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.dim() > 0 else 1
-    if isinstance(batch, dict):
-        batch = list(batch.values())
-    if isinstance(batch, (tuple, list)):
-        return next((count for count in map(samples, batch) if count > 0), 0)
-    return 0
+    return next((count for _, part in parts_of(batch) or () if (count := samples(part)) > 0), 0)
 
 
 def join(outputs: list[Any]) -> Any:

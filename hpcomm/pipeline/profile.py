@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline.chain import Call, calls_of, require_taken, run, skips_of
 from hpcomm.pipeline.meta import InitFn, is_on_meta, materialize
-from hpcomm.tree import tensors_of
+from hpcomm.tree import mapped, tensors_of
 
 __all__: list[str] = []
 
@@ -111,7 +111,7 @@ def _measured(
             return tensor
 
         # Copies: a layer may work in place, which a leaf does not allow. The model's inputs get no gradient.
-        leaves = _mapped(value if call.is_first else _leaves(value), lambda t: t.clone())
+        leaves = mapped(value if call.is_first else _leaves(value), lambda t: t.clone())
         mine = {name: _leaves(known[name]) for name in call.skips}
         begin = _now(device)
         if attempt == 0:
@@ -164,19 +164,9 @@ def _bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _placed(tree: Any, device: torch.device) -> Any:
-    return _mapped(tree, lambda t: t.detach().to(device))
+    return mapped(tree, lambda t: t.detach().to(device))
 
 
 def _leaves(tree: Any) -> Any:
     """The same values as leaves of a new graph; what may carry a gradient does."""
-    return _mapped(tree, lambda t: t.detach().requires_grad_(t.is_floating_point() or t.is_complex()))
-
-
-def _mapped(tree: Any, change: Any) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return change(tree)
-    if isinstance(tree, dict):
-        return {key: _mapped(value, change) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_mapped(item, change) for item in tree)
-    return tree
+    return mapped(tree, lambda t: t.detach().requires_grad_(t.is_floating_point() or t.is_complex()))

@@ -20,6 +20,7 @@ from hpcomm.pipeline.board import Board, is_crowded
 from hpcomm.pipeline.links import handed_over
 from hpcomm.pipeline.recorder import recorder_for
 from hpcomm.pipeline.stage import evaluate
+from hpcomm.tree import mapped
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -371,10 +372,4 @@ def _edges(
 
 def detached(tree: Any) -> Any:
     """The tree with its tensors outside any graph."""
-    if isinstance(tree, torch.Tensor):
-        return tree.detach()
-    if isinstance(tree, dict):
-        return {key: detached(value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(detached(item) for item in tree)
-    return tree
+    return mapped(tree, torch.Tensor.detach)
