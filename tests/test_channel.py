@@ -373,6 +373,18 @@ def test_messages_that_are_kept_stay_as_they_are() -> None:
     ranks.run(2, kept_messages)
 
 
+class Hollow(torch.Tensor):
+    """A tensor around another one, as a DTensor is."""
+
+    @staticmethod
+    def __new__(cls: type[Hollow], inner: torch.Tensor) -> Hollow:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
 def wrong_use() -> None:
     with hpcomm.init(dp=1, pp=2) as mesh:
         with pytest.raises(hpcomm.InvalidArgument, match="has no peer 2"):
@@ -382,6 +394,13 @@ def wrong_use() -> None:
         channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
         with pytest.raises(hpcomm.InvalidArgument, match="set cannot be sent"):
             channel.send({"a": {1}})
+        released = torch.ones(3)
+        released.untyped_storage().resize_(0)
+        for hollow in (released, Hollow(torch.ones(3)), torch._efficientzerotensor((3,))):
+            with pytest.raises(hpcomm.InvalidArgument, match=r"send: message\['a'\] has no memory of its own"):
+                channel.send({"a": hollow})
+        with pytest.raises(hpcomm.InvalidArgument, match="all_reduce: the tensor has no memory of its own"):
+            mesh.pp.all_reduce(released)
         with pytest.raises(hpcomm.TimedOut, match="recv #0"):
             channel.recv(timeout=0.2)
         mesh.barrier()  # nobody sends before both have given up

@@ -123,6 +123,8 @@ class TreeSender {
       HPCOMM_REQUIRE(tensor.device() == device, "send: this channel serves tensors on ", device.str(), "; ",
                      leaf_names(flat.structure)[i], " is on ", tensor.device().str());
       HPCOMM_REQUIRE(tensor.layout() == at::kStrided, "send: ", leaf_names(flat.structure)[i], " is sparse");
+      HPCOMM_REQUIRE(has_memory(tensor), "send: ", leaf_names(flat.structure)[i],
+                     " has no memory of its own (a wrapper such as a DTensor, or its storage was given back)");
       const DType dtype = dtype_of(tensor);
       writer.add(dtype, wires.of(i, dtype), tensor.requires_grad(), tensor.sizes().data(), tensor.sizes().size());
       if (tensor.numel() == 0 || is_dense(tensor)) {

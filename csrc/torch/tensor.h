@@ -13,6 +13,10 @@ namespace hpcomm {
 [[nodiscard]] DType dtype_of(const at::Tensor& tensor);
 [[nodiscard]] at::ScalarType scalar_type(DType dtype) noexcept;
 
+// False where there are elements and nothing to read them from: a wrapper around other tensors (a DTensor), a fake one,
+// one whose storage was given back.
+[[nodiscard]] bool has_memory(const at::Tensor& tensor);
+
 // A view of a dense, contiguous tensor on `device`. `what` names it in the error. Checks device, dtype, contiguity.
 [[nodiscard]] BufferView view_of(const at::Tensor& tensor, const char* what, Device device = {});
 // Holds the tensor's storage.
