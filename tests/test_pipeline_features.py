@@ -568,6 +568,37 @@ def test_a_loss_scale_takes_the_course_of_one_process(dp: int, pp: int, schedule
             torch.testing.assert_close(whole[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
+def sparse_embedding() -> None:
+    with hpcomm.init(pp=2) as mesh:
+        embedding = nn.Embedding(5, 4, sparse=True)
+        model = nn.Sequential(OrderedDict(embed=embedding, head=nn.Linear(4, 4)))
+        with pytest.raises(hpcomm.InvalidArgument, match=r"embed \(Embedding\) has sparse=True"):
+            hpcomm.Pipeline(model, mesh=mesh, num_microbatches=2, loss_fn=CROSS)
+        embedding.requires_grad_(False)
+        pipe = hpcomm.Pipeline(model, mesh=mesh, num_microbatches=2, loss_fn=CROSS)
+        pipe.step(torch.arange(4), target=torch.arange(4))
+
+
+def test_a_sparse_embedding_is_refused_when_the_pipeline_is_made() -> None:
+    ranks.run(2, sparse_embedding)
+
+
+def embedding_inside_a_call() -> None:
+    class Sparse(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.embedding(x, self.weight, sparse=True)
+
+    mesh = hpcomm.init()
+    model = nn.Sequential(Sparse(4, 5), nn.Linear(4, 4))
+    pipe = hpcomm.Pipeline(model, mesh=mesh, num_microbatches=2, loss_fn=CROSS)
+    pipe.step(torch.arange(4), target=torch.arange(4))
+
+
+def test_a_sparse_gradient_is_called_that() -> None:
+    (outcome,) = ranks.run(1, embedding_inside_a_call, expect_failure=True)
+    assert "parameter 0: its gradient is sparse" in outcome.message
+
+
 # --- Errors -----------------------------------------------------------------------------------------------------------
 
 

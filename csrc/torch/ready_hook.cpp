@@ -23,7 +23,9 @@ void mark_param(Reducer& reducer, int index, const at::Tensor& param) {
   }
   // The Reducer's buckets were laid out for the parameters as they were when it was made.
   const TensorSize expected = reducer.expected(index);
-  HPCOMM_REQUIRE(gradient.device() == torch_device(reducer.device()) && gradient.layout() == at::kStrided &&
+  HPCOMM_REQUIRE(gradient.layout() == at::kStrided, "parameter ", index,
+                 ": its gradient is sparse, which is not reduced; make the embedding with sparse=False");
+  HPCOMM_REQUIRE(gradient.device() == torch_device(reducer.device()) &&
                      static_cast<std::size_t>(gradient.numel()) == expected.count &&
                      dtype_of(gradient) == expected.dtype,
                  "parameter ", index, " (", c10::toString(gradient.scalar_type()), " on ", gradient.device().str(),
@@ -32,6 +34,7 @@ void mark_param(Reducer& reducer, int index, const at::Tensor& param) {
   // A gradient has its parameter's strides; a parameter that is not contiguous (channels_last) is dense all the
   // same, and every rank has the same order of elements.
   HPCOMM_REQUIRE(gradient.is_non_overlapping_and_dense(), "parameter ", index, ": its gradient is not dense");
+  HPCOMM_REQUIRE(has_memory(gradient), "parameter ", index, ": its gradient is a wrapper without memory of its own");
   reducer.mark_ready(index, gradient.data_ptr(), keep(gradient));
 }
 

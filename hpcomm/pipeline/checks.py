@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hpcomm.ddp import describe_parameters
 from hpcomm.errors import InvalidArgument
@@ -35,6 +36,23 @@ def require_arguments(
         raise InvalidArgument(f"Pipeline: reduce={reduce!r}; use one of {', '.join(_POLICIES)}")
     if inputs not in _INPUTS:
         raise InvalidArgument(f"Pipeline: inputs={inputs!r}; use one of {', '.join(_INPUTS)}")
+    for name, layer in model.named_modules():
+        if (
+            isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+            and layer.sparse
+            and layer.weight.requires_grad
+        ):
+            raise InvalidArgument(
+                f"Pipeline: {name} ({type(layer).__name__}) has sparse=True; sparse gradients are not reduced: "
+                "make it with sparse=False"
+            )
+    parameters: dict[str, object] = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if is_traceable_wrapper_subclass(parameter):
+            raise InvalidArgument(
+                f"Pipeline: parameter {name} is a {type(parameter).__name__}; the parameters of a stage must be plain "
+                "tensors, whole on each of its ranks"
+            )
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, torch.Tensor) and tensor.device not in {
             torch.device("cpu"),
