@@ -305,6 +305,7 @@ bool ShmMailbox::pull_frame(int from) {
     }
     if (frame.kind == FrameKind::kOffer && fitting) {
       take_offer(mail, frame, from);
+      push(from);  // the answer, before the head is read: the sender's copy begins while this rank's goes on
     }
     if (is_inline(frame) && fitting && frame.bytes > 0) {
       std::memcpy(mail->view_.data, frame.payload, frame.bytes);
