@@ -130,6 +130,9 @@ class Communicator {
   // Of a device that runs one operation at a time (comm/device_slot.h); null where lanes run beside each other. Only
   // host memory has one: of NCCL's kernels several run at once.
   [[nodiscard]] virtual DeviceSlot* device_slot() noexcept { return nullptr; }
+  // Messages of an edge of up to so many bytes had better travel behind their header, over Control, than in an
+  // operation of their own; 0 where none had. The same on all ranks.
+  [[nodiscard]] virtual std::size_t bytes_in_control() const noexcept { return 0; }
   // Memory that this transport can send without a copy.
   [[nodiscard]] virtual Buffer allocate(std::size_t bytes);
   // A communicator of `members` (ranks of this one, this rank among them, in group order) on a lane of its own, with

@@ -1,14 +1,18 @@
 // Messages as operations of a communicator's lane, on every transport: headers and schemas go ahead over Control, the
-// packed part and each large tensor are sends and receives of one group.
+// packed part and each large tensor are sends and receives of one group. Where Control is faster than an operation, a
+// small message goes behind its header, as far as there is room (engine/window.h).
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "base/error.h"
 #include "comm/device_slot.h"
+#include "comm/host_communicator.h"
 #include "engine/joint_work.h"
 #include "engine/rendezvous.h"
 #include "engine/route.h"
 #include "engine/slots.h"
+#include "engine/window.h"
 
 namespace hpcomm {
 
@@ -77,12 +81,16 @@ class LaneSend final : public SendRoute {
         refusal_(std::move(refusal)),
         in_order_(in_stream_order(communicator_)),
         slots_(std::move(allocator), config.slots, in_order_ ? communicator_.shared_stream() : nullptr),
-        rendezvous_(make_rendezvous(config, edge)) {
+        rendezvous_(make_rendezvous(config, edge)),
+        window_(communicator_, peer_, edge, config.slots) {
     slots_.reserve(config.slots, config.slot_bytes);
   }
 
   WorkPtr send(Outgoing message) override {
     const Parcel& parcel = message.known->parcel;
+    if (message.header && window_.may_carry(parcel) && window_.take(parcel)) {
+      return send_behind_header(std::move(message));
+    }
     // The packed part, and behind it the large tensors that are no dense block.
     std::size_t bytes = parcel.packed.bytes();
     for (const Parcel::Direct& one : parcel.direct) {
@@ -119,9 +127,7 @@ class LaneSend final : public SendRoute {
       communicator_.control().send(job_rank(communicator_, peer_), edge_, body);
     }
     if (views.empty()) {
-      auto work = std::make_shared<HostWork>(std::move(message.what));
-      work->complete();
-      return work;
+      return ended(std::move(message.what));
     }
     if (rendezvous_ != nullptr) {
       return send_when_met(std::move(message), std::move(views), std::move(items), slot.owner);
@@ -142,6 +148,36 @@ class LaneSend final : public SendRoute {
   [[nodiscard]] std::size_t slot_bytes() const override { return slots_.bytes(); }
 
  private:
+  static WorkPtr ended(ErrorContext what) {
+    auto work = std::make_shared<HostWork>(std::move(what));
+    work->complete();
+    return work;
+  }
+
+  // Header, payload and schema in one Control message. The payload comes first: its tensors are written to their places
+  // in it, which have to be aligned.
+  WorkPtr send_behind_header(Outgoing message) {
+    const Parcel& parcel = message.known->parcel;
+    const std::size_t schema_bytes = message.header->schema_bytes;
+    const Buffer body = slots_.acquire(kHeaderBytes + parcel.bytes() + schema_bytes).buffer;
+    auto* const memory = static_cast<char*>(body.view.data);
+    char* const payload = memory + kHeaderBytes;
+    write_header(*message.header, memory);
+    run_copies_cpu(pack_items(message, payload, Reader::kThisCore), nullptr);
+    for (const Parcel::Direct& one : parcel.direct) {
+      const Source& source = message.sources[one.tensor];
+      char* const target = payload + parcel.packed.bytes() + one.offset;
+      if (source.strided != nullptr) {
+        source.strided->write(target, message.known->schema.tensors[one.tensor].dtype);
+      } else {
+        std::memcpy(target, source.data, one.bytes);
+      }
+    }
+    std::memcpy(payload + parcel.bytes(), message.known->bytes.data(), schema_bytes);
+    communicator_.control().send(job_rank(communicator_, peer_), edge_, {memory, body.view.bytes});
+    return ended(std::move(message.what));
+  }
+
   // One task for the whole message, in a place that is found when both ends are at it.
   WorkPtr send_when_met(Outgoing message, std::vector<BufferView> views, std::vector<CopyItem> items,
                         const Keepalive& slot) {
@@ -187,6 +223,7 @@ class LaneSend final : public SendRoute {
   const bool in_order_;
   SlotPool slots_;
   const std::shared_ptr<const Rendezvous> rendezvous_;  // null where the order of issue counts
+  Window window_;
 };
 
 class LaneRecv final : public RecvRoute {
@@ -194,10 +231,15 @@ class LaneRecv final : public RecvRoute {
   LaneRecv(const EdgeConfig& config, std::shared_ptr<Allocator> allocator, std::shared_ptr<Inbound> inbound)
       : RecvRoute(inbound), state_(std::make_shared<State>(config, std::move(allocator), std::move(inbound))) {}
 
-  Receipt recv(std::uint64_t sequence, int microbatch, const OpOptions&, const Meanwhile&) override {
+  Receipt recv(std::uint64_t sequence, int microbatch, const OpOptions& options, const Meanwhile& meanwhile) override {
     Communicator& communicator = inbound_->communicator;
     auto message = std::make_shared<Incoming>();
     message->device = communicator.device();
+    if (options.inline_when_idle && communicator.bytes_in_control() > 0 && communicator.stream().idle()) {
+      if (WorkPtr work = recv_here(sequence, microbatch, options, meanwhile, message)) {
+        return {work, message};
+      }
+    }
     auto work =
         std::make_shared<RelayWork>(communicator.context("recv", inbound_->peer, sequence), communicator.device());
     // The size is not known before the header is here, so the whole receipt is one task of the lane; the receives
@@ -209,10 +251,14 @@ class LaneRecv final : public RecvRoute {
         if (edge == nullptr) {
           throw Error(ErrorKind::kClosed, "the channel was closed before the message came", work->what());
         }
-        if (edge->inbound->broken) {
-          std::rethrow_exception(edge->inbound->broken);
+        edge->require_whole();
+        const Deadline deadline = deadline_after(edge->inbound->communicator.timeout());
+        // A header that the caller has seen is not waited for again.
+        if (message->known != nullptr || !edge->next(sequence, microbatch, deadline, *message)) {
+          edge->receive(sequence, message, *work, deadline, place);
+        } else {
+          work->issued(nullptr);
         }
-        edge->receive(sequence, microbatch, message, *work, place);
       } catch (...) {
         if (edge != nullptr) {
           edge->inbound->fail(std::current_exception());
@@ -229,25 +275,53 @@ class LaneRecv final : public RecvRoute {
   }
 
  private:
+  // Waits in the calling thread for the header, and with it the message, if it is a small one: a change of threads
+  // costs as much as the rest of its way. Null when its payload is still to be received, which a caller must not do
+  // itself: that wait looks at no signals.
+  WorkPtr recv_here(std::uint64_t sequence, int microbatch, const OpOptions& options, const Meanwhile& meanwhile,
+                    const std::shared_ptr<Incoming>& message) {
+    State& state = *state_;
+    ErrorContext what = inbound_->communicator.context("recv", inbound_->peer, sequence);
+    auto work = std::make_shared<HostWork>(std::move(what));
+    try {
+      state.require_whole();
+      const Deadline deadline = deadline_after(inbound_->communicator.timeout());
+      if (!state.next(sequence, microbatch, deadline, *message, options.poll, &meanwhile)) {
+        return nullptr;
+      }
+      work->complete();
+    } catch (const Error&) {
+      inbound_->fail(std::current_exception());
+      work->fail(std::current_exception());
+    }  // what else there is, is the caller's own: a signal, most likely. The header is still to come
+    return work;
+  }
+
   struct State {
     State(const EdgeConfig& config, std::shared_ptr<Allocator> allocator, std::shared_ptr<Inbound> edge)
         : inbound(std::move(edge)),
           in_order(in_stream_order(*config.communicator)),
           slots(std::move(allocator), config.slots, config.communicator->compute(),
                 in_order ? config.communicator->shared_stream() : nullptr),
-          rendezvous(make_rendezvous(config, inbound->id)) {
+          rendezvous(make_rendezvous(config, inbound->id)),
+          window(*config.communicator, config.peer, inbound->id, config.slots) {
       slots.reserve(config.slots, config.slot_bytes);
     }
 
-    // `place` of a movable task.
-    void receive(std::uint64_t sequence, int microbatch, const std::shared_ptr<Incoming>& message, RelayWork& work,
-                 DeviceSlot::Place* place) {
-      Communicator& lane = inbound->communicator;
-      if (auto why = lane.aborted()) {
+    // Throws what ended the edge or the communicator before.
+    void require_whole() const {
+      if (inbound->broken) {
+        std::rethrow_exception(inbound->broken);
+      }
+      if (auto why = inbound->communicator.aborted()) {
         throw Error(*why);
       }
-      const Deadline deadline = deadline_after(lane.timeout());
-      message->known = next(sequence, microbatch, deadline);
+    }
+
+    // The payload of `message`, whose schema is known. `place` of a movable task.
+    void receive(std::uint64_t sequence, const std::shared_ptr<Incoming>& message, RelayWork& work, Deadline deadline,
+                 DeviceSlot::Place* place) {
+      Communicator& lane = inbound->communicator;
       const Parcel& parcel = message->known->parcel;
       if (parcel.bytes() == 0) {
         return work.issued(nullptr);
@@ -299,29 +373,74 @@ class LaneRecv final : public RecvRoute {
       work.issued(std::move(received));
     }
 
-    // What the next message looks like; waits for its header unless the schema is frozen.
-    KnownPtr next(std::uint64_t sequence, int microbatch, Deadline deadline) {
+    // What the next message looks like; waits for its header unless the schema is frozen. True when the payload came
+    // behind it.
+    bool next(std::uint64_t sequence, int microbatch, Deadline deadline, Incoming& message, void (*poll)() = nullptr,
+              const Meanwhile* meanwhile = nullptr) {
       if (!inbound->needs_header(sequence)) {
-        return inbound->current;
+        message.known = inbound->current;
+        return false;
       }
       Communicator& lane = inbound->communicator;
+      Deadline slice{};  // a look, first
       for (;;) {
-        const Deadline slice = std::min(deadline, Clock::now() + kAbortPoll);
         if (const auto body = lane.control().try_receive(job_rank(lane, inbound->peer), inbound->id, slice)) {
-          const MessageHeader header = parse_header(*body);
-          return inbound->accept(header, std::string_view(*body).substr(kHeaderBytes), sequence, microbatch);
+          try {
+            return accept(*body, sequence, microbatch, message);
+          } catch (...) {
+            inbound->fail(std::current_exception());  // it will not come again
+            throw;
+          }
+        }
+        if (slice == Deadline{} && repeats && meanwhile != nullptr && meanwhile->idle != nullptr) {
+          meanwhile->idle(inbound->current);
         }
         inbound->check(sequence, deadline);
+        if (poll != nullptr) {
+          poll();
+        }
+        slice = std::min(deadline, Clock::now() + kAbortPoll);
       }
+    }
+
+    bool accept(std::string_view body, std::uint64_t sequence, int microbatch, Incoming& message) {
+      const MessageHeader header = parse_header(body);
+      body.remove_prefix(kHeaderBytes);
+      std::string_view payload;
+      const std::uint64_t bytes = header.payload_bytes;
+      if (bytes > 0 && bytes <= inbound->communicator.bytes_in_control() &&
+          body.size() == bytes + header.schema_bytes) {
+        payload = body.substr(0, bytes);
+        body.remove_prefix(bytes);
+      }
+      const KnownPtr last = inbound->current;
+      message.known = inbound->accept(header, body, sequence, microbatch);
+      repeats = last != nullptr && (message.known == last || same_but_shapes(message.known->schema, last->schema));
+      if (payload.empty()) {
+        return message.known->parcel.bytes() == 0;
+      }
+      const Parcel& parcel = message.known->parcel;  // of as many bytes, or it had not been accepted
+      const Buffer slot = slots.acquire(bytes).buffer;
+      std::memcpy(slot.view.data, payload.data(), bytes);
+      window.give_back(parcel);
+      message.packed = message.direct = slot;
+      message.direct.view.data = static_cast<char*>(slot.view.data) + parcel.packed.bytes();
+      if (parcel.cast_bytes > 0) {
+        message.cast = slots.acquire(parcel.cast_bytes).buffer;
+        run_copies_cpu(cast_items(message), nullptr);
+      }
+      return true;
     }
 
     std::shared_ptr<Inbound> inbound;
     const bool in_order;
     SlotPool slots;
     const std::shared_ptr<const Rendezvous> rendezvous;
+    Window window;
+    bool repeats = false;  // the last message was like the one before, but for shapes
   };
 
-  // Shared with tasks on the lane, the only place that touches it after construction.
+  // Shared with tasks on the lane, the only place that touches it after construction, but for who receives in its turn.
   std::shared_ptr<State> state_;
 };
 
