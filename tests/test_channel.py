@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import signal
 import time
 from typing import Any, NamedTuple
 
@@ -488,6 +489,55 @@ def bounded_memory() -> None:
 
 def test_a_sender_that_is_ahead_takes_no_more_memory() -> None:
     ranks.run(2, bounded_memory)
+
+
+def mixed_lengths() -> None:
+    """What travels behind its header, among what is too long for it or finds no room."""
+    sizes = [4, 300 << 10, (1 << 20) - 64, 1 << 20, (1 << 20) + 64, 3 << 20, 1000, 0]
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+
+        def tree(i: int, rank: int) -> Any:
+            return [torch.full((sizes[i % 8] // 8,), 2.0 * i + rank, dtype=torch.float64), i]
+
+        works = [channel.send(tree(i, mesh.rank)) for i in range(40)]
+        kept = []
+        for i in range(40):
+            kept.append(channel.irecv().wait() if i % 5 == 0 else channel.recv())
+            assert torch.equal(kept[i][0], tree(i, 1 - mesh.rank)[0])
+        for work in works:
+            work.wait()
+        for i, got in enumerate(kept):
+            assert got[1] == i
+            assert torch.equal(got[0], tree(i, 1 - mesh.rank)[0])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_messages_of_all_lengths_keep_their_order(transport: str) -> None:
+    ranks.run(2, mixed_lengths, env=TRANSPORTS[transport])
+
+
+def interrupted() -> None:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        mesh.world.barrier()
+        if mesh.rank == 0:
+            mesh.world.barrier()  # not before the other rank was interrupted
+            channel.send([torch.arange(5), "small"]).wait()
+            channel.send(torch.arange(1 << 20)).wait()
+        else:
+            before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                channel.recv()
+            signal.signal(signal.SIGALRM, before)
+            mesh.world.barrier()
+            assert channel.recv()[1] == "small"  # nothing of it was lost
+            assert torch.equal(channel.recv(), torch.arange(1 << 20))
+
+
+def test_an_interrupted_recv_over_gloo_may_be_repeated() -> None:
+    ranks.run(2, interrupted, env=TRANSPORTS["gloo"])
 
 
 def made_beforehand() -> None:

@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,6 +19,15 @@
 #include "base/fork.h"
 
 namespace hpcomm::control {
+
+namespace {
+
+// Of one peer, before the others have their turn.
+constexpr std::size_t kMostAtOnce = std::size_t{1} << 20;
+// Bodies from here on are not copied once more when they are complete.
+constexpr std::size_t kLongBody = std::size_t{1} << 16;
+
+}  // namespace
 
 std::shared_ptr<Control> TcpControl::make(int rank, std::vector<Fd> connections, std::vector<std::string> surplus,
                                           std::chrono::milliseconds heartbeat) {
@@ -40,8 +50,11 @@ TcpControl::TcpControl(int rank, std::vector<Fd> connections, std::vector<std::s
   }
   for (std::size_t r = 0; r < connections.size(); ++r) {
     const bool open = connections[r].valid() || static_cast<int>(r) == rank;
-    peers_.push_back(Peer{
-        std::move(connections[r]), open ? PeerState::kOpen : PeerState::kLeft, std::move(surplus[r]), {}, 0, false});
+    Peer peer;
+    peer.fd = std::move(connections[r]);
+    peer.state = open ? PeerState::kOpen : PeerState::kLeft;
+    peer.incoming = std::move(surplus[r]);
+    peers_.push_back(std::move(peer));
   }
   thread_ = std::thread([this] { run(); });
   pthread_setname_np(thread_.native_handle(), "hpcomm:control");
@@ -75,7 +88,7 @@ void TcpControl::send(int peer, std::uint64_t channel, std::string_view body) {
   HPCOMM_REQUIRE(peer >= 0 && peer < size() && peer != rank_, "control message from rank ", rank_, " to rank ", peer,
                  " of ", size());
   require_own_process("send", peer);
-  const std::string bytes = encode(FrameKind::kMessage, channel, body);
+  const PrefixBytes prefix = encode_prefix(FrameKind::kMessage, channel, body.size());
   std::lock_guard lock(mutex_);
   if (failure_) {
     throw Error(*failure_);
@@ -87,7 +100,7 @@ void TcpControl::send(int peer, std::uint64_t channel, std::string_view body) {
   if (to.state != PeerState::kOpen) {
     throw Error(ErrorKind::kRankFailed, str("rank ", peer, " has left the job"), {rank_, peer, -1, "send"});
   }
-  queue_frame(to, bytes);
+  queue_frame(to, {prefix.data(), prefix.size()}, body);
 }
 
 std::optional<std::string> TcpControl::try_receive(int peer, std::uint64_t channel, Deadline until) {
@@ -332,57 +345,105 @@ void TcpControl::look_for_silence(Deadline now) {
 }
 
 void TcpControl::read_from(int rank) {
+  // On the stack and not straight into a frame: it stays in a cache, and a peer that announces much and sends little
+  // gets no memory for it.
   std::array<char, 1 << 16> chunk;
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
-  // Only this thread closes descriptors, so reading needs no lock.
-  const ssize_t got = ::recv(peer.fd.get(), chunk.data(), chunk.size(), MSG_DONTWAIT);
-  if (got > 0) {
+  // What has come, but not for ever: other peers wait.
+  for (std::size_t total = 0; total < kMostAtOnce;) {
+    // Only this thread closes descriptors, so reading needs no lock.
+    const ssize_t got = ::recv(peer.fd.get(), chunk.data(), chunk.size(), MSG_DONTWAIT);
+    if (got <= 0) {
+      if (got == 0) {
+        lose(rank, "its process ended");
+      } else if (errno != EAGAIN && errno != EINTR) {
+        lose(rank, str("its connection broke: ", std::strerror(errno)));
+      }
+      return;
+    }
     heartbeat_.heard(rank, Clock::now());
-    peer.incoming.append(chunk.data(), static_cast<std::size_t>(got));
-    parse_incoming(rank);
-  } else if (got == 0) {
-    lose(rank, "its process ended");
-  } else if (errno != EAGAIN && errno != EINTR) {
-    lose(rank, str("its connection broke: ", std::strerror(errno)));
+    take_in(rank, {chunk.data(), static_cast<std::size_t>(got)});
+    total += static_cast<std::size_t>(got);
+    if (got < static_cast<ssize_t>(chunk.size()) || peer.state == PeerState::kLost) {
+      return;  // that was all
+    }
   }
+}
+
+// A long body is put together where it will be, others are found in `incoming`.
+void TcpControl::take_in(int rank, std::span<const char> bytes) {
+  Peer& peer = peers_[static_cast<std::size_t>(rank)];
+  if (peer.unfinished) {
+    const std::size_t now = std::min(peer.missing, bytes.size());
+    peer.unfinished->body.append(bytes.data(), now);
+    peer.missing -= now;
+    bytes = bytes.subspan(now);
+    if (peer.missing > 0) {
+      return;
+    }
+    Frame frame = std::move(*peer.unfinished);
+    peer.unfinished.reset();
+    try {
+      deliver(rank, std::move(frame));
+    } catch (const Error& error) {
+      return lose(rank, error.what());
+    }
+  }
+  peer.incoming.append(bytes.data(), bytes.size());
+  parse_incoming(rank);
 }
 
 void TcpControl::parse_incoming(int rank) {
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
   std::size_t used = 0;
   try {
-    while (auto parsed = parse(std::span(peer.incoming).subspan(used))) {
-      used += parsed->consumed;
-      std::lock_guard lock(mutex_);
-      switch (parsed->frame.kind) {
-        case FrameKind::kMessage: {
-          Inbox& inbox = inboxes_[{rank, parsed->frame.channel}];
-          inbox.messages.push_back(std::move(parsed->frame.body));
-          inbox.arrived.notify_all();
-          break;
-        }
-        case FrameKind::kAbort:
-          fail(reported_error(parsed->frame, rank_, rank));
-          break;
-        case FrameKind::kGoodbye:
-          leave(rank, PeerState::kLeft);
-          for (auto& [key, inbox] : inboxes_) {
-            inbox.arrived.notify_all();
-          }
-          break;
-        case FrameKind::kHeartbeat:
-          break;
-        case FrameKind::kHello:
-        case FrameKind::kChallenge:
-        case FrameKind::kProof:
-          throw Error(ErrorKind::kProtocol, "control connection: a second greeting");
+    for (;;) {
+      const auto rest = std::span<const char>(peer.incoming).subspan(used);
+      if (auto parsed = parse(rest)) {
+        used += parsed->consumed;
+        deliver(rank, std::move(parsed->frame));
+        continue;
       }
+      if (const auto announced = parse_prefix(rest); announced && announced->length >= kLongBody) {
+        const auto behind = rest.subspan(kPrefixBytes);
+        peer.unfinished = Frame{announced->kind, announced->channel, std::string(behind.data(), behind.size())};
+        peer.missing = announced->length - behind.size();
+        used = peer.incoming.size();
+      }
+      break;
     }
   } catch (const Error& error) {
     lose(rank, error.what());
     return;
   }
   peer.incoming.erase(0, used);
+}
+
+void TcpControl::deliver(int rank, Frame frame) {
+  std::lock_guard lock(mutex_);
+  switch (frame.kind) {
+    case FrameKind::kMessage: {
+      Inbox& inbox = inboxes_[{rank, frame.channel}];
+      inbox.messages.push_back(std::move(frame.body));
+      inbox.arrived.notify_all();
+      break;
+    }
+    case FrameKind::kAbort:
+      fail(reported_error(frame, rank_, rank));
+      break;
+    case FrameKind::kGoodbye:
+      leave(rank, PeerState::kLeft);
+      for (auto& [key, inbox] : inboxes_) {
+        inbox.arrived.notify_all();
+      }
+      break;
+    case FrameKind::kHeartbeat:
+      break;
+    case FrameKind::kHello:
+    case FrameKind::kChallenge:
+    case FrameKind::kProof:
+      throw Error(ErrorKind::kProtocol, "control connection: a second greeting");
+  }
 }
 
 void TcpControl::flush(Peer& peer) {
@@ -410,10 +471,33 @@ void TcpControl::flush(Peer& peer) {
   }
 }
 
-void TcpControl::queue_frame(Peer& peer, const std::string& bytes) {
-  const bool queued = !peer.outgoing.empty();
+// `bytes` and `behind` as one piece.
+void TcpControl::queue_frame(Peer& peer, std::string_view bytes, std::string_view behind) {
   peer.spoke = true;
+  // From where they lie, where nothing is before them: what the socket takes at once need not be kept.
+  while (peer.outgoing.empty() && peer.fd.valid() && !(bytes.empty() && behind.empty())) {
+    std::array<iovec, 2> parts{iovec{const_cast<char*>(bytes.data()), bytes.size()},
+                               iovec{const_cast<char*>(behind.data()), behind.size()}};
+    msghdr message{};
+    message.msg_iov = parts.data();
+    message.msg_iovlen = parts.size();
+    const ssize_t took = ::sendmsg(peer.fd.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (took < 0 && errno == EINTR) {
+      continue;
+    }
+    if (took < 0) {
+      break;  // flush() finds out why
+    }
+    const std::size_t first = std::min(bytes.size(), static_cast<std::size_t>(took));
+    bytes.remove_prefix(first);
+    behind.remove_prefix(static_cast<std::size_t>(took) - first);
+  }
+  if (bytes.empty() && behind.empty()) {
+    return;
+  }
+  const bool queued = !peer.outgoing.empty();
   peer.outgoing += bytes;
+  peer.outgoing += behind;
   if (!queued) {
     flush(peer);
   }

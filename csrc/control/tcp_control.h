@@ -8,12 +8,17 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
 #include "control/control.h"
 #include "control/heartbeat.h"
 #include "control/socket.h"
+#include "control/wire.h"
 
 namespace hpcomm::control {
 
@@ -58,6 +63,9 @@ class TcpControl final : public Control {
     Fd fd;
     PeerState state = PeerState::kOpen;
     std::string incoming;  // bytes of an unfinished frame
+    std::optional<Frame>
+        unfinished;  // a long one, of which `missing` bytes are still to come; `incoming` is empty then
+    std::size_t missing = 0;
     std::string outgoing;  // what the socket did not take yet, behind `sent` bytes that it did
     std::size_t sent = 0;
     bool spoke = false;  // since the last heartbeat was due
@@ -74,9 +82,11 @@ class TcpControl final : public Control {
   void beat();
   void look_for_silence(Deadline now);
   void read_from(int peer);
+  void take_in(int peer, std::span<const char> bytes);
   void parse_incoming(int peer);
+  void deliver(int peer, Frame frame);
   void flush(Peer& peer);
-  void queue_frame(Peer& peer, const std::string& bytes);
+  void queue_frame(Peer& peer, std::string_view bytes, std::string_view behind = {});
   void tell_all(const std::string& bytes);
   void lose(int peer, const std::string& why);
   void leave(int peer, PeerState how);

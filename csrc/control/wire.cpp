@@ -26,19 +26,27 @@ static_assert(sizeof(Prefix) == kPrefixBytes);
 
 }  // namespace
 
-std::string encode(FrameKind kind, std::uint64_t channel, std::string_view body) {
-  HPCOMM_REQUIRE(body.size() <= kMaxBody, "a control message of ", body.size(), " bytes; the limit is ", kMaxBody);
+PrefixBytes encode_prefix(FrameKind kind, std::uint64_t channel, std::size_t length) {
+  HPCOMM_REQUIRE(length <= kMaxBody, "a control message of ", length, " bytes; the limit is ", kMaxBody);
   Prefix prefix;
   prefix.kind = static_cast<std::uint8_t>(kind);
   prefix.channel = channel;
-  prefix.length = body.size();
-  std::string bytes(kPrefixBytes + body.size(), '\0');
+  prefix.length = length;
+  PrefixBytes bytes;
   std::memcpy(bytes.data(), &prefix, kPrefixBytes);
-  body.copy(bytes.data() + kPrefixBytes, body.size());
   return bytes;
 }
 
-std::optional<Parsed> parse(std::span<const char> bytes, std::size_t max_body) {
+std::string encode(FrameKind kind, std::uint64_t channel, std::string_view body) {
+  const PrefixBytes prefix = encode_prefix(kind, channel, body.size());
+  std::string bytes;
+  bytes.reserve(kPrefixBytes + body.size());
+  bytes.append(prefix.data(), prefix.size());
+  bytes.append(body);
+  return bytes;
+}
+
+std::optional<Announced> parse_prefix(std::span<const char> bytes, std::size_t max_body) {
   if (bytes.size() < kPrefixBytes) {
     return std::nullopt;
   }
@@ -58,12 +66,16 @@ std::optional<Parsed> parse(std::span<const char> bytes, std::size_t max_body) {
   if (prefix.length > max_body) {
     reject(str("a frame of ", prefix.length, " bytes; the limit is ", max_body));
   }
-  if (bytes.size() - kPrefixBytes < prefix.length) {
+  return Announced{static_cast<FrameKind>(prefix.kind), prefix.channel, static_cast<std::size_t>(prefix.length)};
+}
+
+std::optional<Parsed> parse(std::span<const char> bytes, std::size_t max_body) {
+  const auto announced = parse_prefix(bytes, max_body);
+  if (!announced || bytes.size() - kPrefixBytes < announced->length) {
     return std::nullopt;
   }
-  Frame frame{static_cast<FrameKind>(prefix.kind), prefix.channel,
-              std::string(bytes.data() + kPrefixBytes, prefix.length)};
-  return Parsed{std::move(frame), kPrefixBytes + prefix.length};
+  Frame frame{announced->kind, announced->channel, std::string(bytes.data() + kPrefixBytes, announced->length)};
+  return Parsed{std::move(frame), kPrefixBytes + announced->length};
 }
 
 std::string encode_hello(const Hello& hello) {

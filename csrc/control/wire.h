@@ -40,7 +40,19 @@ using JobToken = std::array<unsigned char, 32>;
 // Random and used once: a recorded greeting proves nothing later.
 using Nonce = std::array<unsigned char, 32>;
 
+using PrefixBytes = std::array<char, kPrefixBytes>;
+// What goes ahead of a body of `length` bytes.
+[[nodiscard]] PrefixBytes encode_prefix(FrameKind kind, std::uint64_t channel, std::size_t length);
 [[nodiscard]] std::string encode(FrameKind kind, std::uint64_t channel, std::string_view body);
+
+// A prefix, whose body of `length` bytes follows.
+struct Announced {
+  FrameKind kind = FrameKind::kMessage;
+  std::uint64_t channel = 0;
+  std::size_t length = 0;
+};
+// Of the first kPrefixBytes of `bytes`; empty when there are fewer. Throws as parse() does.
+[[nodiscard]] std::optional<Announced> parse_prefix(std::span<const char> bytes, std::size_t max_body = kMaxBody);
 
 struct Parsed {
   Frame frame;

@@ -82,6 +82,24 @@ BOTH(large_messages_in_both_directions_at_once) {
   });
 }
 
+BOTH(messages_of_all_lengths_keep_their_order) {
+  // About the length from which a body is put together on its own, cut by the socket where it likes.
+  const auto body = [](int rank, int i) {
+    const std::size_t length = i % 4 == 0 ? static_cast<std::size_t>(i) : (std::size_t{1} << 16) - 40 + i * 977U % 80;
+    return std::string(i % 7 == 0 ? 3 * length : length, static_cast<char>('a' + (rank + i) % 26));
+  };
+  const auto controls = connect(2);
+  run_ranks(2, [&](int rank) {
+    Control& mine = *controls[static_cast<std::size_t>(rank)];
+    for (int i = 0; i < 200; ++i) {
+      mine.send(1 - rank, 9, body(rank, i));
+    }
+    for (int i = 0; i < 200; ++i) {
+      CHECK(mine.receive(1 - rank, 9, soon()) == body(1 - rank, i));
+    }
+  });
+}
+
 BOTH(sends_of_many_threads_stay_whole) {
   const auto controls = connect(2);
   run_ranks(8, [&](int thread) {

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <future>
 #include <memory>
 #include <random>
 #include <string>
@@ -520,6 +521,127 @@ TEST(edge_payload_outlives_everything) {
     });
   }
   check_arrived(receipt, packet);
+}
+
+// --- Behind the header, in Control -----------------------------------------------------------------------------------
+
+namespace {
+
+// Up to so many bytes travel behind their header there, in what follows.
+constexpr std::size_t kCarried = 4096;
+
+void carry(Communicator& world) { dynamic_cast<ThreadCommunicator&>(world).carry_in_control(kCarried); }
+
+Packet bytes_of(std::int64_t count, unsigned seed) {
+  return fill({"bytes", {{DType::kUInt8, false, {count}}, {DType::kFloat64, true, {}}}}, seed);
+}
+
+}  // namespace
+
+TEST(edge_small_messages_keep_their_order_among_large_ones) {
+  constexpr unsigned kMessages = 400;
+  const auto packet = [](unsigned i) {
+    return i % 3 == 0 ? random_packet(i) : bytes_of(i % 7 * 1000, i);  // 7000 B and some are too many for Control
+  };
+  for (const bool is_ahead : {true, false}) {
+    run_pair(
+        SchemaMode::kPerMessage,
+        [&](Communicator& world, SendEdge&) {
+          carry(world);
+          SendEdge edge({std::shared_ptr<Communicator>(&world, [](Communicator*) {}), 1}, heap());
+          std::vector<WorkPtr> works;
+          for (unsigned i = 0; i < kMessages; ++i) {
+            works.push_back(send(edge, packet(i), static_cast<int>(i)));
+            if (!is_ahead) {
+              works.back()->wait();
+            }
+          }
+          for (const WorkPtr& work : works) {
+            work->wait();
+          }
+        },
+        [&](Communicator& world, RecvEdge&) {
+          carry(world);
+          RecvEdge edge({std::shared_ptr<Communicator>(&world, [](Communicator*) {}), 0}, heap());
+          OpOptions here;
+          here.inline_when_idle = true;
+          for (unsigned i = 0; i < kMessages; ++i) {
+            const Receipt receipt = edge.recv(static_cast<int>(i), i % 5 == 0 ? OpOptions{} : here);
+            receipt.work->wait();
+            check_arrived(receipt, packet(i));
+          }
+        });
+  }
+}
+
+TEST(edge_leaves_no_more_than_its_slots_in_control) {
+  std::promise<void> looked;
+  run_pair(
+      SchemaMode::kPerMessage,
+      [&](Communicator& world, SendEdge&) {
+        carry(world);
+        SendEdge edge({std::shared_ptr<Communicator>(&world, [](Communicator*) {}), 1}, heap());
+        const Packet packet = fill({"bytes", {{DType::kUInt8, false, {kCarried}}}}, 1);
+        std::vector<WorkPtr> works;
+        for (int i = 0; i < 12; ++i) {
+          works.push_back(send(edge, packet));
+          // Four slots. The others wait for the receiver, for nothing is buffered on this communicator.
+          CHECK_EQ(works.back()->done(), i < 4);
+        }
+        looked.set_value();
+        for (const WorkPtr& work : works) {
+          work->wait();
+        }
+        // What was taken has made room, once the word of it is here.
+        const Deadline soon = Clock::now() + 20s;
+        WorkPtr last = send(edge, packet);
+        while (!last->done() && Clock::now() < soon) {
+          last->wait();
+          last = send(edge, packet);
+        }
+        CHECK(last->done());
+        send(edge, fill({"the end", {}}, 1))->wait();
+      },
+      [&](Communicator& world, RecvEdge&) {
+        carry(world);
+        RecvEdge edge({std::shared_ptr<Communicator>(&world, [](Communicator*) {}), 0}, heap());
+        looked.get_future().wait();
+        for (;;) {
+          const Receipt receipt = edge.recv(-1);
+          receipt.work->wait();
+          if (receipt.message->schema().structure == "the end") {
+            break;
+          }
+          CHECK_EQ(receipt.message->schema().tensors.size(), 1U);
+        }
+      });
+}
+
+TEST(edge_refuses_payloads_behind_the_header_that_do_not_fit) {
+  const Schema schema = floats({4}).schema;  // 16 bytes, on a cache line
+  const std::string body = encode_schema(schema);
+  const auto header = [&](std::uint64_t id, std::uint64_t bytes) {
+    const auto behind = static_cast<std::uint32_t>(body.size());
+    return encode_header({id, 0, 0, schema.fingerprint(), bytes, behind, std::nullopt});
+  };
+  struct Case {
+    std::size_t carried;
+    std::size_t announced;
+    std::size_t there;
+    const char* part;
+  };
+  for (const Case& one : {Case{kCarried, 64, 63, "bytes behind the header"}, Case{kCarried, 64, 65, "bytes behind"},
+                          Case{kCarried, 32, 32, "no schema that fits"}, Case{0, 64, 64, "bytes behind the header"},
+                          Case{kCarried, kCarried + 1, kCarried + 1, "bytes behind the header"}}) {
+    const ThreadJob job(2);
+    const auto world = job.communicator(1);
+    dynamic_cast<ThreadCommunicator&>(*world).carry_in_control(one.carried);
+    RecvEdge edge({world, 0}, heap());
+    const Receipt receipt = edge.recv(0);
+    const std::uint64_t id = job.communicator(0)->next_edge_id(0, 1);
+    job.control(0)->send(1, id, header(id, one.announced) + std::string(one.there, 'p') + body);
+    check_error(*receipt.work, ErrorKind::kProtocol, one.part);
+  }
 }
 
 // --- Slots -----------------------------------------------------------------------------------------------------------

@@ -241,6 +241,9 @@ class ThreadCommunicator final : public HostCommunicator {
   ~ThreadCommunicator() override { shut_down(); }
 
   [[nodiscard]] const char* transport() const noexcept override { return "thread"; }
+  // 0 unless a test says otherwise, on all ranks.
+  [[nodiscard]] std::size_t bytes_in_control() const noexcept override { return bytes_in_control_; }
+  void carry_in_control(std::size_t bytes) { bytes_in_control_ = bytes; }
 
  protected:
   [[nodiscard]] std::shared_ptr<Communicator> make_child(CommunicatorConfig child) override {
@@ -411,6 +414,7 @@ class ThreadCommunicator final : public HostCommunicator {
     }
   }
 
+  std::size_t bytes_in_control_ = 0;
   std::shared_ptr<Hub> hub_;
   std::shared_ptr<Room> room_;
   std::mt19937 random_;  // used on the lane only
