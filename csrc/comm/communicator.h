@@ -117,6 +117,11 @@ class Communicator {
 
   // True when operations that run inline look at OpOptions::poll while they wait.
   [[nodiscard]] virtual bool can_poll() const noexcept { return false; }
+  // Waits until every rank has called this as often as this one, for `patience` at most. No operation: it takes no
+  // place in the order, and a call counts also when nobody else came. False when somebody is missing, when the
+  // communicator has ended, and where ranks cannot tell. Who knows that all have come can run what they wait for
+  // without a look at signals. One thread at a time.
+  [[nodiscard]] virtual bool all_here(std::chrono::milliseconds) { return false; }
   // True when kAverage costs no pass of its own and 16-bit floats are summed in float32: no need to scale before.
   [[nodiscard]] virtual bool averages_well() const noexcept { return false; }
   // True when sums may be given OpOptions::factor.

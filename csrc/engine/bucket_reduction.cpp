@@ -112,6 +112,7 @@ class Issue {
     }
     OpOptions options;
     options.keepalive = reduction_.held;
+    options.inline_when_idle = reduction_.in_caller;
     const DType dtype = reduction_.bucket->dtype;
     BufferView view = reduction_.memory;
     view.dtype = dtype;
@@ -224,15 +225,22 @@ WorkPtr issue(Communicator& communicator, const BucketReduction& reduction, std:
   steps.make_checks();
   // The gradients are the backward's, which may still run.
   communicator.stream().wait(communicator.compute()->record());
-  if (reduction.begun) {
-    communicator.stream().enqueue(reduction.begun);
-  }
+  const auto may_run_here = [&] { return reduction.in_caller && communicator.stream().idle(); };
+  const auto tell = [&](const std::function<void()>& listener) {
+    if (listener && may_run_here()) {
+      listener();
+    } else if (listener) {
+      communicator.stream().enqueue(listener);
+    }
+  };
+  tell(reduction.begun);
   steps.gather();
-  if (reduction.packed) {
-    communicator.stream().enqueue(reduction.packed);
-  }
+  tell(reduction.packed);
   const WorkPtr reduced = steps.reduce();
   steps.scatter();
+  if (may_run_here() && reduced != nullptr && reduced->done()) {
+    return reduced;  // with all that was queued before and behind it
+  }
   return communicator.follow(reduced, communicator.context("reduce", -1, number), reduction.held);
 }
 

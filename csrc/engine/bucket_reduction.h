@@ -37,13 +37,16 @@ struct BucketReduction {
   std::function<std::shared_ptr<std::int32_t>()> make_check;
   // Rank r gets part r of the memory, and nothing is copied back; not with casts.
   bool scatter = false;
-  // If set: told on the lane when it begins with this bucket, and when all is packed.
+  // The caller has nothing else to do: what needs no pack and finds its lane idle is reduced in the calling thread,
+  // which saves two switches of threads. Nobody looks at signals meanwhile.
+  bool in_caller = false;
+  // If set: told on the lane, or by the caller, when it begins with this bucket, and when all is packed.
   std::function<void()> begun = {};
   std::function<void()> packed = {};
 };
 
-// Averages a bucket over the communicator. It starts when what was computed so far has run, and runs on the lane; what
-// is packed, reduced and copied back are three steps of it at most:
+// Averages a bucket over the communicator. It starts when what was computed so far has run, and runs on the lane, or in
+// the caller; what is packed, reduced and copied back are three steps of it at most:
 //
 //   gradient is          | pack               | result
 //   ---------------------+--------------------+--------------------------------

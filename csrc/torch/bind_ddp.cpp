@@ -84,6 +84,8 @@ void bind_ddp(py::module_& module) {
            py::kw_only(), py::arg("wire") = py::none(), py::arg("modules") = std::vector<int>(),
            py::arg("find_unused") = false, py::arg("bucket_views") = false, py::arg("shard") = false,
            py::arg("check_finite") = false, py::arg("events") = "hpcomm", py::arg("logger") = py::none())
+      .def("reduce_at_end", &DdpReducer::reduce_at_end, WithoutLock())
+      .def_property_readonly("lacks_core", &DdpReducer::lacks_core)
       .def("prepare", &DdpReducer::prepare, py::arg("outputs"), WithoutLock())
       .def("reset", &DdpReducer::reset, WithoutLock())
       .def("start", &DdpReducer::start, py::arg("bucket"), WithoutLock())

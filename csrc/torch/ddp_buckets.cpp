@@ -15,7 +15,7 @@ namespace hpcomm {
 
 namespace {
 
-constexpr std::size_t kSmallBytes = 4096;
+constexpr std::size_t kSmallBytes = std::size_t{64} << 10;
 
 // The strides that AccumulateGrad gives a gradient (torch's "Gradient Layout Contract"): those of its parameter, or of
 // a contiguous tensor where the parameter has holes.

@@ -121,13 +121,14 @@ void DdpReducer::search_unused(const std::vector<at::Tensor>& outputs) {
 }
 
 // A gradient that no rank has stays None. The numbers are read on the host, as torch reads its own.
-void DdpReducer::agree_on_used() {
+void DdpReducer::agree_on_used(bool in_caller) {
   // Not clone(): a program may forbid it, to find copies of its own.
   used_by_any_ = at::empty(used_.sizes(), used_.options().device(params_.front().device()));
   used_by_any_.copy_(used_);
   OpOptions options;
   options.keepalive = keep(used_by_any_);
   options.ready = communicator_->compute()->record();
+  options.inline_when_idle = in_caller;
   used_event_ = begin_event("all_reduce", used_by_any_);
   used_work_ = communicator_->all_reduce(view_of(used_by_any_, "used parameters", communicator_->device()),
                                          ReduceOp::kSum, options);

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/autograd/engine.h>
 
+#include <algorithm>
 #include <exception>
 #include <utility>
 
@@ -29,6 +30,7 @@ void DdpReducer::prepare(const std::vector<at::Tensor>& outputs) {
     TORCH_CHECK(false, "Expected to have finished reduction in the prior iteration before starting a new one.",
                 unready());
   }
+  settle();
   unused_.clear();
   if (options_.find_unused) {
     search_unused(outputs);
@@ -52,21 +54,27 @@ void DdpReducer::expect_none() {
     slots_[b].missing = plan_.buckets[b].params.size();
     slots_[b].work = nullptr;
     slots_[b].checks.clear();
+    slots_[b].complete = {};
     slots_[b].open = false;
     slots_[b].carried.assign(plan_.buckets[b].params.size(), 0);
   }
 }
 
-void DdpReducer::reset() {
-  std::lock_guard lock(mutex_);
+// What a backward left on the lane when it ended with an error (Ctrl-C, say) still reads and writes the buckets.
+void DdpReducer::settle() {
   for (Slot& slot : slots_) {
     if (slot.work != nullptr) {
       try {
         wait(*slot.work);
-      } catch (const Error&) {  // whoever resets knows
+      } catch (const Error&) {  // the backward has told
       }
     }
   }
+}
+
+void DdpReducer::reset() {
+  std::lock_guard lock(mutex_);
+  settle();
   expect_none();
   state_ = State::kIdle;
 }
@@ -132,35 +140,45 @@ void DdpReducer::refuse_second_mark(std::size_t param) const {
 
 void DdpReducer::issue_complete(const at::Tensor& incoming) {
   while (next_ < slots_.size() && slots_[next_].missing == 0) {
-    issue_bucket(next_, incoming);
+    complete_bucket(next_, incoming);
+    if (!at_end_) {
+      issue_bucket(next_);
+    }
     ++next_;
   }
   if (next_ == slots_.size() && state_ == State::kReducing) {
-    state_ = State::kDraining;
     if (first_order_.empty()) {
       first_order_ = order_;
     }
-    if (options_.find_unused) {
-      agree_on_used();
-    }
-    torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] {
-      try {
-        self->at_end_of_backward();
-      } catch (...) {
-        std::rethrow_exception(visible_to_torch(std::current_exception()));
+    if (!at_end_) {
+      state_ = State::kDraining;
+      if (options_.find_unused) {
+        agree_on_used();
       }
-    });
+    }
+    queue_end();
   }
 }
 
-void DdpReducer::issue_bucket(std::size_t index, const at::Tensor& incoming) {
+// Also by a callback, which is then called behind those that were there before.
+void DdpReducer::queue_end() {
+  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] {
+    try {
+      self->at_end_of_backward();
+    } catch (...) {
+      std::rethrow_exception(visible_to_torch(std::current_exception()));
+    }
+  });
+}
+
+void DdpReducer::complete_bucket(std::size_t index, const at::Tensor& incoming) {
   const Bucket& bucket = plan_.buckets[index];
   Slot& slot = slots_[index];
   open(index);
   // The bucket by its memory: its storage is counted to see who else looks at it, and the lane may be late to let go.
   auto held = std::make_shared<std::pair<std::vector<c10::Storage>, Keepalive>>();
   held->second = slot.owner;
-  BucketReduction reduction;
+  BucketReduction& reduction = slot.complete = {};
   reduction.bucket = &bucket;
   const std::size_t bytes = memory_bytes(index);
   reduction.memory = {slot.flat.data_ptr(), bytes, bytes, DType::kUInt8, communicator_->device()};
@@ -184,29 +202,73 @@ void DdpReducer::issue_bucket(std::size_t index, const at::Tensor& incoming) {
     reduction.begun = [times = times_, index] { times->at(index).begun = now(); };
     reduction.packed = [times = times_, index] { times->at(index).packed = now(); };
   }
+  slot.checks.clear();
+}
+
+void DdpReducer::issue_bucket(std::size_t index, bool in_caller) {
+  Slot& slot = slots_[index];
   if (counts_.issued++ == 0) {
     stats_.first_issued = now();
   }
-  slot.checks.clear();
   slot.event = begin_event(options_.shard ? "reduce_scatter" : "all_reduce", slot.flat);
+  BucketReduction reduction = std::exchange(slot.complete, {});
+  reduction.in_caller = in_caller;
   slot.work = issue(*communicator_, reduction, index, &slot.checks);
+  if (slot.work->done()) {
+    if (times_ != nullptr) {
+      times_->at(index).reduced = now();
+    }
+    return;
+  }
   end_on_lane(slot.event);
   if (times_ != nullptr) {
     communicator_->stream().enqueue([times = times_, index] { times->at(index).reduced = now(); });
   }
 }
 
+void DdpReducer::reduce_at_end() {
+  std::lock_guard lock(mutex_);
+  HPCOMM_REQUIRE(state_ == State::kIdle && stats_.backwards == 0, "reduce_at_end() comes before the first step");
+  at_end_ = !alone_;
+}
+
 void DdpReducer::at_end_of_backward() {
   std::lock_guard lock(mutex_);
+  if (state_ == State::kReducing && next_ == slots_.size()) {
+    issue_at_end();
+    const bool done = std::all_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.work->done(); });
+    if (!done) {
+      // Other wrappers issue theirs first: on another rank they may be before this one.
+      queue_end();
+      return;
+    }
+  }
   if (state_ == State::kDraining) {  // else somebody has reset it
     drain();
   }
 }
 
+// Once all ranks have come this far, nothing of it waits for long, and this thread may do it. If somebody is late, the
+// lane does, so that this one can look at signals and at its deadline meanwhile.
+void DdpReducer::issue_at_end() {
+  constexpr auto kPatience = std::chrono::milliseconds(50);
+  stats_.computed = now();
+  const bool in_caller = communicator_->all_here(kPatience);
+  for (std::size_t b = 0; b < slots_.size(); ++b) {
+    issue_bucket(b, in_caller);
+  }
+  if (options_.find_unused) {
+    agree_on_used(in_caller);
+  }
+  state_ = State::kDraining;
+}
+
 // Waits for all of them, also behind a failed one: nothing may still write what the caller gets back.
 void DdpReducer::drain() {
   state_ = State::kIdle;
-  stats_.computed = now();
+  if (!at_end_) {
+    stats_.computed = now();
+  }
   std::exception_ptr first;
   const auto attempt = [&first](const auto& body) {
     try {
@@ -250,7 +312,8 @@ void DdpReducer::start(std::size_t bucket) {
                  "start(): a backward is reducing these gradients; run it in no_sync() first");
   HPCOMM_REQUIRE(slots_[bucket].work == nullptr, "bucket ", bucket, " was started and not finished");
   state_ = State::kIdle;
-  issue_bucket(bucket, {});
+  complete_bucket(bucket, {});
+  issue_bucket(bucket);
 }
 
 void DdpReducer::finish(std::size_t bucket) {

@@ -4,13 +4,14 @@
 //   ------------+----------------+----------------------------------+------------------------------------
 //   kIdle       | -> kExpecting  | ignored: it only accumulates     | -
 //   kExpecting  | kExpecting     | -> kReducing, and as there       | -
-//   kReducing   | error (2)      | counts; a full bucket is issued; | -
+//   kReducing   | error (2)      | counts; a full bucket is issued; | only (3): issues all -> kDraining
 //               |                | all issued: -> kDraining         |
 //   kDraining   | error (2)      | error (1)                        | waits, hands out -> kIdle
 //
 //   (1) A parameter that is ready twice. (2) The last backward did not reach all parameters. Both are torch's errors,
-//   in torch's words, where torch has them.
-//   reset() leads to kIdle from everywhere, once nothing runs on the lane any more.
+//   in torch's words, where torch has them. (3) After reduce_at_end(), full buckets wait for the end of the backward.
+//   What cannot be issued then leaves the state as it is, as it does earlier. reset() leads to kIdle from everywhere,
+//   once nothing runs on the lane any more.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -53,6 +54,13 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
 
   // Hooks behind the gradient accumulators, which run in the thread of the backward, without the GIL.
   void attach();
+  // From now on, before the first step: all buckets are reduced at the end of the backward, by its thread if they are
+  // in place, the lane has nothing to do and all ranks are there. A lane without a core of its own can only take
+  // turns with the computation; so it takes none. Ranks that share a lane must agree on it: with several wrappers on
+  // the lane, it makes another order of operations.
+  void reduce_at_end();
+  // Whether that is worthwhile here: gradients are packed one by one, where they are made, for want of cores.
+  [[nodiscard]] bool lacks_core() const noexcept { return carries_; }
   // The next backward reduces. `outputs` are those of the forward, for `find_unused`.
   void prepare(const std::vector<at::Tensor>& outputs);
   // Drops what was begun. Gradients that were on their way are undefined.
@@ -133,6 +141,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
     std::vector<Fate> fates;
     std::vector<at::Tensor> staged;  // by entry, where the fate is kStaged, or what a missing gradient becomes
     std::vector<RunCheck> checks;
+    BucketReduction complete;           // what is to be issued
     bool open = false;                  // its memory is that of this step: gradients may be packed
     std::vector<std::uint8_t> carried;  // by entry: carry() has packed it
   };
@@ -141,7 +150,10 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void mark_locked(int param, const at::Tensor& incoming);
   [[noreturn]] void refuse_second_mark(std::size_t param) const;
   void issue_complete(const at::Tensor& incoming);
-  void issue_bucket(std::size_t index, const at::Tensor& incoming);
+  void complete_bucket(std::size_t index, const at::Tensor& incoming);
+  void issue_bucket(std::size_t index, bool in_caller = false);
+  void issue_at_end();
+  void queue_end();
   void open(std::size_t index);
   void carry(int param, const at::Tensor& incoming);
   [[nodiscard]] Contribution contribute(std::size_t index, std::size_t entry, const at::Tensor& incoming,
@@ -163,10 +175,11 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void end_on_lane(const std::shared_ptr<ProfilerEvent>& event) const;
   static void end_event(std::shared_ptr<ProfilerEvent>& event);
   void search_unused(const std::vector<at::Tensor>& outputs);
-  void agree_on_used();
+  void agree_on_used(bool in_caller = false);
   void report_not_finite();
   [[nodiscard]] std::string unready() const;
   void lay_out(BucketPlan plan);
+  void settle();
   void expect_none();
 
   const std::shared_ptr<Communicator> communicator_;
@@ -185,6 +198,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   std::vector<Slot> slots_;
   std::vector<std::uint8_t> marked_;
   std::size_t next_ = 0;
+  bool at_end_ = false;           // reduce_at_end()
   std::vector<int> order_;        // of the running backward
   std::vector<int> first_order_;  // of the first whole one
   std::vector<int> unused_;       // that prepare() found

@@ -58,6 +58,11 @@ def tell_all(lane: Communicator, channel: int, body: bytes) -> bytes:
     return lane.control.exchange(lane.ranks, channel, body if lane.rank == 0 else b"", lane.timeout)[0]
 
 
+def say_all(lane: Communicator, channel: int, here: bool) -> bool:
+    """Whether all ranks of ``lane`` say yes (collective)."""
+    return all(lane.control.exchange(lane.ranks, channel, b"\1" if here else b"", lane.timeout))
+
+
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """Of the backend that ``group`` has for ``device``: gloo, nccl, hpcomm; what torch calls its events after."""
     try:

@@ -3,10 +3,12 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "engine/bucket_reduction.h"
 #include "native/check.h"
+#include "native/shm_job.h"
 #include "native/thread_communicator.h"
 
 using namespace hpcomm;
@@ -71,6 +73,38 @@ TEST(a_bucket_with_a_new_a_kept_and_a_foreign_gradient) {
       CHECK_EQ(foreign[i], average(2, 2, i));
     }
     CHECK_EQ(made[0], value(rank, 0, 0));  // new gradients are only read
+  });
+}
+
+// Rank 0 has nothing else to do, rank 1 leaves the same to its lane; what is to be packed goes to the lane on both.
+TEST(a_bucket_in_place_is_reduced_by_a_caller_with_nothing_else_to_do) {
+  const ShmJob job(2);
+  run_ranks(2, [&](int rank) {
+    const auto communicator = job.communicator(rank);
+    Bucket bucket{{0}, Layout({{kFirst, DType::kFloat32}}), DType::kFloat32};
+    for (const bool in_place : {true, false}) {
+      Memory memory(bucket.layout);
+      const auto made = gradient(rank, 0, kFirst);
+      if (in_place) {
+        std::memcpy(memory.bytes.data(), made.data(), kFirst * sizeof(float));
+      }
+      std::thread::id packer;
+      BucketReduction reduction;
+      reduction.bucket = &bucket;
+      reduction.memory = memory.view();
+      reduction.entries = {{in_place ? nullptr : made.data(), nullptr, in_place}};
+      reduction.in_caller = rank == 0;
+      reduction.packed = [&packer] { packer = std::this_thread::get_id(); };
+      const WorkPtr work = issue(*communicator, reduction, 0, nullptr);
+      CHECK(work->done() || rank != 0 || !in_place);
+      work->wait();
+      if (in_place) {
+        CHECK((packer == std::this_thread::get_id()) == (rank == 0));
+      }
+      for (std::size_t i = 0; i < kFirst; ++i) {
+        CHECK_EQ(memory.bytes[i], average(2, 0, i));
+      }
+    }
   });
 }
 

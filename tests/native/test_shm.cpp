@@ -368,6 +368,48 @@ TEST(shm_what_poll_throws_reaches_the_caller_and_ends_the_communicator) {
   });
 }
 
+TEST(shm_all_are_here_when_all_have_come) {
+  const ShmJob job(3);
+  std::atomic<int> passed{0};
+  run_ranks(3, [&](int rank) {
+    const auto world = job.communicator(rank);
+    for (int i = 0; i < 50; ++i) {
+      CHECK(world->all_here(20s));
+      CHECK(passed.fetch_add(1) >= 3 * i);  // nobody is through before all have come
+    }
+    // Who does not wait for the others has come all the same, and one meeting is not taken for another.
+    if (rank != 2) {
+      CHECK(!world->all_here(1ms));
+      job.control(rank)->send(2, 1, "gave up");
+    } else {
+      for (const int peer : {0, 1}) {
+        (void)job.control(rank)->receive(peer, 1, Clock::now() + 20s);
+      }
+      CHECK(world->all_here(0ms));
+    }
+    CHECK(world->all_here(20s));
+    std::vector<float> one{1};
+    world->all_reduce(view_of(one), ReduceOp::kSum)->wait();
+    CHECK_EQ(one[0], 3.0F);
+  });
+}
+
+TEST(shm_a_meeting_ends_with_its_communicator) {
+  const ShmJob job(2);
+  std::atomic<bool> over{false};
+  run_ranks(2, [&](int rank) {
+    const auto world = job.communicator(rank);
+    if (rank == 1) {
+      CHECK(eventually([&] { return over.load(); }));  // there, and never comes
+      return;
+    }
+    std::thread other([&] { world->abort(Error(ErrorKind::kClosed, "enough")); });
+    CHECK(!world->all_here(std::chrono::minutes(10)));
+    other.join();
+    over = true;
+  });
+}
+
 TEST(shm_subgroups_and_several_lanes_at_once) {
   ShmJob(4).run([](Communicator& world) {
     const auto half = world.split(world.rank() % 2, 0);

@@ -27,6 +27,8 @@ struct alignas(64) Bell {
   std::atomic<std::uint32_t> sleepers{0};  // threads that may be asleep on it
   // Its rank has given up the group: what it showed of its memory does not count any more.
   std::atomic<std::uint32_t> gone{0};
+  // How often its rank has come to a meeting of all; see Steps::meet().
+  std::atomic<std::uint32_t> meetings{0};
 };
 
 // Sleeps until the bell rings or `until`. `rings` is what was read before the last look at the condition.

@@ -73,6 +73,9 @@ class ShmCommunicator final : public HostCommunicator {
   [[nodiscard]] const char* transport() const noexcept override { return "shm"; }
   [[nodiscard]] bool can_poll() const noexcept override { return true; }
   [[nodiscard]] bool averages_well() const noexcept override { return true; }
+  [[nodiscard]] bool all_here(std::chrono::milliseconds patience) override {
+    return collectives_->steps().meet({deadline_after(patience), &interrupted_, nullptr, nullptr});
+  }
   [[nodiscard]] std::shared_ptr<Mailbox> mailbox() override { return mailbox_; }
   [[nodiscard]] std::shared_ptr<PeerMemory> peer_memory() override {
     return std::make_shared<ShmPeerMemory>(neighbourhood_, ranks());

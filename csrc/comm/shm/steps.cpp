@@ -32,6 +32,27 @@ void Steps::await_all(const Patience& patience) {
   }
 }
 
+bool Steps::meet(const Patience& patience) {
+  const std::uint32_t meeting = region_->bell(rank_).meetings.fetch_add(1, std::memory_order_seq_cst) + 1;
+  for (std::size_t r = 0; r < ranks(); ++r) {
+    if (r != rank_) {
+      ring(region_->bell(r));
+    }
+  }
+  for (std::size_t r = 0; r < ranks(); ++r) {
+    const std::atomic<std::uint32_t>& theirs = region_->bell(r).meetings;
+    const auto has_come = [&] {  // their count may be ahead, and go round
+      return static_cast<std::int32_t>(theirs.load(std::memory_order_seq_cst) - meeting) >= 0;
+    };
+    Patience limits = patience;
+    limits.departed = &departed_[r];
+    if (!has_come() && wait_on(region_->bell(rank_), policy_, limits, has_come) != Waited::kReady) {
+      return false;
+    }
+  }
+  return true;
+}
+
 bool Steps::has_come(std::size_t rank, std::uint64_t step) const noexcept {
   return region_->line(rank, step).step.load(std::memory_order_seq_cst) >= step;
 }

@@ -42,6 +42,10 @@ class Steps {
   [[nodiscard]] const Line& line(std::size_t rank) const noexcept { return region_->line(rank, step_); }
   [[nodiscard]] const char* slot(std::size_t rank) const noexcept { return region_->slot(rank, step_); }
 
+  // Comes to the next meeting, and waits for all ranks to come. Beside the steps: whoever does not wait for the others
+  // has come all the same. One thread at a time.
+  [[nodiscard]] bool meet(const Patience& patience);
+
   // Did `rank` publish the step in which a wait ended?
   [[nodiscard]] bool has_come(std::size_t rank, std::uint64_t step) const noexcept;
   // `rank` will publish nothing more: waits for it end with kInterrupted unless it has come. From any thread.
