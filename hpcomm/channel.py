@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from hpcomm.errors import InvalidArgument
 if TYPE_CHECKING:
     import torch
 
-    from hpcomm._C import Communicator, Receipt, RecvEdge, SendEdge, Work
+    from hpcomm._C import Communicator, Control, Receipt, RecvEdge, SendEdge, Work
 
     WireDtype = torch.dtype | Callable[[str, torch.Tensor], torch.dtype | None] | None
 
@@ -28,8 +29,27 @@ def require_schema(schema: str) -> bool:
     return schema == "frozen"
 
 
+# Sending ends that were dropped with messages under way, which would end with their lanes.
+_parting: dict[SendEdge, Communicator] = {}
+
+
+def _part_with(edge: SendEdge, communicator: Communicator) -> None:
+    if edge.is_under_way:
+        _parting[edge] = communicator
+
+
+def forget_parted(closed: Control | None = None) -> None:
+    """Lets go of the ends whose messages have gone, and of those of a job that is over."""
+    for edge, communicator in list(_parting.items()):
+        if communicator.control is closed or not edge.is_under_way:
+            _parting.pop(edge, None)
+
+
 class Sender:
-    """The sending end of one edge; see :class:`Channel` for the arguments."""
+    """The sending end of one edge; see :class:`Channel` for the arguments.
+
+    Messages that it has issued go out also when it is dropped.
+    """
 
     def __init__(
         self,
@@ -55,6 +75,8 @@ class Sender:
             movable=movable,
             direct_from=direct_from,
         )
+        forget_parted()
+        weakref.finalize(self, _part_with, self._edge, communicator).atexit = False
 
     def send(self, tree: object, microbatch: int = -1, *, wire_dtype: WireDtype = None) -> Work:
         """Issues one message; see :meth:`Channel.send`."""
@@ -190,7 +212,8 @@ class Channel:
         return self._numbers[what] - 1
 
     def send(self, tree: object, *, wire_dtype: WireDtype = None) -> Work:
-        """Issues ``tree`` and returns; its tensors must not be written before the Work has ended.
+        """Issues ``tree`` and returns; its tensors must not be written before the Work has ended. It goes out also when
+        the Work, or the channel, is dropped before.
 
         ``wire_dtype`` is for this message, instead of the channel's.
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from hpcomm.channel import forget_parted
 from hpcomm.communicator import agree, cpu_transport, default_timeout, emulation, first_communicator, start_control
 from hpcomm.devices import pick_device
 from hpcomm.errors import InvalidArgument, PeerError, RankFailed, TimedOut
@@ -183,6 +184,7 @@ class Mesh:
         self._lanes.clear()
         self._communicators.clear()
         self.control.close()
+        forget_parted(self.control)
         self._forget_exit()
         if not dist.is_initialized():
             return

@@ -6,6 +6,7 @@ import dataclasses
 import random
 import signal
 import time
+import weakref
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpcomm
+from hpcomm import channel as channel_module
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
@@ -602,6 +604,34 @@ def another_message_than_expected() -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_another_message_than_expected_is_told_to_both(transport: str) -> None:
     ranks.run(2, another_message_than_expected, env=TRANSPORTS[transport])
+
+
+def dropped_with_messages_under_way() -> None:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        for count in (10, 3_000_000):  # through a slot or a header; from where it lies
+            channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+            if mesh.rank == 0:
+                for i in range(3):
+                    channel.send(torch.full((count,), float(i)))
+                gone = weakref.ref(channel)
+                del channel
+                assert gone() is None
+                mesh.world.barrier()  # the receiver has not begun
+            else:
+                mesh.world.barrier()
+                for i in range(3):
+                    assert torch.equal(channel.recv(), torch.full((count,), float(i)))
+            mesh.world.barrier()
+        until = time.monotonic() + 10
+        while channel_module._parting and time.monotonic() < until:
+            time.sleep(0.01)
+            channel_module.forget_parted()
+        assert not channel_module._parting
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_channel_that_is_dropped_sends_what_was_issued(transport: str) -> None:
+    ranks.run(2, dropped_with_messages_under_way, env=TRANSPORTS[transport])
 
 
 def frozen_names_the_leaf() -> None:

@@ -52,6 +52,10 @@ SendEdge::~SendEdge() = default;
 
 std::size_t SendEdge::slot_bytes() const { return route_->slot_bytes(); }
 
+bool SendEdge::is_under_way() const {
+  return device().type == DeviceType::kCpu && newest_ != nullptr && !newest_->done();
+}
+
 WorkPtr SendEdge::send(const Schema& schema, std::vector<Source> tensors, Keepalive keepalive, int microbatch) {
   return send(encode_schema(schema), std::move(tensors), std::move(keepalive), microbatch);
 }
@@ -105,6 +109,7 @@ WorkPtr SendEdge::send(std::string_view schema, std::vector<Source> tensors, Kee
     book_.add(sent);
   }
   last_ = sent;
+  newest_ = work;
   ++sequence_;
   return work;
 }

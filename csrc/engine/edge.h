@@ -76,6 +76,8 @@ class SendEdge {
   [[nodiscard]] Device device() const noexcept { return config_.communicator->device(); }
   // Of the buffers for packed messages that exist now.
   [[nodiscard]] std::size_t slot_bytes() const;
+  // Whether the receiver would miss a message if this, and with it perhaps the communicator, went away now. On CPUs.
+  [[nodiscard]] bool is_under_way() const;
 
  private:
   EdgeConfig config_;
@@ -85,6 +87,7 @@ class SendEdge {
   std::uint64_t sequence_ = 0;
   SchemaBook book_;
   KnownPtr last_;
+  WorkPtr newest_;  // messages go in order
 };
 
 // A message that was asked for. It may be read once the Work has ended.

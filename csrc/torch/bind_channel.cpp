@@ -139,6 +139,7 @@ class TreeSender {
   }
 
   [[nodiscard]] std::size_t slot_bytes() const { return edge_.slot_bytes(); }
+  [[nodiscard]] bool is_under_way() const { return edge_.is_under_way(); }
 
  private:
   SendEdge edge_;
@@ -308,7 +309,8 @@ void bind_channel(py::module_& module) {
            py::arg("communicator"), py::arg("peer"), py::arg("frozen"), py::kw_only(), slots, slot_bytes, max_bytes,
            movable, py::arg("direct_from") = 0)
       .def("send", &TreeSender::send, py::arg("tree"), py::arg("microbatch") = -1, py::arg("wire_dtype") = py::none())
-      .def_property_readonly("slot_bytes", &TreeSender::slot_bytes);
+      .def_property_readonly("slot_bytes", &TreeSender::slot_bytes)
+      .def_property_readonly("is_under_way", &TreeSender::is_under_way);
 
   py::class_<TreeReceiver>(module, "RecvEdge")
       .def(py::init([](std::shared_ptr<Communicator> communicator, int peer, bool frozen, std::size_t number,
