@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hpcomm._C import CostModel, StepPlan
-    from hpcomm.pipeline.board import Seat
+    from hpcomm.seats import Seat
 
 
 class Timed(NamedTuple):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,22 +18,18 @@ from test_ddp import loss_of, model, shard
 from torch import nn
 
 import hpcomm
+from hpcomm.ddp import lane as lane_module
 from hpcomm.ddp import native
+from hpcomm.ddp.lane import nobody_has_a_core_left
 
 SMALL = 0.002  # MiB of a bucket: the model has several
-_PEER = 9  # a Control channel of these tests
-_say_all = native.say_all
+_PEER = 10  # a Control channel of these tests
 
 
 def lacking(*answers: bool) -> None:
     """From now on, what ranks say when asked whether they lack cores: by rank, whatever cores the machine has."""
-    agreed = all(answers)
-
-    def say(lane: Any, channel: int, here: bool) -> bool:
-        assert _say_all(lane, channel, answers[lane.rank]) == agreed
-        return agreed
-
-    native.say_all = say
+    lane_module.seat = lambda: ("here", [0], 1)
+    native.nobody_has_a_core_left = lambda lane, _: nobody_has_a_core_left(lane, answers[lane.rank])
 
 
 def issued_in_hook(wrapped: hpcomm.DistributedDataParallel) -> list[int]:
@@ -65,6 +63,25 @@ def agreed(*answers: bool) -> int:
 def test_all_ranks_reduce_at_the_end_or_none(answers: tuple[bool, ...]) -> None:
     early = ranks.run(len(answers), agreed, *answers)
     assert all((issued == 0) == all(answers) for issued in early), early
+
+
+@pytest.mark.parametrize(
+    ("lacking", "seats", "expected"),
+    [
+        ([True, True], [[0, 1]] * 2, True),
+        ([True, True], [[0], [1]], True),  # pinned
+        ([True, False], [[0, 1]] * 2, False),
+        ([True] * 8, [list(range(8 * rank, 8 * rank + 8)) for rank in range(8)], False),  # pinned to eight each
+    ],
+)
+def test_cores_that_only_others_may_use_count_as_well(
+    lacking: list[bool], seats: list[list[int]], expected: bool
+) -> None:
+    told = [json.dumps([lacks, ["here", cores, 1]]).encode() for lacks, cores in zip(lacking, seats, strict=True)]
+    lane: Any = SimpleNamespace(
+        ranks=list(range(len(told))), timeout=1.0, control=SimpleNamespace(exchange=lambda *_: told)
+    )
+    assert nobody_has_a_core_left(lane, lacking[0]) == expected
 
 
 class Uneven(nn.Module):

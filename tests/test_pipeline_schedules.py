@@ -15,8 +15,8 @@ from torch import nn
 
 import hpcomm
 from hpcomm.pipeline import runner
-from hpcomm.pipeline.board import host_name, is_crowded
 from hpcomm.plan import compile as compile_plan
+from hpcomm.seats import host_name, is_crowded
 
 CROSS = nn.functional.cross_entropy
 

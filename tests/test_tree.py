@@ -27,6 +27,7 @@ MODULES = (
     "_C",
     "tree",
     "devices",
+    "seats",
     "communicator",
     "channel",
     "job",

@@ -53,7 +53,8 @@ SendEdge::~SendEdge() = default;
 std::size_t SendEdge::slot_bytes() const { return route_->slot_bytes(); }
 
 bool SendEdge::is_under_way() const {
-  return device().type == DeviceType::kCpu && newest_ != nullptr && !newest_->done();
+  std::erase_if(under_way_, [](const WorkPtr& work) { return work->done(); });
+  return !under_way_.empty();
 }
 
 WorkPtr SendEdge::send(const Schema& schema, std::vector<Source> tensors, Keepalive keepalive, int microbatch) {
@@ -109,7 +110,10 @@ WorkPtr SendEdge::send(std::string_view schema, std::vector<Source> tensors, Kee
     book_.add(sent);
   }
   last_ = sent;
-  newest_ = work;
+  if (device().type == DeviceType::kCpu && !work->done()) {
+    (void)is_under_way();  // forgets what has ended
+    under_way_.push_back(work);
+  }
   ++sequence_;
   return work;
 }

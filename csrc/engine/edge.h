@@ -76,7 +76,8 @@ class SendEdge {
   [[nodiscard]] Device device() const noexcept { return config_.communicator->device(); }
   // Of the buffers for packed messages that exist now.
   [[nodiscard]] std::size_t slot_bytes() const;
-  // Whether the receiver would miss a message if this, and with it perhaps the communicator, went away now. On CPUs.
+  // Whether the receiver would miss a message if this, and with it perhaps the communicator, went away now. On CPUs;
+  // by one thread at a time, as send().
   [[nodiscard]] bool is_under_way() const;
 
  private:
@@ -87,7 +88,7 @@ class SendEdge {
   std::uint64_t sequence_ = 0;
   SchemaBook book_;
   KnownPtr last_;
-  WorkPtr newest_;  // messages go in order
+  mutable std::vector<WorkPtr> under_way_;  // and some that have ended: a small message may overtake a large one
 };
 
 // A message that was asked for. It may be read once the Work has ended.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,11 +12,14 @@ from torch._C._distributed_c10d import PrefixStore
 
 from hpcomm.communicator import agree, default_timeout, first_communicator, start_control
 from hpcomm.errors import InvalidArgument
+from hpcomm.seats import is_crowded, seat
 
 if TYPE_CHECKING:
     from hpcomm._C import Communicator
 
 __all__: list[str] = []
+
+_CORES_CHANNEL = 9  # of Control, see hpcomm.communicator
 
 
 def describe_parameters(module: torch.nn.Module, ignored: Iterable[str] = ()) -> list[str]:
@@ -58,9 +62,13 @@ def tell_all(lane: Communicator, channel: int, body: bytes) -> bytes:
     return lane.control.exchange(lane.ranks, channel, body if lane.rank == 0 else b"", lane.timeout)[0]
 
 
-def say_all(lane: Communicator, channel: int, here: bool) -> bool:
-    """Whether all ranks of ``lane`` say yes (collective)."""
-    return all(lane.control.exchange(lane.ranks, channel, b"\1" if here else b"", lane.timeout))
+def nobody_has_a_core_left(lane: Communicator, lacks_core: bool) -> bool:
+    """Whether all ranks of ``lane``, which share a host, lack cores, and have none that only others may use
+    (collective).
+    """
+    mine = json.dumps([lacks_core, seat()]).encode()
+    told = [json.loads(body) for body in lane.control.exchange(lane.ranks, _CORES_CHANNEL, mine, lane.timeout)]
+    return all(lacks for lacks, _ in told) and is_crowded([tuple(its) for _, its in told])
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcomm import _C
-from hpcomm.ddp.lane import agree_among, say_all, tell_all
+from hpcomm.ddp.lane import agree_among, nobody_has_a_core_left, tell_all
 from hpcomm.ddp.steplog import StepLog
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ __all__: list[str] = []
 
 # A Control channel of this layer; see communicator.AGREE_CHANNEL.
 _ORDER_CHANNEL = 2
-_CORES_CHANNEL = 4
 
 
 # In torch's words, for who searches for them; by find_unused_parameters.
@@ -108,8 +107,8 @@ class NativeReducer:
         self._rebuilt: dict[str, int | str] = {}
         self._by_hand: collections.Counter[int] = collections.Counter()  # of a bucket, in start() and finish()
         agree_among(lane, "gradient buckets", [str(self._native.plan.hash)])
-        # Some ranks may have cores of their own; and casts are packed on the lane, which had better begin early.
-        if wire is None and say_all(lane, _CORES_CHANNEL, self._native.lacks_core):
+        # Casts are packed on the lane, which had better begin early.
+        if wire is None and nobody_has_a_core_left(lane, self._native.lacks_core):
             self._native.reduce_at_end()
 
     def __getattr__(self, name: str) -> Any:

@@ -8,13 +8,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from hpcomm import _C
+from hpcomm.seats import Seat, host_name, seat
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from hpcomm._C import Action, StepPlan
     from hpcomm.mesh import Mesh
 
@@ -22,8 +19,6 @@ __all__: list[str] = []
 
 BOARD_CHANNEL = 5  # of Control, see hpcomm.communicator
 _IDLE = -1
-# Of each rank: its host's name, the cores that it may use, its compute threads.
-Seat = tuple[str, list[int], int]
 
 
 class Board:
@@ -65,31 +60,6 @@ class Board:
                 except OSError:  # it is gone, or belongs to somebody else
                     continue
         return places
-
-
-def host_name() -> str:
-    """Equal for processes that see each other's /proc."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        return str(os.getpid())
-
-
-def seat() -> Seat:
-    """That of this rank."""
-    return host_name(), sorted(os.sched_getaffinity(0)), torch.get_num_threads()
-
-
-def cores_of(seats: Iterable[Seat]) -> int:
-    """How many cores the ranks of a host may use together: it makes no difference whether each has some of its own."""
-    return len(set().union(*(cores for _, cores, _ in seats)))
-
-
-def is_crowded(seats: Sequence[Seat]) -> bool:
-    """Whether the ranks of a host have fewer cores than threads, one for communication in each rank beside those that
-    compute.
-    """
-    return cores_of(seats) < sum(1 + threads for _, _, threads in seats)
 
 
 def text_of(action: Action) -> str:

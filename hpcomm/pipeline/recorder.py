@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from hpcomm import _C
-from hpcomm.pipeline.board import cores_of, is_crowded, seat
 from hpcomm.plan.serialize import to_json
+from hpcomm.seats import cores_of, is_crowded, seat
 from hpcomm.tree import tensors_of
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from hpcomm._C import CostModel, StepPlan
     from hpcomm.mesh import Mesh
-    from hpcomm.pipeline.board import Seat
+    from hpcomm.seats import Seat
 
 __all__: list[str] = []
 
@@ -121,6 +121,7 @@ class Recorder(Times):
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         self.actions, self.messages = [], []
+        self.sizes.clear()
         self._step += 1
 
     def close(self) -> None:

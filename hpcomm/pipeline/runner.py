@@ -16,10 +16,11 @@ import torch
 from hpcomm import _C
 from hpcomm._C import put_off
 from hpcomm.channel import Receiver, Sender
-from hpcomm.pipeline.board import Board, is_crowded
+from hpcomm.pipeline.board import Board
 from hpcomm.pipeline.links import handed_over
 from hpcomm.pipeline.recorder import recorder_for
 from hpcomm.pipeline.stage import evaluate
+from hpcomm.seats import is_crowded
 from hpcomm.tree import mapped
 
 if TYPE_CHECKING:
