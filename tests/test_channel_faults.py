@@ -12,6 +12,7 @@ import torch
 from patience import left_in_shared_memory, shared_memory
 
 import hpcomm
+from hpcomm.channel import Receiver, Sender
 
 SHM = {"HPCOMM_CPU_TRANSPORT": "shm"}
 GLOO = {"HPCOMM_CPU_TRANSPORT": "gloo"}
@@ -166,6 +167,38 @@ def test_a_killed_peer_is_named(survivor: Any) -> None:
     assert outcomes[1].signal == signal.SIGKILL
     assert outcomes[0].ok, outcomes[0]
     assert left_in_shared_memory(before) == set()
+
+
+def part_of_a_group() -> str:
+    """A frozen message has no header, so any send of as many bytes is a part of one."""
+    with hpcomm.init(dp=3, timeout=8.0) as mesh:
+        rank, told = mesh.rank, ""
+        lane = mesh.dp.subgroup([2, 0], "half") if rank != 1 else None
+        parts = [torch.full((LARGE // 16,), 10.0**part) for part in range(3)]
+        if lane is not None and rank == 2:
+            Sender(lane, 1, schema="frozen").send(parts).wait()
+            for part in parts[:2]:
+                lane.send(part, 1)
+        elif lane is not None:
+            receiver = Receiver(lane, 0, schema="frozen")
+            assert all(torch.equal(a, b) for a, b in zip(receiver.take(), parts, strict=True))
+            pending = receiver.recv()
+            with pytest.raises(hpcomm.TimedOut) as caught:
+                pending.wait()
+            told = str(caught.value)
+            assert (caught.value.rank, caught.value.peer, caught.value.sequence) == (0, 2, 5)
+            for use in (receiver.take, lambda: lane.send(parts[0], 0)):
+                with pytest.raises(hpcomm.TimedOut):  # nothing can follow in order
+                    use()
+        # Neither the job nor another communicator has suffered.
+        assert mesh.control.exchange(range(3), 0, b"here", 60.0) == [b"here"] * 3
+        mesh.world.all_reduce(torch.ones(1))
+        return told
+
+
+def test_a_part_of_a_message_that_never_comes_names_the_rank() -> None:
+    told = ranks.run(3, part_of_a_group, env=GLOO)[0]
+    assert "recv #5 on lane half with rank 2 took longer" in told
 
 
 def send_until_told(channel: hpcomm.Channel, tree: object) -> None:

@@ -38,7 +38,7 @@ class HostCommunicator : public Communicator {
   // Makes a running execute() return. Called once, from any thread.
   virtual void interrupt() noexcept = 0;
 
-  WorkPtr submit(Operation operation) final;
+  WorkPtr submit(Operation operation) override;
   // Transports call it first in their destructor: no execute() runs or starts afterwards.
   void shut_down() noexcept;
   void require_open(const ErrorContext& what) const override;

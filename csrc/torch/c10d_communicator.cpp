@@ -79,7 +79,48 @@ class C10dCommunicator final : public HostCommunicator {
   [[nodiscard]] const char* transport() const noexcept override { return "c10d"; }
   [[nodiscard]] std::size_t bytes_in_control() const noexcept override { return kInControl; }
 
+  // Each message of a group of several waits for the other end's word: all of them at once, not one after the other.
+  void group(const std::function<void()>& issue) override {
+    if (Group::current != nullptr && Group::current->owner == this) {
+      issue();  // a group within a group is part of it
+      return;
+    }
+    Group collected{this, Group::current, {}, {}};
+    Group::current = &collected;
+    WorkPtr all;
+    try {
+      issue();
+      Group::current = collected.outer;
+      all = run_together(std::move(collected.messages));
+    } catch (...) {
+      Group::current = collected.outer;
+      for (const auto& work : collected.works) {
+        work->fail(std::current_exception());  // what the caller may hold ends with the same words
+      }
+      throw;
+    }
+    for (const auto& work : collected.works) {
+      work->issued(all);
+    }
+  }
+
  protected:
+  WorkPtr submit(Operation operation) override {
+    Group* const group = Group::current;
+    if (group == nullptr || group->owner != this || !is_message(operation.kind)) {
+      return HostCommunicator::submit(std::move(operation));
+    }
+    operation.options = operation.options.queued();
+    group->works.push_back(std::make_shared<RelayWork>(what_of(operation)));
+    if (operation.kind == Operation::Kind::kSendRecv) {
+      group->messages.push_back(operation.receiving());
+      group->messages.push_back(operation.sending());
+    } else {
+      group->messages.push_back(std::move(operation));
+    }
+    return group->works.back();
+  }
+
   [[nodiscard]] std::shared_ptr<Communicator> make_child(CommunicatorConfig child) override {
     if (child.ranks.size() == 1) {
       return make_solo_communicator(std::move(child));
@@ -99,8 +140,10 @@ class C10dCommunicator final : public HostCommunicator {
       switch (operation.kind) {
         case Operation::Kind::kSend:
         case Operation::Kind::kRecv:
+          transfer({operation}, deadline);
+          return;
         case Operation::Kind::kSendRecv:
-          transfer(operation, deadline);
+          transfer({operation.receiving(), operation.sending()}, deadline);
           return;
         case Operation::Kind::kAllReduce:
         case Operation::Kind::kReduceScatter:
@@ -135,6 +178,21 @@ class C10dCommunicator final : public HostCommunicator {
   }
 
  private:
+  // What a thread collects between the begin and the end of a group.
+  struct Group {
+    const C10dCommunicator* owner;
+    Group* outer;
+    std::vector<Operation> messages;
+    std::vector<std::shared_ptr<RelayWork>> works;
+
+    static thread_local Group* current;
+  };
+
+  [[nodiscard]] static bool is_message(Operation::Kind kind) noexcept {
+    using Kind = Operation::Kind;
+    return kind == Kind::kSend || kind == Kind::kRecv || kind == Kind::kSendRecv;
+  }
+
   // The backend's Work of a message, which can be aborted.
   using Message = c10::intrusive_ptr<c10d::Work>;
 
@@ -149,43 +207,53 @@ class C10dCommunicator final : public HostCommunicator {
     return sends ? backend_->send(tensors, operation.peer, 0) : backend_->recv(tensors, operation.peer, 0);
   }
 
-  // One message, or both halves of a sendrecv, of which neither waits for the other.
-  void transfer(const Operation& operation, Deadline deadline) {
-    const bool both = operation.kind == Operation::Kind::kSendRecv;
-    const std::vector<Operation> halves =
-        both ? std::vector{operation.receiving(), operation.sending()} : std::vector{operation};
+  // Messages of which none waits for another: all are started before one is waited for.
+  void transfer(const std::vector<Operation>& messages, Deadline deadline) {
+    const bool several = messages.size() > 1;
     const Operation* at = nullptr;
     forget(false);
     try {
-      for (const Operation& half : halves) {
-        at = &half;
-        hold(begin(half));
+      for (const Operation& message : messages) {
+        at = &message;
+        hold(begin(message));
       }
-      for (std::size_t i = 0; i < halves.size(); ++i) {
-        at = &halves[i];
+      for (std::size_t i = 0; i < messages.size(); ++i) {
+        at = &messages[i];
         if (const Message message = held(i)) {
           const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
           message->wait(std::max(left, std::chrono::milliseconds(1)));
         }
       }
     } catch (const Error&) {
-      forget(both);
+      forget(several);
       throw;
     } catch (const std::exception& error) {
       const auto* const known = dynamic_cast<const c10::Error*>(&error);
       const std::string text = known != nullptr ? known->what_without_backtrace() : error.what();
-      forget(both);
+      forget(several);
       try {
         explain(*at, text, deadline);
       } catch (const Error& told) {
-        if (both) {
-          abort(told);  // the other half may be cut in two
+        if (several) {
+          abort(told);  // the others may be cut in two
         }
         throw;
       }
     }
     forget(false);
-    throw_if_aborted(what_of(operation));
+    throw_if_aborted(what_of(messages.front()));
+  }
+
+  // Null for none.
+  WorkPtr run_together(std::vector<Operation> messages) {
+    if (messages.empty()) {
+      return nullptr;
+    }
+    ErrorContext what = what_of(messages.front());
+    OpOptions options;
+    options.timeout = messages.front().options.timeout;
+    return run_in_order(
+        std::move(what), [this, all = std::move(messages)](Deadline deadline) { transfer(all, deadline); }, options);
   }
 
   void hold(Message message) {
@@ -371,6 +439,8 @@ class C10dCommunicator final : public HostCommunicator {
   bool interrupted_ = false;
   bool abandoned_ = false;  // written on the lane, read after shut_down()
 };
+
+thread_local C10dCommunicator::Group* C10dCommunicator::Group::current = nullptr;
 
 }  // namespace
 
