@@ -18,6 +18,8 @@ namespace {
 constexpr std::size_t kMostAtOnce = std::size_t{1} << 20;
 // Bodies from here on are not copied once more when they are complete.
 constexpr std::size_t kLongBody = std::size_t{1} << 16;
+// Room that a long one is given at once: where no byte of it was written, it takes no memory yet.
+constexpr std::size_t kRoomAtOnce = std::size_t{8} << 20;
 
 }  // namespace
 
@@ -83,7 +85,9 @@ void TcpControl::parse_incoming(int rank) {
       }
       if (const auto announced = parse_prefix(rest); announced && announced->length >= kLongBody) {
         const auto behind = rest.subspan(kPrefixBytes);
-        peer.unfinished = Frame{announced->kind, announced->channel, std::string(behind.data(), behind.size())};
+        peer.unfinished = Frame{announced->kind, announced->channel, {}};
+        peer.unfinished->body.reserve(std::min(announced->length, kRoomAtOnce));
+        peer.unfinished->body.append(behind.data(), behind.size());
         peer.missing = announced->length - behind.size();
         used = peer.incoming.size();
       }
