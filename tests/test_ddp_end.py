@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -182,6 +183,41 @@ def interrupted() -> None:
 
 def test_ctrl_c_at_the_end_leaves_the_lane_as_it_is() -> None:
     ranks.run(2, interrupted)
+
+
+def stuck() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        lacking(True, True)
+        wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh)
+        x, y = shard(mesh.rank)
+        loss_of(wrapped(x), y).backward()
+        loss = loss_of(wrapped(x), y)
+        if mesh.rank == 1:
+            waits = wrapped._hpcomm_lane.recv(torch.empty(1), 0, async_op=True)  # for what is never sent
+        mesh.control.exchange([0, 1], _PEER, b"", 20)
+        if mesh.rank == 0:
+            made = threading.Event()
+            next(wrapped.module.parameters()).register_hook(lambda _: made.set())
+
+            def press() -> None:
+                made.wait()
+                time.sleep(0.2)  # most likely all have met by now, and main waits for the other one's bucket
+                os.kill(os.getpid(), signal.SIGINT)
+
+            thread = threading.Thread(target=press)
+            thread.start()
+            with pytest.raises(KeyboardInterrupt):
+                loss.backward()
+            thread.join()
+            wrapped._hpcomm_lane.abort("given up")  # an interrupted wait has done so, but for one on the lane
+        else:
+            with contextlib.suppress(hpcomm.HpcommError):  # unless the other one's part had come before
+                loss.backward()
+            assert waits.done()
+
+
+def test_ctrl_c_ends_a_reduction_that_a_peer_does_not_join() -> None:
+    ranks.run(2, stuck)
 
 
 def refused() -> None:

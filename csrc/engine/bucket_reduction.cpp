@@ -113,6 +113,7 @@ class Issue {
     OpOptions options;
     options.keepalive = reduction_.held;
     options.inline_when_idle = reduction_.in_caller;
+    options.poll = reduction_.poll;
     const DType dtype = reduction_.bucket->dtype;
     BufferView view = reduction_.memory;
     view.dtype = dtype;

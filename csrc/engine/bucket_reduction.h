@@ -38,8 +38,9 @@ struct BucketReduction {
   // Rank r gets part r of the memory, and nothing is copied back; not with casts.
   bool scatter = false;
   // The caller has nothing else to do: what needs no pack and finds its lane idle is reduced in the calling thread,
-  // which saves two switches of threads. Nobody looks at signals meanwhile.
+  // which saves two switches of threads.
   bool in_caller = false;
+  void (*poll)() = nullptr;  // for that thread to call while it waits, as of OpOptions
   // If set: told on the lane, or by the caller, when it begins with this bucket, and when all is packed.
   std::function<void()> begun = {};
   std::function<void()> packed = {};

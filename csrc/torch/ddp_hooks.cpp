@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "torch/bindings.h"
 #include "torch/ddp_reducer.h"
 #include "torch/device.h"
 #include "torch/tensor.h"
@@ -129,6 +130,7 @@ void DdpReducer::agree_on_used(bool in_caller) {
   options.keepalive = keep(used_by_any_);
   options.ready = communicator_->compute()->record();
   options.inline_when_idle = in_caller;
+  options.poll = in_caller ? check_signals : nullptr;
   used_event_ = begin_event("all_reduce", used_by_any_);
   used_work_ = communicator_->all_reduce(view_of(used_by_any_, "used parameters", communicator_->device()),
                                          ReduceOp::kSum, options);
