@@ -62,6 +62,15 @@ def tell_all(lane: Communicator, channel: int, body: bytes) -> bytes:
     return lane.control.exchange(lane.ranks, channel, body if lane.rank == 0 else b"", lane.timeout)[0]
 
 
+def said_by_first(lane: Communicator, channel: int, body: bytes) -> bytes:
+    """What rank 0 of ``lane`` says: each rank calls it at a time of its own, and rank 0 does not wait."""
+    if lane.rank != 0:
+        return lane.control.receive(lane.ranks[0], channel, lane.timeout)
+    for peer in lane.ranks[1:]:
+        lane.control.send(peer, channel, body)
+    return body
+
+
 def nobody_has_a_core_left(lane: Communicator, lacks_core: bool) -> bool:
     """Whether all ranks of ``lane``, which share a host, lack cores, and have none that only others may use
     (collective).

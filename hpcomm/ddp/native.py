@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcomm import _C
-from hpcomm.ddp.lane import agree_among, nobody_has_a_core_left, tell_all
+from hpcomm.ddp.lane import agree_among, nobody_has_a_core_left, said_by_first
 from hpcomm.ddp.steplog import StepLog
 
 if TYPE_CHECKING:
@@ -77,12 +77,11 @@ class NativeReducer:
         self._parameters = [parameter for _, parameter in named_parameters]
         modules: dict[str, int] = {}
         self._modules = [modules.setdefault(name.rpartition(".")[0], len(modules)) for name in self._names]
-        self._sizes = sizes
         self._wire = wire
         self._events = events
         # The order in which a backward makes gradients ready, as long as nobody has seen one: the model's, reversed.
         order = list(range(len(self._parameters)))[::-1]
-        limits = sizes.limits(lane, self._parameters)
+        self._limits = sizes.limits(lane, self._parameters)
         stock._remove_autograd_hooks()
         _C.release_bucket_memory(stock)
         self._native = _C.DdpReducer(
@@ -90,7 +89,7 @@ class NativeReducer:
             self._parameters,
             self._names,
             order,
-            limits,
+            self._limits,
             wire=wire,
             modules=self._modules,
             find_unused=find_unused,
@@ -149,7 +148,10 @@ class NativeReducer:
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _rebuild_buckets(self) -> bool:
-        """Once, after the first whole backward: buckets in the order that rank 0 saw (collective then)."""
+        """Once, after the first whole backward: buckets in the order that rank 0 saw.
+
+        Rank 0 waits for nobody: the forwards of several wrappers may run in another order on another rank.
+        """
         if not self._learns or not self._native.ready_order():
             return False
         self._learns = False
@@ -157,9 +159,8 @@ class NativeReducer:
         body = json.dumps(seen).encode()
         # As torch's reducer does, though it goes through Control: a rank that dies is named.
         with torch.profiler.record_function(f"{self._events}:broadcast"):
-            order = json.loads(tell_all(self._lane, _ORDER_CHANNEL, body))
-        limits = self._sizes.limits(self._lane, self._parameters)
-        plan = _C.ddp_bucket_plan(self._parameters, order, limits, self._wire, self._modules)
+            order = json.loads(said_by_first(self._lane, _ORDER_CHANNEL, body))
+        plan = _C.ddp_bucket_plan(self._parameters, order, self._limits, self._wire, self._modules)
         if plan.hash != self._native.plan.hash:  # alike on all ranks: both are functions of what rank 0 saw
             self._native.replan(plan)
         self._rebuilt = self._log_of(plan, seen)
