@@ -5,11 +5,8 @@
 #include <cstring>
 #include <type_traits>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 #include "pack/convert.h"
+#include "pack/convert_x86.h"
 #include "pack/copy_bytes.h"
 #include "pack/element.h"
 #include "pack/isa.h"
@@ -75,6 +72,7 @@ constexpr std::size_t kLine = 64;
 // call, since few loops gain from it.
 struct FetchNothing {
   [[gnu::always_inline]] inline void operator()(std::size_t, std::size_t) const noexcept {}
+  [[gnu::always_inline]] inline void target(std::size_t, std::size_t) const noexcept {}
 };
 struct FetchNext {
   const CopyItem& next;
@@ -105,8 +103,8 @@ template <typename How>
 [[gnu::always_inline]] inline std::size_t run_of(const CopyItem* items, std::size_t count, std::size_t most,
                                                  double factor) {
   const std::uint32_t kind = kind_of(*items);
-  const std::size_t source_size = size_of(items->source_dtype);
-  const std::size_t large = kLargeTarget / size_of(items->target_dtype);
+  const std::size_t source_size = How::source_size(items->source_dtype);
+  const std::size_t large = kLargeTarget / How::target_size(items->target_dtype);
   const std::size_t long_count = kLong / source_size;
   const std::size_t very_long_count = kVeryLong / source_size;
   for (std::size_t i = 0; i < count; ++i) {
@@ -141,6 +139,9 @@ template <typename How>
 
 template <typename From, typename To>
 struct Elements {
+  static constexpr std::size_t source_size(DType) noexcept { return sizeof(From); }
+  static constexpr std::size_t target_size(DType) noexcept { return sizeof(To); }
+
   template <typename Fetch>
   [[gnu::always_inline]] static inline void copy(const CopyItem& item, std::size_t, double factor, Fetch fetch) {
     const auto* const source = static_cast<const From*>(item.source);
@@ -172,10 +173,6 @@ bool is_bad_base(const void* elements, std::size_t count, double factor) {
 }
 
 #if defined(__x86_64__)
-#define HPCOMM_AVX2 __attribute__((target("avx2,fma,f16c")))
-#define HPCOMM_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c")))
-#define HPCOMM_AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,f16c")))
-
 template <typename How>
 HPCOMM_AVX2 std::size_t run_avx2(const CopyItem* items, std::size_t count, std::size_t most, double factor) {
   return run_of<How>(items, count, most, factor);
@@ -212,70 +209,25 @@ Function best(Function base, Function avx2, Function avx512) {
   return base;
 }
 
-// float32 to bfloat16 by the instruction made for it, which takes denormals for zero: a turn that has one goes the
-// long way. Bit for bit like the loop, at twice its rate; that loop is the one that computes more than memory waits.
-struct Narrow {
-  template <typename Fetch>
-  HPCOMM_AVX512_BF16 static inline void copy(const CopyItem& item, std::size_t, double factor, Fetch fetch) {
-    const auto* source = static_cast<const float*>(item.source);
-    auto* target = static_cast<BFloat16*>(item.target);
-    const std::size_t count = item.count;  // a store to the target might change the item's, as far as a compiler knows
-    const __m512 wide_factor = _mm512_set1_ps(static_cast<float>(factor));
-    std::size_t i = 0;
-    for (; i + 2 * kTurn <= count; i += 2 * kTurn) {
-      fetch(i * sizeof(float), 2 * kTurn * sizeof(float));
-      const __m512 a = _mm512_mul_ps(_mm512_loadu_ps(source + i), wide_factor);
-      const __m512 b = _mm512_mul_ps(_mm512_loadu_ps(source + i + 16), wide_factor);
-      const __m512 c = _mm512_mul_ps(_mm512_loadu_ps(source + i + 32), wide_factor);
-      const __m512 d = _mm512_mul_ps(_mm512_loadu_ps(source + i + 48), wide_factor);
-      if (_kortestz_mask16_u8(denormals(a, b), denormals(c, d)) == 0) [[unlikely]] {
-        plainly(source + i, target + i, 2 * kTurn, factor);
-      } else {
-        _mm512_storeu_si512(target + i, narrow(a, b));
-        _mm512_storeu_si512(target + i + kTurn, narrow(c, d));
-      }
-    }
-    for (; i < count; i += kTurn) {
-      const std::size_t left = std::min(kTurn, count - i);
-      const __mmask32 mask = ~std::uint32_t{0} >> (kTurn - left);
-      const __m512 a = _mm512_mul_ps(_mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), source + i), wide_factor);
-      const __m512 b =
-          _mm512_mul_ps(_mm512_maskz_loadu_ps(static_cast<__mmask16>(mask >> 16), source + i + 16), wide_factor);
-      if (denormals(a, b) != 0) [[unlikely]] {
-        plainly(source + i, target + i, left, factor);
-      } else {
-        _mm512_mask_storeu_epi16(target + i, mask, narrow(a, b));
-      }
-    }
-  }
-
- private:
-  static constexpr std::size_t kTurn = 32;
-
-  HPCOMM_AVX512_BF16 static inline __mmask16 denormals(__m512 a, __m512 b) {
-    constexpr int kDenormal = 0x20;  // of vfpclassps
-    return _kor_mask16(_mm512_fpclass_ps_mask(a, kDenormal), _mm512_fpclass_ps_mask(b, kDenormal));
-  }
-  HPCOMM_AVX512_BF16 static inline __m512i narrow(__m512 low, __m512 high) {
-    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
-  }
-  [[gnu::noinline]] static void plainly(const float* source, BFloat16* target, std::size_t count, double factor) {
-    const CopyItem item{source, target, count, DType::kFloat32, DType::kBFloat16};
-    (void)run_avx512<Elements<float, BFloat16>>(&item, 1, kAnySize, factor);
-  }
-};
-
 HPCOMM_AVX512_BF16 std::size_t run_narrow(const CopyItem* items, std::size_t count, std::size_t most, double factor) {
   return run_of<Narrow>(items, count, most, factor);
 }
 
-template <typename How>
+template <typename T>
+inline constexpr bool kHalfOrFloat = std::is_same_v<T, Float16> || std::is_same_v<T, float>;
+
+template <typename From, typename To>
 Run best_run() {
-  if constexpr (std::is_same_v<How, Elements<float, BFloat16>>) {
+  using How = Elements<From, To>;
+  if constexpr (std::is_same_v<From, float> && std::is_same_v<To, BFloat16>) {
     static const bool has_instruction = __builtin_cpu_supports("avx512bf16") != 0;
     if (isa_of_this_cpu() == Isa::kAvx512 && has_instruction) {
       return run_narrow;
     }
+  }
+  if constexpr (kHalfOrFloat<From> && kHalfOrFloat<To> && !(std::is_same_v<From, float> && std::is_same_v<To, float>)) {
+    return best<Run>(run_base<How>, run_avx2<Float16Elements<Float16Avx2, From, To>>,
+                     run_avx512<Float16Elements<Float16Avx512, From, To>>);
   }
   return best<Run>(run_base<How>, run_avx2<How>, run_avx512<How>);
 }
@@ -285,9 +237,9 @@ Check best_check() {
   return best<Check>(is_bad_base<From, Wide>, is_bad_avx2<From, Wide>, is_bad_avx512<From, Wide>);
 }
 #else
-template <typename How>
+template <typename From, typename To>
 Run best_run() {
-  return run_base<How>;
+  return run_base<Elements<From, To>>;
 }
 
 template <typename From, typename Wide>
@@ -334,7 +286,7 @@ Check check_in(DType to) {
 
 Run find_run(DType from, DType to) {
   return for_floating<Run>(from, [to]<typename From>(std::type_identity<From>) {
-    return for_floating<Run>(to, []<typename To>(std::type_identity<To>) { return best_run<Elements<From, To>>(); });
+    return for_floating<Run>(to, []<typename To>(std::type_identity<To>) { return best_run<From, To>(); });
   });
 }
 
