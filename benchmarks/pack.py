@@ -7,9 +7,10 @@ One process, one thread. Variants take turns in every round: hpcomm's kernels, w
 Reducer and the Channel have them; the same from Python, where every tensor of every call is looked up first; a
 _foreach_copy_ of the same tensors; and one copy_ of as many bytes, which is the memory-copy rate of this machine at
 this moment. A rate counts the bytes that are read and those that are written; the share is ours over that of the copy,
-the median of the rounds' own. Float32 tensors, as they are or as bfloat16 in the buffer. Sets of buffers are used in
-turn, so that 64 MB do not come from a cache. Contents are compared with torch's before and after the timing. GPUs:
-benchmarks.gpu.
+the median of the rounds' own. Float32 tensors, as they are or as bfloat16 in the buffer (--wires: or as another type).
+Sets of buffers are used in turn, so that 64 MB do not come from a cache. Before each block its sets are gone through
+once, untimed: else the first of a variant would come from memory after another variant's buffers and from a cache after
+its own. Contents are compared with torch's before and after the timing. GPUs: benchmarks.gpu.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ BLOCK = 0.02  # seconds
 class Tensors:
     """One set of tensors, and a buffer in hpcomm's layout."""
 
-    def __init__(self, total: int, number: int, wire: torch.dtype | None) -> None:
+    def __init__(self, total: int, number: int, wire: torch.dtype) -> None:
         length = total // number // 4
-        self.wire = wire or torch.float32
+        self.wire = wire
         self.tensors = [torch.empty(length) for _ in range(number)]
         self.layout = _C.Layout(self.tensors, wire)
         self.buffer = torch.zeros(self.layout.bytes, dtype=torch.uint8)
@@ -103,7 +104,9 @@ def measure(sets: list[Tensors], rounds: int) -> dict[str, list[float]]:
     turns: dict[str, int] = {}
     for i in range(rounds + 1):  # the first to find out how many fill a block
         for name, step in variants.items():
-            number = turns.get(name, 2)
+            number = turns.get(name, len(sets))
+            for one in sets[:number]:
+                step(one)
             start = time.perf_counter()
             for one in itertools.islice(itertools.cycle(sets), number):
                 step(one)
@@ -124,6 +127,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--totals", default="1,16,64", help="MB in all, with commas (1,16,64)")
     parser.add_argument("--counts", default=",".join(map(str, COUNTS)), help="numbers of tensors, with commas")
+    parser.add_argument("--wires", default="float32,bfloat16", help="types in the buffer (float32,bfloat16)")
     parser.add_argument("--rounds", type=int, default=11, help="blocks of each variant (11)")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     return parser.parse_args(argv)
@@ -137,22 +141,24 @@ def run(arguments: argparse.Namespace) -> int:
     with hpcomm.init() as mesh:
         described = environment(mesh)
     print("".join(f"# {key:<18} {value}\n" for key, value in described.items()))
-    print(f"{'':<28}{'':>10}{'kernels':>16}{'from Python':>16}{'foreach':>16}   shares of the copy rate")
-    print(f"{'':<28}{'copy GB/s':>10}" + f"{'pack':>8}{'unpack':>8}" * 3)
+    print(f"{'':<30}{'':>10}{'kernels':>16}{'from Python':>16}{'foreach':>16}   shares of the copy rate")
+    print(f"{'':<30}{'copy GB/s':>10}" + f"{'pack':>8}{'unpack':>8}" * 3)
     for total in (int(float(text) * MB) for text in arguments.totals.split(",")):
         for number in map(int, arguments.counts.split(",")):
-            for wire in (None, torch.bfloat16):
+            for wire_name in arguments.wires.split(","):
+                wire = getattr(torch, wire_name)
+                cast = "" if wire == torch.float32 else f", as {wire_name}"
                 sets = [Tensors(total, number, wire) for _ in range(max(1, min(4, 256 * MB // total)))]
                 wrong += sum(one.wrong(1) for one in sets)
                 rates = measure(sets, arguments.rounds)
                 wrong += sum(one.wrong(2) for one in sets)
                 shares = {name: share(rates, name) for name in rates}
-                name = f"{number} x {total / number / 1024:g} KB" + (", as bfloat16" if wire else "")
+                name = f"{number} x {total / number / 1024:g} KB" + cast
                 cells = "".join(
                     f"{100 * shares[way + end]:>6.0f} %"
                     for way, end in itertools.product(("", "python ", "foreach "), ("pack", "unpack"))
                 )
-                print(f"{name:<28}{statistics.median(rates['copy']) / 1e9:>10.2f}{cells}", flush=True)
+                print(f"{name:<30}{statistics.median(rates['copy']) / 1e9:>10.2f}{cells}", flush=True)
                 rows.append({"case": name, "total": total, "tensors": number, "rates": rates, "shares": shares})
     print(f"\n# tensors that were wrong: {wrong}")
     if arguments.json:

@@ -13,6 +13,9 @@ namespace hpcomm::convert {
 // with a place in the tensor and how many bytes of it come next.
 template <std::size_t kWidth>
 struct Bytes {
+  static std::size_t source_size(DType dtype) noexcept { return size_of(dtype); }
+  static std::size_t target_size(DType dtype) noexcept { return size_of(dtype); }
+
   template <typename Fetch>
   [[gnu::always_inline]] static inline void copy(const CopyItem& item, std::size_t element_size, double, Fetch fetch) {
     const std::size_t bytes = item.count * element_size;

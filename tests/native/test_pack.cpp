@@ -20,6 +20,7 @@
 
 #include "native/check.h"
 #include "pack/convert.h"
+#include "pack/convert_x86.h"
 #include "pack/copy_bytes.h"
 #include "pack/element.h"
 #include "pack/isa.h"

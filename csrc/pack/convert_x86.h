@@ -1,0 +1,193 @@
+// Loops by instructions that GCC 12 does not find: float32 to bfloat16, and float16 from and to float32.
+#pragma once
+
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "base/dtype.h"
+#include "pack/element.h"
+#include "pack/pack.h"
+
+#define HPCOMM_AVX2 __attribute__((target("avx2,fma,f16c")))
+#define HPCOMM_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c")))
+#define HPCOMM_AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,f16c")))
+
+namespace hpcomm::convert {
+
+// float32 to bfloat16 by the instruction made for it, which takes denormals for zero: a turn that has some rounds them
+// by integer arithmetic. Bit for bit like the plain loop, at twice its rate. Nothing is called, not even for denormals:
+// GCC would keep what the loop needs on the stack then, and short tensors wait for that.
+struct Narrow {
+  static constexpr std::size_t source_size(DType) noexcept { return sizeof(float); }
+  static constexpr std::size_t target_size(DType) noexcept { return sizeof(BFloat16); }
+
+  template <typename Fetch>
+  HPCOMM_AVX512_BF16 static inline void copy(const CopyItem& item, std::size_t, double factor, Fetch fetch) {
+    const auto* source = static_cast<const float*>(item.source);
+    auto* target = static_cast<BFloat16*>(item.target);
+    const std::size_t count = item.count;  // a store to the target might change the item's, as far as a compiler knows
+    const __m512 wide_factor = _mm512_set1_ps(static_cast<float>(factor));
+    std::size_t i = 0;
+    for (; i + 2 * kTurn <= count; i += 2 * kTurn) {
+      fetch(i * sizeof(float), 2 * kTurn * sizeof(float));
+      const __m512 a = _mm512_mul_ps(_mm512_loadu_ps(source + i), wide_factor);
+      const __m512 b = _mm512_mul_ps(_mm512_loadu_ps(source + i + 16), wide_factor);
+      const __m512 c = _mm512_mul_ps(_mm512_loadu_ps(source + i + 32), wide_factor);
+      const __m512 d = _mm512_mul_ps(_mm512_loadu_ps(source + i + 48), wide_factor);
+      const __mmask32 low = denormals(a, b);
+      const __mmask32 high = denormals(c, d);
+      __m512i first = narrow(a, b);
+      __m512i second = narrow(c, d);
+      if (_kortestz_mask32_u8(low, high) == 0) [[unlikely]] {
+        first = _mm512_mask_mov_epi16(first, low, rounded(a, b));
+        second = _mm512_mask_mov_epi16(second, high, rounded(c, d));
+      }
+      _mm512_storeu_si512(target + i, first);
+      _mm512_storeu_si512(target + i + kTurn, second);
+    }
+    for (; i < count; i += kTurn) {
+      const std::size_t left = std::min(kTurn, count - i);
+      const __mmask32 mask = ~std::uint32_t{0} >> (kTurn - left);
+      const __m512 a = _mm512_mul_ps(_mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), source + i), wide_factor);
+      const __m512 b =
+          _mm512_mul_ps(_mm512_maskz_loadu_ps(static_cast<__mmask16>(mask >> 16), source + i + 16), wide_factor);
+      const __mmask32 some = denormals(a, b);
+      __m512i both = narrow(a, b);
+      if (some != 0) [[unlikely]] {
+        both = _mm512_mask_mov_epi16(both, some, rounded(a, b));
+      }
+      _mm512_mask_storeu_epi16(target + i, mask, both);
+    }
+  }
+
+ private:
+  static constexpr std::size_t kTurn = 32;
+  // GCC 12 warns of its own header where an instruction has no mask (PR 105593).
+  static constexpr __mmask16 kAll = 0xffff;
+  static constexpr __mmask8 kAllPairs = 0xff;
+
+  HPCOMM_AVX512_BF16 static inline __mmask32 denormals(__m512 low, __m512 high) {
+    constexpr int kDenormal = 0x20;  // of vfpclassps
+    return _mm512_kunpackw(_mm512_fpclass_ps_mask(high, kDenormal), _mm512_fpclass_ps_mask(low, kDenormal));
+  }
+  HPCOMM_AVX512_BF16 static inline __m512i narrow(__m512 low, __m512 high) {
+    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+  }
+  // As BFloat16::from() rounds, but for NaN.
+  HPCOMM_AVX512_BF16 static inline __m512i rounded(__m512 low, __m512 high) {
+    return _mm512_maskz_inserti64x4(kAllPairs, _mm512_castsi256_si512(rounded(low)), rounded(high), 1);
+  }
+  HPCOMM_AVX512_BF16 static inline __m256i rounded(__m512 value) {
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512i odd = _mm512_and_si512(_mm512_maskz_srli_epi32(kAll, bits, 16), _mm512_set1_epi32(1));
+    const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    return _mm512_maskz_cvtepi32_epi16(kAll, _mm512_maskz_srli_epi32(kAll, sum, 16));
+  }
+};
+
+// Float16's conversions, which keep denormals whatever the mode: kTurn elements, and what is left at the end. All are
+// read before one is written, because a source may be its target.
+struct Float16Avx2 {
+  static constexpr std::size_t kTurn = 16;
+
+  template <typename From, typename To>
+  HPCOMM_AVX2 static inline void turn(const From* source, To* target, float factor) {
+    const __m256 wide_factor = _mm256_set1_ps(factor);
+    const __m256 a = _mm256_mul_ps(load(source), wide_factor);
+    const __m256 b = _mm256_mul_ps(load(source + 8), wide_factor);
+    store(target, a);
+    store(target + 8, b);
+  }
+  template <typename From, typename To>
+  HPCOMM_AVX2 static inline void rest(const From* source, To* target, std::size_t count, float factor) {
+    for (std::size_t i = 0; i < count; ++i) {
+      target[i] = element::narrow<To>(element::widen(source[i], factor));
+    }
+  }
+
+ private:
+  HPCOMM_AVX2 static inline __m256 load(const float* source) { return _mm256_loadu_ps(source); }
+  HPCOMM_AVX2 static inline __m256 load(const Float16* source) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
+  }
+  HPCOMM_AVX2 static inline void store(float* target, __m256 value) { _mm256_storeu_ps(target, value); }
+  HPCOMM_AVX2 static inline void store(Float16* target, __m256 value) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+  }
+};
+
+struct Float16Avx512 {
+  static constexpr std::size_t kTurn = 64;
+
+  template <typename From, typename To>
+  HPCOMM_AVX512 static inline void turn(const From* source, To* target, float factor) {
+    const __m512 wide_factor = _mm512_set1_ps(factor);
+    const __m512 a = _mm512_mul_ps(load(source, kAll), wide_factor);
+    const __m512 b = _mm512_mul_ps(load(source + 16, kAll), wide_factor);
+    const __m512 c = _mm512_mul_ps(load(source + 32, kAll), wide_factor);
+    const __m512 d = _mm512_mul_ps(load(source + 48, kAll), wide_factor);
+    store(target, a, kAll);
+    store(target + 16, b, kAll);
+    store(target + 32, c, kAll);
+    store(target + 48, d, kAll);
+  }
+  template <typename From, typename To>
+  HPCOMM_AVX512 static inline void rest(const From* source, To* target, std::size_t count, float factor) {
+    const __m512 wide_factor = _mm512_set1_ps(factor);
+    for (std::size_t i = 0; i < count; i += 16) {
+      const auto mask = static_cast<__mmask16>(kAll >> (16 - std::min<std::size_t>(16, count - i)));
+      store(target + i, _mm512_mul_ps(load(source + i, mask), wide_factor), mask);
+    }
+  }
+
+ private:
+  static constexpr __mmask16 kAll = 0xffff;  // said also where there is another instruction without: see above
+
+  HPCOMM_AVX512 static inline __m512 load(const float* source, __mmask16 mask) {
+    return _mm512_maskz_loadu_ps(mask, source);
+  }
+  HPCOMM_AVX512 static inline __m512 load(const Float16* source, __mmask16 mask) {
+    return _mm512_maskz_cvtph_ps(kAll, _mm256_maskz_loadu_epi16(mask, source));
+  }
+  HPCOMM_AVX512 static inline void store(float* target, __m512 value, __mmask16 mask) {
+    _mm512_mask_storeu_ps(target, mask, value);
+  }
+  HPCOMM_AVX512 static inline void store(Float16* target, __m512 value, __mmask16 mask) {
+    _mm256_mask_storeu_epi16(target, mask, _mm512_maskz_cvtps_ph(kAll, value, _MM_FROUND_TO_NEAREST_INT));
+  }
+};
+
+// Where one side is Float16, and the other is that or float.
+template <typename Steps, typename From, typename To>
+struct Float16Elements {
+  static constexpr std::size_t source_size(DType) noexcept { return sizeof(From); }
+  static constexpr std::size_t target_size(DType) noexcept { return sizeof(To); }
+
+  template <typename Fetch>
+  [[gnu::always_inline]] static inline void copy(const CopyItem& item, std::size_t, double factor, Fetch fetch) {
+    const auto* const source = static_cast<const From*>(item.source);
+    auto* const target = static_cast<To*>(item.target);
+    const std::size_t count = item.count;
+    const auto wide_factor = static_cast<float>(factor);
+    std::size_t i = 0;
+    for (; i + Steps::kTurn <= count; i += Steps::kTurn) {
+      fetch(i * sizeof(From), Steps::kTurn * sizeof(From));
+      if constexpr (sizeof(To) > sizeof(From)) {
+        fetch.target(i * sizeof(To), Steps::kTurn * sizeof(To));
+      }
+      Steps::turn(source + i, target + i, wide_factor);
+    }
+    if (i < count) {
+      Steps::rest(source + i, target + i, count - i, wide_factor);
+    }
+  }
+};
+
+}  // namespace hpcomm::convert
+
+#endif
