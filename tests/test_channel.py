@@ -519,6 +519,43 @@ def test_messages_of_all_lengths_keep_their_order(transport: str) -> None:
     ranks.run(2, mixed_lengths, env=TRANSPORTS[transport])
 
 
+def waited_for() -> None:
+    """Back and forth: a long message comes behind its header where its receiver waits, from the second one on."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+
+        def tree(i: int, rank: int) -> Any:
+            small = [torch.full((1000,), float(i + 100 * rank)) for _ in range(8)]
+            large = [torch.arange((1 << 20) + i, dtype=torch.float32) + rank for _ in range(1 + i % 2)]
+            return {"small": small, "large": large, "turned": large[0][:1000000].view(1000, 1000).t(), "i": i}
+
+        kept = []
+        for i in range(12):
+            if mesh.rank == 0:
+                channel.send(tree(i, 0)).wait()
+            kept.append(channel.irecv().wait() if i % 4 == 3 else channel.recv())
+            if mesh.rank == 1:
+                channel.send(tree(i, 1)).wait()
+        for i, got in enumerate(kept):
+            sent = tree(i, 1 - mesh.rank)
+            assert got["i"] == i
+            assert torch.equal(got["turned"], sent["turned"])
+            for name in ("small", "large"):
+                assert all(torch.equal(a, b) for a, b in zip(got[name], sent[name], strict=True))
+        largest = torch.zeros(9 << 20)  # 36 MB: more than goes behind a header
+        for _ in range(2):
+            if mesh.rank == 0:
+                channel.send(largest).wait()
+            assert not channel.recv().any()
+            if mesh.rank == 1:
+                channel.send(largest).wait()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_long_messages_that_are_waited_for(transport: str) -> None:
+    ranks.run(2, waited_for, env=TRANSPORTS[transport])
+
+
 def interrupted() -> None:
     with hpcomm.init(dp=1, pp=2) as mesh:
         channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)

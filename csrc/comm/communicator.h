@@ -136,7 +136,8 @@ class Communicator {
   // host memory has one: of NCCL's kernels several run at once.
   [[nodiscard]] virtual DeviceSlot* device_slot() noexcept { return nullptr; }
   // Messages of an edge of up to so many bytes had better travel behind their header, over Control, than in an
-  // operation of their own; 0 where none had. The same on all ranks.
+  // operation of their own, whether the receiver waits for them or not (engine/window.h); 0 where none had. The same on
+  // all ranks.
   [[nodiscard]] virtual std::size_t bytes_in_control() const noexcept { return 0; }
   // Memory that this transport can send without a copy.
   [[nodiscard]] virtual Buffer allocate(std::size_t bytes);

@@ -3,6 +3,7 @@
 
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <utility>
 
 namespace hpcomm {
@@ -66,6 +67,28 @@ class SoloControl final : public Control {
 };
 
 }  // namespace
+
+std::size_t LentBody::bytes() const noexcept {
+  return std::accumulate(parts.begin(), parts.end(), std::size_t{0},
+                         [](std::size_t sum, std::string_view part) { return sum + part.size(); });
+}
+
+void Control::send_lent(int peer, std::uint64_t channel, LentBody body) {
+  std::string whole;
+  whole.reserve(body.bytes());
+  for (const std::string_view part : body.parts) {
+    whole += part;
+  }
+  send(peer, channel, whole);
+  body.sent(nullptr);
+}
+
+std::optional<Body> Control::try_receive_body(int peer, std::uint64_t channel, Deadline until) {
+  if (auto text = try_receive(peer, channel, until)) {
+    return Body{std::move(*text), {}};
+  }
+  return std::nullopt;
+}
 
 std::string Control::receive(int peer, std::uint64_t channel, Deadline deadline) {
   if (auto body = try_receive(peer, channel, deadline)) {

@@ -1,8 +1,9 @@
 // Control: small ordered messages between all ranks of a job, abort, and the death of a peer. CPU only.
 //
 // One TCP connection per pair of ranks and one I/O thread per process; comm/shm/near_control.h carries the messages
-// between ranks of one host. Headers, plan hashes and errors travel here, never tensor data. A send never waits for the
-// receiver: what the socket does not take is queued.
+// between ranks of one host. Headers, plan hashes and errors travel here, and tensors of an edge over gloo behind their
+// header (engine/window.h). A send never waits for the receiver: what the socket does not take is queued. Long bodies
+// go in pieces, which short messages of other channels overtake.
 //
 // A Control belongs to the process that made it. In a forked child its sockets are closed, abort() and close() do
 // nothing, and everything else raises kClosed.
@@ -18,11 +19,36 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/view.h"
 #include "control/socket.h"
 #include "control/wire.h"
 #include "stream/event.h"
 
 namespace hpcomm {
+
+// A body that is sent from where it lies. `sent` runs once, on any thread: with null when the bytes have been taken,
+// with the reason when they never will be. It holds what they lie in, and must neither block nor call a Control.
+struct LentBody {
+  std::vector<std::string_view> parts;
+  std::function<void(const Error* why)> sent;
+
+  [[nodiscard]] std::size_t bytes() const noexcept;
+};
+
+// A message that has come: in the place that was made for it, or in memory of its own.
+struct Body {
+  std::string text;
+  Buffer place;  // where its owner is not null
+
+  [[nodiscard]] std::string_view view() const noexcept {
+    return place.owner == nullptr ? std::string_view(text)
+                                  : std::string_view(static_cast<const char*>(place.view.data), place.view.bytes);
+  }
+};
+
+// Makes the place of a long body of so many bytes, or an empty Buffer. Runs on the I/O thread when they are announced:
+// it must not block.
+using MakePlace = std::function<Buffer(std::size_t bytes)>;
 
 class Control {
  public:
@@ -36,6 +62,13 @@ class Control {
   virtual void send(int peer, std::uint64_t channel, std::string_view body) = 0;
   // The next message, or nothing when `until` came first. Throws the job's failure.
   virtual std::optional<std::string> try_receive(int peer, std::uint64_t channel, Deadline until) = 0;
+  // The same for long messages, without the copies. Those of both kinds keep one order.
+  virtual void send_lent(int peer, std::uint64_t channel, LentBody body);
+  virtual std::optional<Body> try_receive_body(int peer, std::uint64_t channel, Deadline until);
+  // From now on long bodies of this channel are read into what `make` gives; null ends that. Only where lands().
+  virtual void land(int /*peer*/, std::uint64_t /*channel*/, MakePlace /*make*/) {}
+  // Whether long messages from and to `peer` are copied by nobody but the kernel.
+  [[nodiscard]] virtual bool lands(int /*peer*/) const { return false; }
   // The next message. Throws kTimedOut, or the job's failure.
   [[nodiscard]] std::string receive(int peer, std::uint64_t channel, Deadline deadline);
 

@@ -221,6 +221,7 @@ class Rendezvous {
     if (heartbeat_.count() > 0) {
       watch_connection(pending.fd.get(), heartbeat_);
     }
+    keep_in_cache(pending.fd.get());
     peer.fd = std::move(pending.fd);
     peer.surplus = pending.handshake.surplus();
     scan(r);

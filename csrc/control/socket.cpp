@@ -22,6 +22,10 @@ namespace hpcomm::control {
 
 namespace {
 
+// Of a connection within a host. 25 MB over loopback: 7.3 ms as the kernel sizes it, 4.2 with 256 KB, 6.0 with 512, 6.1
+// with 128.
+constexpr int kSendBuffer = 256 << 10;
+
 [[noreturn]] void fail(const std::string& what, int error) {
   throw Error(ErrorKind::kTransport, str("control connection: ", what, ": ", std::strerror(error)));
 }
@@ -118,6 +122,28 @@ void watch_connection(int fd, std::chrono::milliseconds limit) {
   set(IPPROTO_TCP, TCP_KEEPINTVL, limit.count() / 4000);
   set(IPPROTO_TCP, TCP_KEEPCNT, 4);
   set(SOL_SOCKET, SO_KEEPALIVE, 1);
+}
+
+void keep_in_cache(int fd) {
+  sockaddr_storage here{};
+  sockaddr_storage there{};
+  socklen_t here_length = sizeof here;
+  socklen_t there_length = sizeof there;
+  if (::getsockname(fd, reinterpret_cast<sockaddr*>(&here), &here_length) != 0 ||
+      ::getpeername(fd, reinterpret_cast<sockaddr*>(&there), &there_length) != 0) {
+    return;
+  }
+  const auto host_of = [](const sockaddr_storage& address) {
+    if (address.ss_family == AF_INET6) {
+      const auto& in = reinterpret_cast<const sockaddr_in6&>(address).sin6_addr;
+      return std::string(reinterpret_cast<const char*>(&in), sizeof in);
+    }
+    const auto& in = reinterpret_cast<const sockaddr_in&>(address).sin_addr;
+    return std::string(reinterpret_cast<const char*>(&in), sizeof in);
+  };
+  if (here.ss_family == there.ss_family && host_of(here) == host_of(there)) {
+    (void)setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kSendBuffer, sizeof kSendBuffer);
+  }
 }
 
 std::string peer_name(int fd) {

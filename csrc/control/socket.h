@@ -20,6 +20,9 @@ namespace hpcomm::control {
 // Has the kernel give up a connection whose other host is silent; our own heartbeats, which say more, come first.
 // `limit` is theirs. Without it, a host that vanished would be tried again for a quarter of an hour.
 void watch_connection(int fd, std::chrono::milliseconds limit);
+// Where both ends are of one host, little lies in the kernel: what is sent is taken out while a cache still has it.
+// Between hosts the kernel knows best.
+void keep_in_cache(int fd);
 // "host:port" of the other side, for log lines.
 [[nodiscard]] std::string peer_name(int fd);
 // Bytes that the other side's kernel has not acknowledged yet.

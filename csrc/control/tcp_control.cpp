@@ -42,7 +42,11 @@ TcpControl::TcpControl(int rank, std::vector<Fd> connections, std::vector<std::s
     Peer peer;
     peer.fd = std::move(connections[r]);
     peer.state = open ? PeerState::kOpen : PeerState::kLeft;
-    peer.incoming = std::move(surplus[r]);
+    peer.incoming =
+        std::make_unique<Inflow>([this, rank = static_cast<int>(r)](std::uint64_t channel, std::size_t bytes) {
+          return place_of(rank, channel, bytes);
+        });
+    peer.incoming->take(surplus[r]);
     peers_.push_back(std::move(peer));
   }
   thread_ = std::thread([this] { run(); });
@@ -58,6 +62,7 @@ TcpControl::~TcpControl() {
       thread_.join();
     }
   }
+  tell_lenders();
 }
 
 bool TcpControl::forked() const noexcept { return fork_generation() != generation_; }
@@ -73,12 +78,7 @@ void TcpControl::require_own_process(const char* operation, int peer) const {
   }
 }
 
-void TcpControl::send(int peer, std::uint64_t channel, std::string_view body) {
-  HPCOMM_REQUIRE(peer >= 0 && peer < size() && peer != rank_, "control message from rank ", rank_, " to rank ", peer,
-                 " of ", size());
-  require_own_process("send", peer);
-  const PrefixBytes prefix = encode_prefix(FrameKind::kMessage, channel, body.size());
-  std::lock_guard lock(mutex_);
+TcpControl::Peer& TcpControl::recipient(int peer) {
   if (failure_) {
     throw Error(*failure_);
   }
@@ -89,10 +89,56 @@ void TcpControl::send(int peer, std::uint64_t channel, std::string_view body) {
   if (to.state != PeerState::kOpen) {
     throw Error(ErrorKind::kRankFailed, str("rank ", peer, " has left the job"), {rank_, peer, -1, "send"});
   }
-  queue_frame(to, {prefix.data(), prefix.size()}, body);
+  return to;
+}
+
+void TcpControl::send(int peer, std::uint64_t channel, std::string_view body) {
+  HPCOMM_REQUIRE(peer >= 0 && peer < size() && peer != rank_, "control message from rank ", rank_, " to rank ", peer,
+                 " of ", size());
+  HPCOMM_REQUIRE(body.size() <= kMaxBody, "a control message of ", body.size(), " bytes; the limit is ", kMaxBody);
+  require_own_process("send", peer);
+  std::lock_guard lock(mutex_);
+  // Where a body is lent, it is not idle, and only adds to what waits: nobody is to be told of anything.
+  send_frame(recipient(peer), FrameKind::kMessage, channel, body);
+}
+
+void TcpControl::send_lent(int peer, std::uint64_t channel, LentBody body) {
+  HPCOMM_REQUIRE(peer >= 0 && peer < size() && peer != rank_, "control message from rank ", rank_, " to rank ", peer,
+                 " of ", size());
+  HPCOMM_REQUIRE(body.bytes() <= kMaxBody, "a control message of ", body.bytes(), " bytes; the limit is ", kMaxBody);
+  require_own_process("send", peer);
+  {
+    std::lock_guard lock(mutex_);
+    Peer& to = recipient(peer);
+    to.spoke = true;
+    const bool idle = to.outgoing.empty();
+    to.outgoing.lend(channel, std::move(body));
+    if (idle) {
+      flush(to);
+      if (!to.outgoing.empty()) {
+        wake();
+      }
+    }
+  }
+  tell_lenders();
 }
 
 std::optional<std::string> TcpControl::try_receive(int peer, std::uint64_t channel, Deadline until) {
+  if (auto body = try_receive_body(peer, channel, until)) {
+    return body->place.owner == nullptr ? std::move(body->text) : std::string(body->view());
+  }
+  return std::nullopt;
+}
+
+void TcpControl::land(int peer, std::uint64_t channel, MakePlace make) {
+  HPCOMM_REQUIRE(peer >= 0 && peer < size() && peer != rank_, "rank ", rank_, " has no peer ", peer, " of ", size());
+  if (!forked()) {
+    std::lock_guard lock(mutex_);
+    inboxes_[{peer, channel}].make_place.swap(make);
+  }  // what it was before goes without the lock
+}
+
+std::optional<Body> TcpControl::try_receive_body(int peer, std::uint64_t channel, Deadline until) {
   HPCOMM_REQUIRE(peer >= 0 && peer < size() && peer != rank_, "control message to rank ", rank_, " from rank ", peer,
                  " of ", size());
   require_own_process("receive", peer);
@@ -100,7 +146,7 @@ std::optional<std::string> TcpControl::try_receive(int peer, std::uint64_t chann
   Inbox& inbox = inboxes_[{peer, channel}];
   for (;;) {
     if (!inbox.messages.empty()) {
-      std::string body = std::move(inbox.messages.front());
+      Body body = std::move(inbox.messages.front());
       inbox.messages.pop_front();
       return body;
     }
@@ -128,10 +174,11 @@ void TcpControl::abort(const std::string& message) {
     if (failure_ || closing_) {
       return;  // the first failure is the one that counts; peers have it already
     }
-    tell_all(encode(FrameKind::kAbort, 0, std::string_view(message).substr(0, kMaxBody)));
+    tell_all(FrameKind::kAbort, 0, message);
     fail(Error(ErrorKind::kClosed, "this rank gave up: " + message, {rank_, -1, -1, "abort"}));
   }
   notify_listeners();
+  tell_lenders();
 }
 
 void TcpControl::close() noexcept {
@@ -144,7 +191,7 @@ void TcpControl::close() noexcept {
       return;
     }
     closing_ = true;
-    tell_all(encode(FrameKind::kGoodbye, 0, {}));
+    tell_all(FrameKind::kGoodbye, 0, {});
     for (auto& [key, inbox] : inboxes_) {
       inbox.arrived.notify_all();
     }
@@ -157,7 +204,7 @@ void TcpControl::close() noexcept {
       std::size_t pending = 0;
       for (const Peer& peer : peers_) {
         const bool open = peer.fd.valid() && peer.state == PeerState::kOpen;
-        pending += open ? peer.outgoing.size() - peer.sent + static_cast<std::size_t>(unsent_bytes(peer.fd.get())) : 0;
+        pending += open ? peer.outgoing.bytes() + static_cast<std::size_t>(unsent_bytes(peer.fd.get())) : 0;
       }
       const Deadline now = Clock::now();
       if (pending < least) {
@@ -231,14 +278,12 @@ void TcpControl::run() {
   std::vector<pollfd> fds;
   std::vector<int> ranks;
   for (std::size_t r = 0; r < peers_.size(); ++r) {
-    if (!peers_[r].incoming.empty()) {
-      heartbeat_.heard(static_cast<int>(r), Clock::now());
-      parse_incoming(static_cast<int>(r));
-    }
+    deliver_all(static_cast<int>(r));  // what came behind the greeting
   }
   Deadline next_beat = Clock::now();
   for (;;) {
     notify_listeners();
+    tell_lenders();
     fds.assign(1, pollfd{wake_.get(), POLLIN, 0});
     ranks.assign(1, -1);
     {
@@ -246,8 +291,10 @@ void TcpControl::run() {
       if (stop_) {
         for (Peer& peer : peers_) {
           peer.fd.reset();
+          forget(peer.outgoing.clear(),
+                 Error(ErrorKind::kClosed, "this rank has left the job", {rank_, -1, -1, "send"}));
         }
-        return;
+        return;  // the destructor tells them
       }
       for (std::size_t r = 0; r < peers_.size(); ++r) {
         const Peer& peer = peers_[r];
@@ -287,12 +334,10 @@ void TcpControl::run() {
 
 // On connections where nothing else was said since the last time. What still waits to be sent needs no help.
 void TcpControl::beat() {
-  // Never destroyed: at process exit the thread of a Control that nobody closed still reads it.
-  static const auto& bytes = *new std::string(encode(FrameKind::kHeartbeat, 0, {}));
   std::lock_guard lock(mutex_);
   for (Peer& peer : peers_) {
     if (peer.fd.valid() && peer.state == PeerState::kOpen && !closing_ && !peer.spoke && peer.outgoing.empty()) {
-      queue_frame(peer, bytes);
+      send_frame(peer, FrameKind::kHeartbeat, 0, {});
     }
     peer.spoke = false;
   }
@@ -305,7 +350,7 @@ void TcpControl::look_for_silence(Deadline now) {
     bool between_frames = false;
     {
       std::lock_guard lock(mutex_);
-      between_frames = peer.outgoing.empty();
+      between_frames = peer.outgoing.between_frames();
       if (peer.state != PeerState::kOpen || failure_ || closing_) {
         continue;
       }
@@ -333,10 +378,10 @@ void TcpControl::look_for_silence(Deadline now) {
   }
 }
 
-void TcpControl::tell_all(const std::string& bytes) {
+void TcpControl::tell_all(FrameKind kind, std::uint64_t channel, std::string_view body) {
   for (Peer& peer : peers_) {
     if (peer.fd.valid() && peer.state == PeerState::kOpen) {
-      queue_frame(peer, bytes);
+      send_frame(peer, kind, channel, body.substr(0, kMaxBody));
     }
   }
 }
@@ -346,13 +391,12 @@ void TcpControl::lose(int rank, const std::string& why) {
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
   const bool orderly = peer.state == PeerState::kLeft || closing_;
   leave(rank, PeerState::kLost);
-  peer.outgoing.clear();
-  peer.sent = 0;
+  const Error error(ErrorKind::kRankFailed, str("rank ", rank, " is gone: ", why, " (seen by rank ", rank_, ")"),
+                    {rank_, rank, -1, "heartbeat"});
+  forget(peer.outgoing.clear(), failure_.value_or(error));
   if (!orderly && !failure_) {
     // Whoever still starts, or has no trouble with that rank itself, would learn it late or never.
-    const Error error(ErrorKind::kRankFailed, str("rank ", rank, " is gone: ", why, " (seen by rank ", rank_, ")"),
-                      {rank_, rank, -1, "heartbeat"});
-    tell_all(encode_abort(error));
+    tell_all(FrameKind::kAbort, abort_channel(error), error.what());
     fail(error);
   }
 }
@@ -370,6 +414,10 @@ void TcpControl::leave(int rank, PeerState how) {
 void TcpControl::fail(Error error) {
   if (!failure_) {
     failure_ = std::move(error);
+  }
+  // What is under way is of no use to anybody any more, and the news must not wait for it.
+  for (Peer& peer : peers_) {
+    forget(peer.outgoing.let_go(), *failure_);
   }
   for (auto& [key, inbox] : inboxes_) {
     inbox.arrived.notify_all();
@@ -401,6 +449,24 @@ void TcpControl::notify_listeners() {
     }
   }
   told_departed_ += departed.size();
+}
+
+// Called with mutex_ held; tell_lenders() follows once it is released.
+void TcpControl::forget(std::vector<Outbox::Sent> told, const Error& why) {
+  for (Outbox::Sent& sent : told) {
+    told_.push_back({std::move(sent), why});
+  }
+}
+
+void TcpControl::tell_lenders() noexcept {
+  std::vector<Told> told;
+  {
+    std::lock_guard lock(mutex_);
+    told.swap(told_);
+  }
+  for (const Told& one : told) {
+    one.sent(one.why ? &*one.why : nullptr);
+  }
 }
 
 void TcpControl::wake() const noexcept {

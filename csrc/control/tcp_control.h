@@ -17,6 +17,8 @@
 
 #include "control/control.h"
 #include "control/heartbeat.h"
+#include "control/inflow.h"
+#include "control/outbox.h"
 #include "control/socket.h"
 #include "control/wire.h"
 
@@ -37,6 +39,10 @@ class TcpControl final : public Control {
   [[nodiscard]] int size() const noexcept override { return static_cast<int>(peers_.size()); }
   void send(int peer, std::uint64_t channel, std::string_view body) override;
   std::optional<std::string> try_receive(int peer, std::uint64_t channel, Deadline until) override;
+  void send_lent(int peer, std::uint64_t channel, LentBody body) override;
+  std::optional<Body> try_receive_body(int peer, std::uint64_t channel, Deadline until) override;
+  void land(int peer, std::uint64_t channel, MakePlace make) override;
+  [[nodiscard]] bool lands(int /*peer*/) const override { return true; }
   void abort(const std::string& message) override;
   void close() noexcept override;
   [[nodiscard]] bool has_ended(int peer) const override { return state_of(peer) == PeerState::kLost; }
@@ -62,36 +68,43 @@ class TcpControl final : public Control {
   struct Peer {
     Fd fd;
     PeerState state = PeerState::kOpen;
-    std::string incoming;  // bytes of an unfinished frame
-    std::optional<Frame>
-        unfinished;  // a long one, of which `missing` bytes are still to come; `incoming` is empty then
-    std::size_t missing = 0;
-    std::string outgoing;  // what the socket did not take yet, behind `sent` bytes that it did
-    std::size_t sent = 0;
-    bool spoke = false;  // since the last heartbeat was due
+    std::unique_ptr<Inflow> incoming;  // the I/O thread's own
+    Outbox outgoing;                   // what the socket did not take yet
+    bool spoke = false;                // since the last heartbeat was due
   };
   struct Inbox {
-    std::deque<std::string> messages;
+    std::deque<Body> messages;
     std::condition_variable arrived;
+    MakePlace make_place;  // of long ones
+  };
+  // Who has lent a body and is to hear what became of it: why it was not sent, if it was not.
+  struct Told {
+    Outbox::Sent sent;
+    std::optional<Error> why;
   };
 
   [[nodiscard]] bool forked() const noexcept;
   void require_own_process(const char* operation, int peer = -1) const;
   [[nodiscard]] PeerState state_of(int peer) const;
+  // The peer of a message that may be sent. With mutex_ held.
+  [[nodiscard]] Peer& recipient(int peer);
   void run();
   void beat();
   void look_for_silence(Deadline now);
   void read_from(int peer);
-  void take_in(int peer, std::span<const char> bytes);
-  void parse_incoming(int peer);
-  void deliver(int peer, Frame frame);
+  void deliver_all(int peer);
+  void deliver(int peer, Inflow::Arrival arrival);
+  [[nodiscard]] Buffer place_of(int peer, std::uint64_t channel, std::size_t bytes);
   void flush(Peer& peer);
-  void queue_frame(Peer& peer, std::string_view bytes, std::string_view behind = {});
-  void tell_all(const std::string& bytes);
+  void send_frame(Peer& peer, FrameKind kind, std::uint64_t channel, std::string_view body);
+  void tell_all(FrameKind kind, std::uint64_t channel, std::string_view body);
+  void forget(std::vector<Outbox::Sent> told, const Error& why);
   void lose(int peer, const std::string& why);
   void leave(int peer, PeerState how);
   void fail(Error error);
   void notify_listeners();
+  // Says what became of lent bodies. Called without mutex_.
+  void tell_lenders() noexcept;
   void wake() const noexcept;
 
   const int rank_;
@@ -103,6 +116,7 @@ class TcpControl final : public Control {
   std::map<std::pair<int, std::uint64_t>, Inbox> inboxes_;  // never erased: waiters hold references
   std::optional<Error> failure_;
   std::vector<int> departed_;  // in the order in which they left
+  std::vector<Told> told_;     // for tell_lenders()
   bool closing_ = false;
   bool stop_ = false;
 

@@ -1,4 +1,4 @@
-// Frames of a TcpControl as bytes of its sockets: put together as they come, and kept while a socket takes no more.
+// What a TcpControl reads from its sockets and writes to them. control/inflow.h and control/outbox.h know its order.
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -16,22 +16,28 @@ namespace {
 
 // Of one peer, before the others have their turn.
 constexpr std::size_t kMostAtOnce = std::size_t{1} << 20;
-// Bodies from here on are not copied once more when they are complete.
-constexpr std::size_t kLongBody = std::size_t{1} << 16;
-// Room that a long one is given at once: where no byte of it was written, it takes no memory yet.
-constexpr std::size_t kRoomAtOnce = std::size_t{8} << 20;
+// Behind the rest of a long body: the beginning of the next frame.
+constexpr std::size_t kBehind = 4096;
+// Of a message's parts in one call.
+constexpr std::size_t kMostParts = 16;
 
 }  // namespace
 
 void TcpControl::read_from(int rank) {
-  // On the stack and not straight into a frame: it stays in a cache, and a peer that announces much and sends little
-  // gets no memory for it.
+  // On the stack: it stays in a cache. Only long bodies are read straight to where they will be.
   std::array<char, 1 << 16> chunk;
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
   // What has come, but not for ever: other peers wait.
   for (std::size_t total = 0; total < kMostAtOnce;) {
+    std::span<char> landing = peer.incoming->landing();
+    landing = landing.first(std::min(landing.size(), kMostAtOnce));
+    const std::size_t behind = landing.empty() ? chunk.size() : kBehind;
+    std::array<iovec, 2> parts{iovec{landing.data(), landing.size()}, iovec{chunk.data(), behind}};
+    msghdr message{};
+    message.msg_iov = parts.data() + (landing.empty() ? 1 : 0);
+    message.msg_iovlen = landing.empty() ? 1 : 2;
     // Only this thread closes descriptors, so reading needs no lock.
-    const ssize_t got = ::recv(peer.fd.get(), chunk.data(), chunk.size(), MSG_DONTWAIT);
+    const ssize_t got = ::recvmsg(peer.fd.get(), &message, MSG_DONTWAIT);
     if (got <= 0) {
       if (got == 0) {
         lose(rank, "its process ended");
@@ -41,76 +47,55 @@ void TcpControl::read_from(int rank) {
       return;
     }
     heartbeat_.heard(rank, Clock::now());
-    take_in(rank, {chunk.data(), static_cast<std::size_t>(got)});
+    const std::size_t landed = std::min(static_cast<std::size_t>(got), landing.size());
+    peer.incoming->landed(landed);
+    peer.incoming->take({chunk.data(), static_cast<std::size_t>(got) - landed});
+    deliver_all(rank);
     total += static_cast<std::size_t>(got);
-    if (got < static_cast<ssize_t>(chunk.size()) || peer.state == PeerState::kLost) {
+    if (static_cast<std::size_t>(got) < landing.size() + behind || peer.state == PeerState::kLost) {
       return;  // that was all
     }
   }
 }
 
-// A long body is put together where it will be, others are found in `incoming`.
-void TcpControl::take_in(int rank, std::span<const char> bytes) {
-  Peer& peer = peers_[static_cast<std::size_t>(rank)];
-  if (peer.unfinished) {
-    const std::size_t now = std::min(peer.missing, bytes.size());
-    peer.unfinished->body.append(bytes.data(), now);
-    peer.missing -= now;
-    bytes = bytes.subspan(now);
-    if (peer.missing > 0) {
-      return;
-    }
-    Frame frame = std::move(*peer.unfinished);
-    peer.unfinished.reset();
-    try {
-      deliver(rank, std::move(frame));
-    } catch (const Error& error) {
-      return lose(rank, error.what());
-    }
-  }
-  peer.incoming.append(bytes.data(), bytes.size());
-  parse_incoming(rank);
-}
-
-void TcpControl::parse_incoming(int rank) {
-  Peer& peer = peers_[static_cast<std::size_t>(rank)];
-  std::size_t used = 0;
+void TcpControl::deliver_all(int rank) {
   try {
-    for (;;) {
-      const auto rest = std::span<const char>(peer.incoming).subspan(used);
-      if (auto parsed = parse(rest)) {
-        used += parsed->consumed;
-        deliver(rank, std::move(parsed->frame));
-        continue;
-      }
-      if (const auto announced = parse_prefix(rest); announced && announced->length >= kLongBody) {
-        const auto behind = rest.subspan(kPrefixBytes);
-        peer.unfinished = Frame{announced->kind, announced->channel, {}};
-        peer.unfinished->body.reserve(std::min(announced->length, kRoomAtOnce));
-        peer.unfinished->body.append(behind.data(), behind.size());
-        peer.missing = announced->length - behind.size();
-        used = peer.incoming.size();
-      }
-      break;
+    while (auto arrival = peers_[static_cast<std::size_t>(rank)].incoming->next()) {
+      deliver(rank, std::move(*arrival));
     }
   } catch (const Error& error) {
     lose(rank, error.what());
-    return;
   }
-  peer.incoming.erase(0, used);
 }
 
-void TcpControl::deliver(int rank, Frame frame) {
+// Called by the I/O thread, without mutex_.
+Buffer TcpControl::place_of(int rank, std::uint64_t channel, std::size_t bytes) {
+  MakePlace make;
+  {
+    std::lock_guard lock(mutex_);
+    const auto inbox = inboxes_.find({rank, channel});
+    if (inbox != inboxes_.end()) {
+      make = inbox->second.make_place;
+    }
+  }
+  try {
+    return make != nullptr ? make(bytes) : Buffer{};
+  } catch (const std::exception&) {
+    return {};  // whoever takes the message sees what is missing
+  }
+}
+
+void TcpControl::deliver(int rank, Inflow::Arrival arrival) {
   std::lock_guard lock(mutex_);
-  switch (frame.kind) {
+  switch (arrival.kind) {
     case FrameKind::kMessage: {
-      Inbox& inbox = inboxes_[{rank, frame.channel}];
-      inbox.messages.push_back(std::move(frame.body));
+      Inbox& inbox = inboxes_[{rank, arrival.channel}];
+      inbox.messages.push_back(std::move(arrival.body));
       inbox.arrived.notify_all();
       break;
     }
     case FrameKind::kAbort:
-      fail(reported_error(frame, rank_, rank));
+      fail(reported_error({arrival.kind, arrival.channel, std::move(arrival.body.text)}, rank_, rank));
       break;
     case FrameKind::kGoodbye:
       leave(rank, PeerState::kLeft);
@@ -119,6 +104,10 @@ void TcpControl::deliver(int rank, Frame frame) {
       }
       break;
     case FrameKind::kHeartbeat:
+      break;
+    case FrameKind::kLong:
+    case FrameKind::kPiece:
+      HPCOMM_ASSERT(false, "pieces arrive as a message");
       break;
     case FrameKind::kHello:
     case FrameKind::kChallenge:
@@ -131,34 +120,68 @@ void TcpControl::flush(Peer& peer) {
   if (!peer.fd.valid()) {
     return;
   }
-  while (peer.sent < peer.outgoing.size()) {
-    const ssize_t took = ::send(peer.fd.get(), peer.outgoing.data() + peer.sent, peer.outgoing.size() - peer.sent,
-                                MSG_DONTWAIT | MSG_NOSIGNAL);
+  std::vector<Outbox::Sent> sent;
+  std::array<iovec, kMostParts> parts;
+  // Somebody else may want the lock: the rest is for the I/O thread's next round.
+  for (std::size_t total = 0; total < kMostAtOnce;) {
+    const std::size_t count = peer.outgoing.next(parts);
+    if (count == 0) {
+      break;
+    }
+    std::size_t wanted = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+      wanted += parts[i].iov_len;
+    }
+    msghdr message{};
+    message.msg_iov = parts.data();
+    message.msg_iovlen = count;
+    const ssize_t took = ::sendmsg(peer.fd.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (took < 0) {
       if (errno == EINTR) {
         continue;
       }
       if (errno != EAGAIN) {
         // The reading side reports the loss, behind whatever the peer still had to say.
-        peer.sent = peer.outgoing.size();
+        const auto rank = static_cast<int>(&peer - peers_.data());
+        forget(peer.outgoing.clear(),
+               Error(ErrorKind::kRankFailed, str("the connection to rank ", rank, " broke: ", std::strerror(errno)),
+                     {rank_, rank, -1, "send"}));
       }
       break;
     }
-    peer.sent += static_cast<std::size_t>(took);
+    peer.outgoing.took(static_cast<std::size_t>(took), sent);
+    total += static_cast<std::size_t>(took);
+    if (static_cast<std::size_t>(took) < wanted) {
+      break;  // it is full; when there is room worth the call, poll says so
+    }
   }
-  // Not after every piece: moving what is left of a large message each time would cost the square of its length.
-  if (peer.sent >= peer.outgoing.size() / 2) {
-    peer.outgoing.erase(0, std::exchange(peer.sent, 0));
+  for (Outbox::Sent& one : sent) {
+    told_.push_back({std::move(one), std::nullopt});
   }
 }
 
-// `bytes` and `behind` as one piece.
-void TcpControl::queue_frame(Peer& peer, std::string_view bytes, std::string_view behind) {
+// With mutex_ held.
+void TcpControl::send_frame(Peer& peer, FrameKind kind, std::uint64_t channel, std::string_view body) {
   peer.spoke = true;
+  if (!peer.outgoing.empty()) {
+    peer.outgoing.add(kind, channel, body);  // somebody is at it already
+    return;
+  }
+  if (body.size() > kPieceBytes) {
+    peer.outgoing.lend(channel, {{body}, nullptr});
+    flush(peer);
+    if (!peer.outgoing.empty()) {
+      peer.outgoing.keep_last();
+      wake();
+    }
+    return;
+  }
   // From where they lie, where nothing is before them: what the socket takes at once need not be kept.
-  while (peer.outgoing.empty() && peer.fd.valid() && !(bytes.empty() && behind.empty())) {
-    std::array<iovec, 2> parts{iovec{const_cast<char*>(bytes.data()), bytes.size()},
-                               iovec{const_cast<char*>(behind.data()), behind.size()}};
+  const PrefixBytes prefix = encode_prefix(kind, channel, body.size());
+  std::string_view ahead(prefix.data(), prefix.size());
+  while (peer.fd.valid() && !(ahead.empty() && body.empty())) {
+    std::array<iovec, 2> parts{iovec{const_cast<char*>(ahead.data()), ahead.size()},
+                               iovec{const_cast<char*>(body.data()), body.size()}};
     msghdr message{};
     message.msg_iov = parts.data();
     message.msg_iovlen = parts.size();
@@ -169,19 +192,15 @@ void TcpControl::queue_frame(Peer& peer, std::string_view bytes, std::string_vie
     if (took < 0) {
       break;  // flush() finds out why
     }
-    const std::size_t first = std::min(bytes.size(), static_cast<std::size_t>(took));
-    bytes.remove_prefix(first);
-    behind.remove_prefix(static_cast<std::size_t>(took) - first);
+    const std::size_t first = std::min(ahead.size(), static_cast<std::size_t>(took));
+    ahead.remove_prefix(first);
+    body.remove_prefix(static_cast<std::size_t>(took) - first);
   }
-  if (bytes.empty() && behind.empty()) {
+  if (ahead.empty() && body.empty()) {
     return;
   }
-  const bool queued = !peer.outgoing.empty();
-  peer.outgoing += bytes;
-  peer.outgoing += behind;
-  if (!queued) {
-    flush(peer);
-  }
+  peer.outgoing.add_rest(ahead, body);
+  flush(peer);
   if (!peer.outgoing.empty()) {
     wake();
   }

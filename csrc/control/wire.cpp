@@ -60,7 +60,7 @@ std::optional<Announced> parse_prefix(std::span<const char> bytes, std::size_t m
                "; install the same hpcomm on all hosts"));
   }
   if (prefix.kind < static_cast<std::uint8_t>(FrameKind::kHello) ||
-      prefix.kind > static_cast<std::uint8_t>(FrameKind::kHeartbeat) || prefix.reserved != 0) {
+      prefix.kind > static_cast<std::uint8_t>(FrameKind::kPiece) || prefix.reserved != 0) {
     reject(str("unknown frame kind ", int{prefix.kind}));
   }
   if (prefix.length > max_body) {
@@ -76,6 +76,23 @@ std::optional<Parsed> parse(std::span<const char> bytes, std::size_t max_body) {
   }
   Frame frame{announced->kind, announced->channel, std::string(bytes.data() + kPrefixBytes, announced->length)};
   return Parsed{std::move(frame), kPrefixBytes + announced->length};
+}
+
+std::string encode_length(std::size_t length) {
+  const std::uint64_t number = length;
+  return {reinterpret_cast<const char*>(&number), sizeof number};
+}
+
+std::size_t parse_length(std::string_view body) {
+  std::uint64_t length = 0;
+  if (body.size() != sizeof length) {
+    reject("a length of the wrong length");
+  }
+  std::memcpy(&length, body.data(), sizeof length);
+  if (length <= kPieceBytes || length > kMaxBody) {
+    reject(str("a message of ", length, " bytes in pieces; the limit is ", kMaxBody));
+  }
+  return static_cast<std::size_t>(length);
 }
 
 std::string encode_hello(const Hello& hello) {
@@ -99,10 +116,13 @@ Hello parse_hello(std::string_view body) {
   return hello;
 }
 
-std::string encode_abort(const Error& error) {
+std::uint64_t abort_channel(const Error& error) {
   const int lost = error.kind() == ErrorKind::kRankFailed ? error.context().peer : -1;
-  return encode(FrameKind::kAbort, static_cast<std::uint64_t>(lost + 1),
-                std::string_view(error.what()).substr(0, kMaxBody));
+  return static_cast<std::uint64_t>(lost + 1);
+}
+
+std::string encode_abort(const Error& error) {
+  return encode(FrameKind::kAbort, abort_channel(error), std::string_view(error.what()).substr(0, kMaxBody));
 }
 
 Error reported_error(const Frame& frame, int rank, int from) {

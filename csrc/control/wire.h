@@ -21,6 +21,8 @@ enum class FrameKind : std::uint8_t {
   kChallenge = 5,  // body: Nonce. Greeting: the answer to kHello
   kProof = 6,      // body: Digest. Greeting: one in each direction
   kHeartbeat = 7,  // no body: the sender has nothing to say, and is there
+  kLong = 8,       // body: the length of a message on `channel` whose pieces follow, with other frames between them
+  kPiece = 9,      // body: the next piece of that message
 };
 
 struct Frame {
@@ -29,10 +31,12 @@ struct Frame {
   std::string body;
 };
 
-inline constexpr std::uint8_t kWireVersion = 2;
+inline constexpr std::uint8_t kWireVersion = 3;
 inline constexpr std::size_t kPrefixBytes = 24;
 // Nothing longer is read, so a damaged length cannot make a rank allocate. Large enough for any plan or schema.
 inline constexpr std::size_t kMaxBody = std::size_t{64} << 20;
+// Longer messages travel in pieces of so many bytes: what is more urgent waits for one of them, not for all.
+inline constexpr std::size_t kPieceBytes = std::size_t{1} << 20;
 
 // The job's secret: random bytes that all its ranks share. It keeps strangers and other jobs out and never travels on
 // a connection of ours.
@@ -53,6 +57,11 @@ struct Announced {
 };
 // Of the first kPrefixBytes of `bytes`; empty when there are fewer. Throws as parse() does.
 [[nodiscard]] std::optional<Announced> parse_prefix(std::span<const char> bytes, std::size_t max_body = kMaxBody);
+
+// The body of a kLong frame.
+[[nodiscard]] std::string encode_length(std::size_t length);
+// Throws Error(kProtocol) for another body, and for a length that is not sent in pieces.
+[[nodiscard]] std::size_t parse_length(std::string_view body);
 
 struct Parsed {
   Frame frame;
@@ -75,6 +84,7 @@ inline constexpr std::size_t kHelloBytes = 2 * sizeof(std::int32_t) + std::tuple
 // The frame that tells a peer of `error`, and what that peer (rank `rank`) makes of it when it comes from rank `from`:
 // the loss of a rank stays one, whoever noticed it.
 [[nodiscard]] std::string encode_abort(const Error& error);
+[[nodiscard]] std::uint64_t abort_channel(const Error& error);  // of that frame
 [[nodiscard]] Error reported_error(const Frame& frame, int rank, int from);
 
 }  // namespace hpcomm::control

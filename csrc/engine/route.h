@@ -1,5 +1,5 @@
 // Route: the way of an edge's messages over one kind of transport. Two ways: the operations of a lane, with headers
-// over Control (lane_route.cpp); a mailbox and memory that both ends see (mail_route.cpp).
+// over Control (lane_route.h); a mailbox and memory that both ends see (mail_route.h).
 #pragma once
 
 #include <atomic>

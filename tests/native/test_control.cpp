@@ -68,8 +68,9 @@ class DeafPort {
 TEST(wire_frames_come_back) {
   for (std::size_t length : {0U, 1U, 23U, 24U, 25U, 1000U, 1U << 20}) {
     const std::string body(length, 'x');
-    for (FrameKind kind : {FrameKind::kHello, FrameKind::kMessage, FrameKind::kAbort, FrameKind::kGoodbye,
-                           FrameKind::kChallenge, FrameKind::kProof, FrameKind::kHeartbeat}) {
+    for (FrameKind kind :
+         {FrameKind::kHello, FrameKind::kMessage, FrameKind::kAbort, FrameKind::kGoodbye, FrameKind::kChallenge,
+          FrameKind::kProof, FrameKind::kHeartbeat, FrameKind::kLong, FrameKind::kPiece}) {
       const std::string bytes = encode(kind, 0xfedcba9876543210ULL, body);
       CHECK_EQ(bytes.size(), kPrefixBytes + length);
       const auto parsed = parse(bytes + "the next frame");
@@ -84,7 +85,7 @@ TEST(wire_frames_come_back) {
 
 TEST(wire_format_is_fixed) {
   using namespace std::string_literals;
-  CHECK(encode(FrameKind::kMessage, 0x0102, "ab") == "pcom\x02\x02\0\0\x02\x01\0\0\0\0\0\0\x02\0\0\0\0\0\0\0"s + "ab");
+  CHECK(encode(FrameKind::kMessage, 0x0102, "ab") == "pcom\x03\x02\0\0\x02\x01\0\0\0\0\0\0\x02\0\0\0\0\0\0\0"s + "ab");
 }
 
 TEST(wire_waits_for_the_rest_of_a_cut_frame) {
@@ -106,7 +107,7 @@ TEST(wire_refuses_what_no_hpcomm_sends) {
   CHECK_THROWS(ErrorKind::kProtocol, parse(with(0, 'P')), "not from hpcomm");
   CHECK_THROWS(ErrorKind::kProtocol, parse(with(4, 1)), "version 1");
   CHECK_THROWS(ErrorKind::kProtocol, parse(with(5, 0)), "kind 0");
-  CHECK_THROWS(ErrorKind::kProtocol, parse(with(5, 8)), "kind 8");
+  CHECK_THROWS(ErrorKind::kProtocol, parse(with(5, 10)), "kind 10");
   CHECK_THROWS(ErrorKind::kProtocol, parse(with(6, 1)), "unknown frame");
   CHECK_THROWS(ErrorKind::kProtocol, parse(with(23, 1)), "the limit is");
   CHECK_THROWS(ErrorKind::kProtocol, parse(std::string("GET / HTTP/1.1\r\nHost: a\r\n\r\n")), "not from hpcomm");

@@ -574,6 +574,86 @@ TEST(edge_small_messages_keep_their_order_among_large_ones) {
   }
 }
 
+// A receiver that waits has long messages come behind their headers, after the first one: these end without a lane.
+TEST(edge_long_messages_come_behind_their_header_where_they_are_waited_for) {
+  constexpr unsigned kEdges = 3;
+  constexpr unsigned kMessages = 15;
+  const auto packet = [](unsigned edge, unsigned i) {
+    const std::int64_t count = i % 4 == 0 ? 100 : 70000 + 450000 * (i % 5);  // up to 1.9 MB, in pieces
+    Schema schema{"long", {{DType::kFloat32, false, {3}}, {DType::kUInt8, false, {count}}, {DType::kInt64, true, {5}}}};
+    schema.tensors.push_back({DType::kUInt8, false, {count / 2 + 1}});
+    schema.direct_from = i % 3 == 0 ? kDirectFrom : 1000;
+    return fill(schema, edge * 1000 + i);
+  };
+  ThreadJob(2).run([&](const std::shared_ptr<Communicator>& world) {
+    std::vector<std::thread> threads;
+    std::vector<std::shared_ptr<Communicator>> lanes;
+    std::vector<std::unique_ptr<SendEdge>> out;
+    std::vector<std::unique_ptr<RecvEdge>> in;
+    for (unsigned e = 0; e < kEdges; ++e) {
+      for (const char* way : {"0 to 1, ", "1 to 0, "}) {
+        lanes.push_back(world->subgroup({0, 1}, str(way, e)));
+        carry(*lanes.back());
+      }
+      out.push_back(std::make_unique<SendEdge>(
+          EdgeConfig{lanes[2 * e + (world->rank() == 0 ? 0 : 1)], 1 - world->rank()}, heap()));
+      in.push_back(std::make_unique<RecvEdge>(
+          EdgeConfig{lanes[2 * e + (world->rank() == 0 ? 1 : 0)], 1 - world->rank()}, heap()));
+    }
+    for (unsigned e = 0; e < kEdges; ++e) {
+      threads.emplace_back([&, e] {  // back and forth: each waits for the other
+        OpOptions here;
+        here.inline_when_idle = true;
+        for (unsigned i = 0; i < kMessages; ++i) {
+          WorkPtr sent;
+          if (world->rank() == 0) {
+            sent = send(*out[e], packet(e, i), static_cast<int>(i));
+          }
+          check_arrived(in[e]->recv(static_cast<int>(i), i % 3 == 0 ? OpOptions{} : here), packet(e, i));
+          if (world->rank() == 1) {
+            sent = send(*out[e], packet(e, i), static_cast<int>(i));
+          }
+          CHECK(!error_of(*sent));
+        }
+      });
+    }
+    for (std::thread& thread : threads) {
+      thread.join();
+    }
+  });
+}
+
+// What nobody waits for does not pile up: it goes by the lane, which buffers nothing here.
+TEST(edge_long_messages_that_nobody_waits_for_stay_with_their_sender) {
+  std::promise<void> looked;
+  const auto packet = [](unsigned i) { return bytes_of(100000, i); };
+  run_pair(
+      SchemaMode::kPerMessage,
+      [&](Communicator& world, SendEdge&) {
+        carry(world);
+        SendEdge edge({std::shared_ptr<Communicator>(&world, [](Communicator*) {}), 1}, heap());
+        CHECK(!error_of(*send(edge, packet(0))));  // by the lane: from now on they are asked for
+        std::vector<WorkPtr> works;
+        for (unsigned i = 1; i < 6; ++i) {
+          works.push_back(send(edge, packet(i)));
+        }
+        CHECK(!works.back()->done());
+        looked.set_value();
+        for (const WorkPtr& work : works) {
+          CHECK(!error_of(*work));
+        }
+      },
+      [&](Communicator& world, RecvEdge&) {
+        carry(world);
+        RecvEdge edge({std::shared_ptr<Communicator>(&world, [](Communicator*) {}), 0}, heap());
+        check_arrived(edge.recv(-1), packet(0));
+        looked.get_future().wait();
+        for (unsigned i = 1; i < 6; ++i) {
+          check_arrived(edge.recv(-1), packet(i));
+        }
+      });
+}
+
 TEST(edge_leaves_no_more_than_its_slots_in_control) {
   std::promise<void> looked;
   run_pair(

@@ -156,6 +156,26 @@ void NearControl::send(int peer, std::uint64_t channel, std::string_view body) {
   ring(to->bell);
 }
 
+// What is long goes straight to those that are not near; to the others, as any message.
+void NearControl::send_lent(int peer, std::uint64_t channel, LentBody body) {
+  if (is_near(peer)) {
+    Control::send_lent(peer, channel, std::move(body));
+  } else {
+    below_->send_lent(peer, channel, std::move(body));
+  }
+}
+
+std::optional<Body> NearControl::try_receive_body(int peer, std::uint64_t channel, Deadline until) {
+  return is_near(peer) ? Control::try_receive_body(peer, channel, until)
+                       : below_->try_receive_body(peer, channel, until);
+}
+
+void NearControl::land(int peer, std::uint64_t channel, MakePlace make) {
+  if (!is_near(peer)) {
+    below_->land(peer, channel, std::move(make));
+  }
+}
+
 std::optional<std::string> NearControl::try_receive(int peer, std::uint64_t channel, Deadline until) {
   Neighbour* const from = neighbour(peer);
   if (from == nullptr) {

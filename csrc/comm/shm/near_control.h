@@ -43,6 +43,10 @@ class NearControl final : public Control {
   [[nodiscard]] int size() const noexcept override { return below_->size(); }
   void send(int peer, std::uint64_t channel, std::string_view body) override;
   std::optional<std::string> try_receive(int peer, std::uint64_t channel, Deadline until) override;
+  void send_lent(int peer, std::uint64_t channel, LentBody body) override;
+  std::optional<Body> try_receive_body(int peer, std::uint64_t channel, Deadline until) override;
+  void land(int peer, std::uint64_t channel, MakePlace make) override;
+  [[nodiscard]] bool lands(int peer) const override { return !is_near(peer) && below_->lands(peer); }
   void abort(const std::string& message) override { below_->abort(message); }
   void close() noexcept override;
   [[nodiscard]] bool has_ended(int peer) const override { return below_->has_ended(peer); }

@@ -1,0 +1,275 @@
+// The receiving end of a lane route (engine/lane_route.h).
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/error.h"
+#include "comm/host_communicator.h"
+#include "engine/joint_work.h"
+#include "engine/lane_route.h"
+#include "engine/route.h"
+#include "engine/slots.h"
+#include "engine/window.h"
+
+namespace hpcomm {
+
+namespace lane_route {
+
+namespace {
+
+// How often a lane that waits for a header looks whether its communicator was aborted.
+constexpr auto kAbortPoll = std::chrono::milliseconds(20);
+
+class LaneRecv final : public RecvRoute {
+ public:
+  LaneRecv(const EdgeConfig& config, std::shared_ptr<Allocator> allocator, std::shared_ptr<Inbound> inbound)
+      : RecvRoute(inbound), state_(std::make_shared<State>(config, std::move(allocator), std::move(inbound))) {}
+
+  Receipt recv(std::uint64_t sequence, int microbatch, const OpOptions& options, const Meanwhile& meanwhile) override {
+    Communicator& communicator = inbound_->communicator;
+    auto message = std::make_shared<Incoming>();
+    message->device = communicator.device();
+    if (options.inline_when_idle && communicator.bytes_in_control() > 0 && communicator.stream().idle()) {
+      if (WorkPtr work = recv_here(sequence, microbatch, options, meanwhile, message)) {
+        return {work, message};
+      }
+    }
+    auto work =
+        std::make_shared<RelayWork>(communicator.context("recv", inbound_->peer, sequence), communicator.device());
+    // The size is not known before the header is here, so the whole receipt is one task of the lane; the receives
+    // inside it run in place. A weak reference, because a closed channel wants no more messages.
+    const auto task = [state = std::weak_ptr<State>(state_), message, work, sequence,
+                       microbatch](DeviceSlot::Place* place) {
+      const auto edge = state.lock();
+      try {
+        if (edge == nullptr) {
+          throw Error(ErrorKind::kClosed, "the channel was closed before the message came", work->what());
+        }
+        edge->require_whole();
+        const Deadline deadline = deadline_after(edge->inbound->communicator.timeout());
+        // A header that the caller has seen is not waited for again.
+        if (message->known != nullptr || !edge->next(sequence, microbatch, deadline, *message)) {
+          edge->receive(sequence, message, *work, deadline, place);
+        } else {
+          work->issued(nullptr);
+        }
+      } catch (...) {
+        if (edge != nullptr) {
+          edge->inbound->fail(std::current_exception());
+        }
+        work->fail(std::current_exception());
+      }
+    };
+    if (state_->rendezvous != nullptr) {
+      communicator.device_slot()->enqueue_movable(work->what(), [task](DeviceSlot::Place& place) { task(&place); });
+    } else {
+      communicator.stream().enqueue([task] { task(nullptr); });
+    }
+    return {work, message};
+  }
+
+ private:
+  // Waits in the calling thread for the header, and with it the message, if it is a small one: a change of threads
+  // costs as much as the rest of its way. Null when its payload is still to be received, which a caller must not do
+  // itself: that wait looks at no signals.
+  WorkPtr recv_here(std::uint64_t sequence, int microbatch, const OpOptions& options, const Meanwhile& meanwhile,
+                    const std::shared_ptr<Incoming>& message) {
+    State& state = *state_;
+    ErrorContext what = inbound_->communicator.context("recv", inbound_->peer, sequence);
+    auto work = std::make_shared<HostWork>(std::move(what));
+    try {
+      state.require_whole();
+      const Deadline deadline = deadline_after(inbound_->communicator.timeout());
+      if (!state.next(sequence, microbatch, deadline, *message, options.poll, &meanwhile)) {
+        return nullptr;
+      }
+      work->complete();
+    } catch (const Error&) {
+      inbound_->fail(std::current_exception());
+      work->fail(std::current_exception());
+    }  // what else there is, is the caller's own: a signal, most likely. The header is still to come
+    return work;
+  }
+
+  struct State {
+    State(const EdgeConfig& config, std::shared_ptr<Allocator> allocator, std::shared_ptr<Inbound> edge)
+        : inbound(std::move(edge)),
+          in_order(in_stream_order(*config.communicator)),
+          slots(std::make_shared<SlotPool>(std::move(allocator), config.slots, config.communicator->compute(),
+                                           in_order ? config.communicator->shared_stream() : nullptr)),
+          rendezvous(make_rendezvous(config, inbound->id)),
+          window(*config.communicator, config.peer, inbound->id, config.slots),
+          control(config.communicator->shared_control()),
+          sender(job_rank(*config.communicator, config.peer)) {
+      slots->reserve(config.slots, config.slot_bytes);
+      if (window.most() > 0) {
+        // What comes behind a header is read into the slot that its tensors will lie in.
+        const std::size_t most = kHeaderBytes + std::min(window.most(), config.max_bytes) + kMaxSchemaBytes;
+        control->land(sender, inbound->id, [pool = slots, most](std::size_t bytes) {
+          return bytes <= most ? pool->acquire(bytes).buffer : Buffer{};
+        });
+      }
+    }
+    State(const State&) = delete;
+    State& operator=(const State&) = delete;
+    ~State() {
+      if (window.most() > 0) {
+        control->land(sender, inbound->id, nullptr);
+      }
+    }
+
+    // Throws what ended the edge or the communicator before.
+    void require_whole() const {
+      if (inbound->broken) {
+        std::rethrow_exception(inbound->broken);
+      }
+      if (auto why = inbound->communicator.aborted()) {
+        throw Error(*why);
+      }
+    }
+
+    // The payload of `message`, whose schema is known. `place` of a movable task.
+    void receive(std::uint64_t sequence, const std::shared_ptr<Incoming>& message, RelayWork& work, Deadline deadline,
+                 DeviceSlot::Place* place) {
+      Communicator& lane = inbound->communicator;
+      const Parcel& parcel = message->known->parcel;
+      if (parcel.bytes() == 0) {
+        return work.issued(nullptr);
+      }
+      // One slot for the whole message: large tensors behind the packed ones.
+      SlotPool::Slot slot = slots->acquire(parcel.bytes());
+      lane.stream().wait(slot.free);
+      message->packed = message->direct = slot.buffer;
+      message->direct.view.data = static_cast<char*>(slot.buffer.view.data) + parcel.packed.bytes();
+      std::vector<BufferView> views;
+      if (parcel.packed.bytes() > 0) {
+        views.push_back(bytes_at(lane, message->packed.view.data, parcel.packed.bytes()));
+      }
+      for (const Parcel::Direct& one : parcel.direct) {
+        views.push_back(bytes_at(lane, static_cast<char*>(message->direct.view.data) + one.offset, one.bytes));
+      }
+      OpOptions options;
+      options.keepalive = in_order ? nullptr : slot.buffer.owner;
+      if (place != nullptr) {
+        rendezvous->meet(*place, work.what(), deadline, [&] { inbound->check(sequence, Deadline::max()); });
+      }
+      auto works =
+          issue_all(lane, views, [&](const BufferView& view) { return lane.recv(view, inbound->peer, options); });
+      if (place != nullptr) {
+        wait_for_all(works);
+        if (parcel.cast_bytes > 0) {
+          message->cast = slots->acquire(parcel.cast_bytes).buffer;
+          run_copies_cpu(cast_items(*message), nullptr);
+        }
+        return work.issued(nullptr);
+      }
+      for (const WorkPtr& received : works) {
+        if (received->done()) {
+          (void)received->wait_until({});  // a host lane ran it in place: throws its error
+        }
+      }
+      WorkPtr received = works.size() == 1
+                             ? works.front()
+                             : std::make_shared<JointWork>(ErrorContext(work.what()), std::move(works), nullptr);
+      if (parcel.cast_bytes > 0) {
+        SlotPool::Slot target = slots->acquire(parcel.cast_bytes);
+        lane.stream().wait(target.free);
+        message->cast = target.buffer;
+        using Held = std::pair<Keepalive, Keepalive>;
+        const auto held = in_order ? nullptr : std::make_shared<const Held>(slot.buffer.owner, target.buffer.owner);
+        copy(lane.stream(), cast_items(*message), held);
+        received = lane.follow(received, work.what(), held);
+      }
+      work.issued(std::move(received));
+    }
+
+    // What the next message looks like; waits for its header unless the schema is frozen. True when the payload came
+    // behind it.
+    bool next(std::uint64_t sequence, int microbatch, Deadline deadline, Incoming& message, void (*poll)() = nullptr,
+              const Meanwhile* meanwhile = nullptr) {
+      if (!inbound->needs_header(sequence)) {
+        message.known = inbound->current;
+        return false;
+      }
+      Deadline slice{};  // a look, first
+      for (;;) {
+        if (auto body = control->try_receive_body(sender, inbound->id, slice)) {
+          try {
+            return accept(std::move(*body), sequence, microbatch, message);
+          } catch (...) {
+            inbound->fail(std::current_exception());  // it will not come again
+            throw;
+          }
+        }
+        if (slice == Deadline{}) {
+          window.ask(sequence);
+        }
+        if (slice == Deadline{} && repeats && meanwhile != nullptr && meanwhile->idle != nullptr) {
+          meanwhile->idle(inbound->current);
+        }
+        inbound->check(sequence, deadline);
+        if (poll != nullptr) {
+          poll();
+        }
+        slice = std::min(deadline, Clock::now() + kAbortPoll);
+      }
+    }
+
+    bool accept(Body whole, std::uint64_t sequence, int microbatch, Incoming& message) {
+      std::string_view body = whole.view();
+      const MessageHeader header = parse_header(body);
+      body.remove_prefix(kHeaderBytes);
+      std::string_view payload;
+      const std::uint64_t bytes = header.payload_bytes;
+      if (window.may_come(bytes, sequence) && body.size() == bytes + header.schema_bytes) {
+        payload = body.substr(0, bytes);
+        body.remove_prefix(bytes);
+      }
+      const KnownPtr last = inbound->current;
+      message.known = inbound->accept(header, body, sequence, microbatch);
+      repeats = last != nullptr && (message.known == last || same_but_shapes(message.known->schema, last->schema));
+      const Parcel& parcel = message.known->parcel;  // of as many bytes, or it had not been accepted
+      window.note(parcel, !payload.empty());
+      if (payload.empty()) {
+        return parcel.bytes() == 0;
+      }
+      Buffer slot = whole.place;
+      if (slot.owner == nullptr) {
+        slot = slots->acquire(bytes).buffer;
+        std::memcpy(slot.view.data, payload.data(), bytes);
+      } else {
+        slot.view.data = static_cast<char*>(slot.view.data) + kHeaderBytes;
+      }
+      message.packed = message.direct = slot;
+      message.direct.view.data = static_cast<char*>(slot.view.data) + parcel.packed.bytes();
+      if (parcel.cast_bytes > 0) {
+        message.cast = slots->acquire(parcel.cast_bytes).buffer;
+        run_copies_cpu(cast_items(message), nullptr);
+      }
+      return true;
+    }
+
+    std::shared_ptr<Inbound> inbound;
+    const bool in_order;
+    const std::shared_ptr<SlotPool> slots;  // shared with Control, which may be at a message when this goes
+    const std::shared_ptr<const Rendezvous> rendezvous;
+    Window window;
+    const std::shared_ptr<Control> control;
+    const int sender;      // of the job
+    bool repeats = false;  // the last message was like the one before, but for shapes
+  };
+
+  // Shared with tasks on the lane, the only place that touches it after construction, but for who receives in its turn.
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace
+
+}  // namespace lane_route
+
+std::unique_ptr<RecvRoute> make_lane_recv(const EdgeConfig& config, std::shared_ptr<Allocator> allocator,
+                                          std::shared_ptr<Inbound> inbound) {
+  return std::make_unique<lane_route::LaneRecv>(config, std::move(allocator), std::move(inbound));
+}
+
+}  // namespace hpcomm

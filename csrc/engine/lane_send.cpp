@@ -1,0 +1,234 @@
+// The sending end of a lane route (engine/lane_route.h).
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/error.h"
+#include "engine/joint_work.h"
+#include "engine/lane_route.h"
+#include "engine/route.h"
+#include "engine/slots.h"
+#include "engine/window.h"
+
+namespace hpcomm {
+
+namespace lane_route {
+
+namespace {
+
+// So many bytes of a message that are no part of a pack are sent from where they lie: fewer are copied in less time.
+constexpr std::size_t kLendFrom = std::size_t{64} << 10;
+
+class LaneSend final : public SendRoute {
+ public:
+  LaneSend(const EdgeConfig& config, std::shared_ptr<Allocator> allocator, std::uint64_t edge,
+           std::shared_ptr<Refusal> refusal)
+      : communicator_(*config.communicator),
+        peer_(config.peer),
+        edge_(edge),
+        refusal_(std::move(refusal)),
+        in_order_(in_stream_order(communicator_)),
+        slots_(std::move(allocator), config.slots, in_order_ ? communicator_.shared_stream() : nullptr),
+        rendezvous_(make_rendezvous(config, edge)),
+        window_(communicator_, peer_, edge, config.slots) {
+    slots_.reserve(config.slots, config.slot_bytes);
+  }
+
+  WorkPtr send(Outgoing message) override {
+    const Parcel& parcel = message.known->parcel;
+    if (message.header && window_.take(parcel, message.header->sequence)) {
+      return send_behind_header(std::move(message));
+    }
+    // The packed part, and behind it the large tensors that are no dense block.
+    std::size_t bytes = parcel.packed.bytes();
+    for (const Parcel::Direct& one : parcel.direct) {
+      bytes += message.sources[one.tensor].strided != nullptr ? line(one.bytes) : 0;
+    }
+    // What is no dense block is written by the caller's stream, which must not wait for a lane that may wait for peers.
+    const bool at_once = in_order_ && std::any_of(message.sources.begin(), message.sources.end(),
+                                                  [](const Source& source) { return source.strided != nullptr; });
+    const Buffer slot = bytes > 0 ? slots_.acquire(bytes, at_once).buffer : Buffer{};
+    auto* const memory = static_cast<char*>(slot.view.data);
+    std::vector<BufferView> views;
+    std::vector<CopyItem> items;
+    if (parcel.packed.bytes() > 0) {
+      items = pack_items(message, memory, Reader::kThisCore);  // gloo's thread reads it here
+      views.push_back(bytes_at(communicator_, memory, parcel.packed.bytes()));
+    }
+    std::size_t used = parcel.packed.bytes();
+    for (const Parcel::Direct& one : parcel.direct) {
+      const Source& source = message.sources[one.tensor];
+      // const_cast: a BufferView serves both directions, and a send only reads.
+      void* data = const_cast<void*>(source.data);
+      if (source.strided != nullptr) {
+        data = memory + used;
+        source.strided->write(data, message.known->schema.tensors[one.tensor].dtype);
+        used += line(one.bytes);
+      }
+      views.push_back(bytes_at(communicator_, data, one.bytes));
+    }
+    if (message.header) {
+      std::string body = encode_header(*message.header);
+      if (message.header->schema_bytes > 0) {
+        body += message.known->bytes;
+      }
+      communicator_.control().send(job_rank(communicator_, peer_), edge_, body);
+    }
+    if (views.empty()) {
+      return ended(std::move(message.what));
+    }
+    if (rendezvous_ != nullptr) {
+      return send_when_met(std::move(message), std::move(views), std::move(items), slot.owner);
+    }
+    communicator_.stream().wait(communicator_.compute()->record());
+    using Held = std::pair<Keepalive, Keepalive>;
+    OpOptions options;
+    options.keepalive = std::make_shared<const Held>(std::move(message.keepalive), in_order_ ? nullptr : slot.owner);
+    if (!items.empty()) {
+      // Held by the copy as well: the send may be refused while the copy is already on its way.
+      copy(communicator_.stream(), std::move(items), options.keepalive);
+    }
+    auto works = issue_all(communicator_, views,
+                           [&](const BufferView& view) { return communicator_.send(view, peer_, options); });
+    return std::make_shared<JointWork>(std::move(message.what), std::move(works), refusal_);
+  }
+
+  [[nodiscard]] std::size_t slot_bytes() const override { return slots_.bytes(); }
+
+ private:
+  static WorkPtr ended(ErrorContext what) {
+    auto work = std::make_shared<HostWork>(std::move(what));
+    work->complete();
+    return work;
+  }
+
+  // Header, payload and schema in one Control message. The payload comes first: its tensors are written to their places
+  // in it, which have to be aligned. Large tensors stay where they are.
+  WorkPtr send_behind_header(Outgoing message) {
+    const Parcel& parcel = message.known->parcel;
+    const std::size_t schema_bytes = message.header->schema_bytes;
+    const bool lends = parcel.direct_bytes >= kLendFrom;
+    const auto is_lent = [&](const Parcel::Direct& one) {
+      return lends && message.sources[one.tensor].strided == nullptr;
+    };
+    std::size_t lent_bytes = 0;
+    for (const Parcel::Direct& one : parcel.direct) {
+      lent_bytes += is_lent(one) ? one.bytes : 0;
+    }
+    const Buffer body = slots_.acquire(kHeaderBytes + parcel.bytes() - lent_bytes + schema_bytes).buffer;
+    auto* const memory = static_cast<char*>(body.view.data);
+    write_header(*message.header, memory);
+    run_copies_cpu(pack_items(message, memory + kHeaderBytes, Reader::kThisCore), nullptr);
+    LentBody parts;
+    // What is in `memory` and not yet among the parts; and where the payload is, which has gaps between its tensors.
+    char* begin = memory;
+    char* end = memory + kHeaderBytes + parcel.packed.bytes();
+    std::size_t offset = 0;  // of the direct ones
+    for (const Parcel::Direct& one : parcel.direct) {
+      end += one.offset - offset;
+      const Source& source = message.sources[one.tensor];
+      if (is_lent(one)) {
+        parts.parts.emplace_back(begin, end);
+        parts.parts.emplace_back(static_cast<const char*>(source.data), one.bytes);
+        begin = end;
+      } else {
+        if (source.strided != nullptr) {
+          source.strided->write(end, message.known->schema.tensors[one.tensor].dtype);
+        } else {
+          std::memcpy(end, source.data, one.bytes);
+        }
+        end += one.bytes;
+      }
+      offset = one.offset + one.bytes;
+    }
+    end += parcel.direct_bytes - offset;
+    std::memcpy(end, message.known->bytes.data(), schema_bytes);
+    parts.parts.emplace_back(begin, end + schema_bytes);
+    Control& control = communicator_.control();
+    const int peer = job_rank(communicator_, peer_);
+    if (lent_bytes == 0) {
+      if (body.view.bytes < kLendFrom) {
+        control.send(peer, edge_, parts.parts.front());
+      } else {
+        parts.sent = [held = body.owner](const Error*) {};
+        control.send_lent(peer, edge_, std::move(parts));
+      }
+      return ended(std::move(message.what));
+    }
+    auto work = std::make_shared<HostWork>(message.what);
+    using Held = std::pair<Keepalive, Keepalive>;
+    parts.sent = [work, lane = communicator_.lane(),
+                  held = std::make_shared<const Held>(std::move(message.keepalive), body.owner)](const Error* why) {
+      if (why == nullptr) {
+        return work->complete();
+      }
+      ErrorContext what = work->what();
+      what.peer = why->context().peer;
+      work->fail(std::make_exception_ptr(
+          Error(why->kind(), str(what.operation, " #", what.sequence, " on lane ", lane, ": ", why->what()), what)));
+    };
+    control.send_lent(peer, edge_, std::move(parts));
+    if (work->done()) {
+      return work;
+    }
+    return std::make_shared<JointWork>(std::move(message.what), std::vector<WorkPtr>{std::move(work)}, refusal_);
+  }
+
+  // One task for the whole message, in a place that is found when both ends are at it.
+  WorkPtr send_when_met(Outgoing message, std::vector<BufferView> views, std::vector<CopyItem> items,
+                        const Keepalive& slot) {
+    auto work = std::make_shared<HostWork>(message.what);
+    const std::shared_ptr<const void> held =
+        std::make_shared<const std::pair<Keepalive, Keepalive>>(std::move(message.keepalive), slot);
+    communicator_.device_slot()->enqueue_movable(message.what, [&lane = communicator_, peer = peer_, work, held,
+                                                                refusal = refusal_, rendezvous = rendezvous_,
+                                                                views = std::move(views),
+                                                                items = std::move(items)](DeviceSlot::Place& place) {
+      const auto check = [&] {
+        refusal->check_on_lane();
+        if (auto why = lane.aborted()) {
+          throw Error(*why);
+        }
+      };
+      try {
+        rendezvous->meet(place, work->what(), deadline_after(lane.timeout()), check);
+        run_copies_cpu(items, nullptr);
+        OpOptions options;
+        options.keepalive = held;
+        wait_for_all(issue_all(lane, views, [&](const BufferView& view) { return lane.send(view, peer, options); }));
+        work->complete();
+      } catch (const Error& error) {
+        lane.abort(error);  // the messages behind it would meet the wrong ones
+        work->fail(std::current_exception());
+      } catch (const std::exception& error) {
+        lane.abort(Error(ErrorKind::kTransport, error.what(), work->what()));  // the peer may be at it already
+        work->fail(std::current_exception());
+      }
+    });
+    return std::make_shared<JointWork>(std::move(message.what), std::vector<WorkPtr>{std::move(work)}, refusal_);
+  }
+
+  static std::size_t line(std::size_t bytes) {
+    return (bytes + Layout::kAlignment - 1) / Layout::kAlignment * Layout::kAlignment;
+  }
+
+  Communicator& communicator_;
+  const int peer_;
+  const std::uint64_t edge_;
+  std::shared_ptr<Refusal> refusal_;
+  const bool in_order_;
+  SlotPool slots_;
+  const std::shared_ptr<const Rendezvous> rendezvous_;  // null where the order of issue counts
+  Window window_;
+};
+
+}  // namespace
+
+}  // namespace lane_route
+
+std::unique_ptr<SendRoute> make_lane_send(const EdgeConfig& config, std::shared_ptr<Allocator> allocator,
+                                          std::uint64_t edge, std::shared_ptr<Refusal> refusal) {
+  return std::make_unique<lane_route::LaneSend>(config, std::move(allocator), edge, std::move(refusal));
+}
+
+}  // namespace hpcomm
