@@ -203,7 +203,7 @@ class LaneSend final : public SendRoute {
         work->complete();
       } catch (const Error& error) {
         lane.abort(error);  // the messages behind it would meet the wrong ones
-        work->fail(std::current_exception());
+        work->fail(std::make_exception_ptr(ended_by(error, lane, work->what())));
       } catch (const std::exception& error) {
         lane.abort(Error(ErrorKind::kTransport, error.what(), work->what()));  // the peer may be at it already
         work->fail(std::current_exception());
@@ -251,7 +251,7 @@ class LaneRecv final : public RecvRoute {
         if (edge == nullptr) {
           throw Error(ErrorKind::kClosed, "the channel was closed before the message came", work->what());
         }
-        edge->require_whole();
+        edge->require_whole(sequence);
         const Deadline deadline = deadline_after(edge->inbound->communicator.timeout());
         // A header that the caller has seen is not waited for again.
         if (message->known != nullptr || !edge->next(sequence, microbatch, deadline, *message)) {
@@ -284,7 +284,7 @@ class LaneRecv final : public RecvRoute {
     ErrorContext what = inbound_->communicator.context("recv", inbound_->peer, sequence);
     auto work = std::make_shared<HostWork>(std::move(what));
     try {
-      state.require_whole();
+      state.require_whole(sequence);
       const Deadline deadline = deadline_after(inbound_->communicator.timeout());
       if (!state.next(sequence, microbatch, deadline, *message, options.poll, &meanwhile)) {
         return nullptr;
@@ -309,12 +309,26 @@ class LaneRecv final : public RecvRoute {
     }
 
     // Throws what ended the edge or the communicator before.
-    void require_whole() const {
+    void require_whole(std::uint64_t sequence) const {
       if (inbound->broken) {
         std::rethrow_exception(inbound->broken);
       }
       if (auto why = inbound->communicator.aborted()) {
-        throw Error(*why);
+        throw ended_by(*why, inbound->communicator, what(sequence));
+      }
+    }
+
+    [[nodiscard]] ErrorContext what(std::uint64_t sequence) const {
+      return inbound->communicator.context("recv", inbound->peer, sequence);
+    }
+
+    // The next message of Control, if one came before `until`.
+    [[nodiscard]] std::optional<std::string> hear(std::uint64_t sequence, Deadline until) const {
+      const Communicator& lane = inbound->communicator;
+      try {
+        return lane.control().try_receive(job_rank(lane, inbound->peer), inbound->id, until);
+      } catch (const Error& why) {
+        throw ended_by(why, lane, what(sequence));
       }
     }
 
@@ -381,10 +395,9 @@ class LaneRecv final : public RecvRoute {
         message.known = inbound->current;
         return false;
       }
-      Communicator& lane = inbound->communicator;
       Deadline slice{};  // a look, first
       for (;;) {
-        if (const auto body = lane.control().try_receive(job_rank(lane, inbound->peer), inbound->id, slice)) {
+        if (const auto body = hear(sequence, slice)) {
           try {
             return accept(*body, sequence, microbatch, message);
           } catch (...) {
