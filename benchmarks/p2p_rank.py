@@ -345,7 +345,7 @@ class Rank:
             for way in ways:
                 way.prepare(messages[way.name])
                 wrong += self._wrong(way, messages[way.name], 1)
-            turns = [self._turns(way) for way in ways]
+            turns = [self._arguments["iterations"] or self._turns(way) for way in ways]
             samples: dict[str, list[float]] = {way.name: [] for way in ways}
             for _ in range(self._arguments["rounds"]):
                 for way, number in zip(ways, turns, strict=True):

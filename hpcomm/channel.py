@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcomm import _C
-from hpcomm.errors import InvalidArgument
+from hpcomm.control_channels import ControlChannel
+from hpcomm.errors import HpcommError, InvalidArgument, TimedOut
 
 if TYPE_CHECKING:
     import torch
@@ -29,20 +32,61 @@ def require_schema(schema: str) -> bool:
     return schema == "frozen"
 
 
+class _End(NamedTuple):
+    """Where a sending end is."""
+
+    communicator: Communicator
+    peer: int  # in the job
+
+
 # Sending ends that were dropped with messages under way, which would end with their lanes.
-_parting: dict[SendEdge, Communicator] = {}
+_parting: dict[SendEdge, _End] = {}
+# All others of this process.
+_senders: weakref.WeakSet[Sender] = weakref.WeakSet()
+
+# How long a message waits for a receiver that leaves as well: what it had asked for before may still come through.
+LEAVING_GRACE = 1.0  # seconds
 
 
-def _part_with(edge: SendEdge, communicator: Communicator) -> None:
+def _part_with(edge: SendEdge, end: _End) -> None:
     if edge.is_under_way:
-        _parting[edge] = communicator
+        _parting[edge] = end
 
 
 def forget_parted(closed: Control | None = None) -> None:
     """Lets go of the ends whose messages have gone, and of those of a job that is over."""
-    for edge, communicator in list(_parting.items()):
-        if communicator.control is closed or not edge.is_under_way:
+    for edge, end in list(_parting.items()):
+        if end.communicator.control is closed or not edge.is_under_way:
             _parting.pop(edge, None)
+
+
+def let_go(control: Control, timeout: float) -> None:
+    """Before this rank leaves the job in order: waits for messages that are under way, which would not come through.
+
+    Until they have gone, their receivers have left, or the job has failed; ``timeout`` seconds at most.
+    """
+    under_way = {
+        edge: end.peer
+        for edge, end in (*((sender._edge, sender._end) for sender in _senders), *_parting.items())
+        if end.communicator.control is control and edge.is_under_way
+    }
+    began = time.monotonic()
+    leaving: dict[int, float] = {}  # peers that said so, and when
+    try:
+        for peer in set(under_way.values()):
+            control.send(peer, ControlChannel.LEAVING, b"")
+        while under_way and time.monotonic() < began + timeout and control.failure() is None:
+            time.sleep(1e-3)
+            for peer in set(under_way.values()) - leaving.keys():
+                with contextlib.suppress(TimedOut):
+                    control.receive(peer, ControlChannel.LEAVING, 0.0)
+                    leaving[peer] = time.monotonic()
+            for edge, peer in list(under_way.items()):
+                is_late = peer in leaving and time.monotonic() > leaving[peer] + LEAVING_GRACE
+                if is_late or control.has_left(peer) or not edge.is_under_way:
+                    del under_way[edge]
+    except HpcommError:
+        return  # the job has failed, or a peer has left: this rank is free to go
 
 
 class Sender:
@@ -75,8 +119,10 @@ class Sender:
             movable=movable,
             direct_from=direct_from,
         )
+        self._end = _End(communicator, communicator.ranks[peer])
         forget_parted()
-        weakref.finalize(self, _part_with, self._edge, communicator).atexit = False
+        _senders.add(self)
+        weakref.finalize(self, _part_with, self._edge, self._end).atexit = False
 
     def send(self, tree: object, microbatch: int = -1, *, wire_dtype: WireDtype = None) -> Work:
         """Issues one message; see :meth:`Channel.send`."""
@@ -144,17 +190,19 @@ class Channel:
     """Messages between this rank and ``peer``, in order in each direction.
 
     A message is any tree of dicts, lists, tuples, named tuples, dataclasses, None, numbers and strings around tensors
-    of any dtype and shape on the communicator's device. Small tensors travel packed into one payload, tensors of
-    ``direct_from`` bytes and more as they are; the structure goes ahead, and only when it changed.
+    of any shape and dtype (of whole bytes, not quantised) on the communicator's device. Parameters arrive as plain
+    tensors; other classes derived from ``torch.Tensor`` are refused. Small tensors travel packed into one payload,
+    tensors of ``direct_from`` bytes and more as they are; the structure goes ahead, and only when it changed.
 
     Args:
         communicator: a communicator that both ranks belong to, e.g. ``mesh.pp``.
         peer: the other rank, in that communicator.
         schema: "per_message" (structure and shapes may change) or "frozen" (fixed by the first message; later ones
-            carry no header).
+            carry no header); the same on both ranks.
         wire_dtype: what real floating point tensors are cast to on the way, and back on arrival: a dtype, or a function
             of a tensor's place (such as ``"message['h'][0]"``) and the tensor that returns a dtype or None. Rounded to
-            nearest, ties to even. Integers, bools and complex numbers are never cast.
+            nearest, ties to even. Integers, bools, complex numbers and float8 other than e4m3fn and e5m2 are never
+            cast.
         slots: buffers for packed messages. On shared memory the receiver reads them in place, and a sender that is so
             many messages ahead waits: a direction never has more than ``slots`` of them.
         slot_bytes: size of the slots, if it is known: they are made here instead of when they are needed.
@@ -213,7 +261,7 @@ class Channel:
 
     def send(self, tree: object, *, wire_dtype: WireDtype = None) -> Work:
         """Issues ``tree`` and returns; its tensors must not be written before the Work has ended. It goes out also when
-        the Work, or the channel, is dropped before.
+        the Work, or the channel, is dropped before, and the mesh is left only then.
 
         ``wire_dtype`` is for this message, instead of the channel's.
 
@@ -230,7 +278,8 @@ class Channel:
 
         Raises:
             TimedOut: nothing came within ``timeout`` seconds (the communicator's own limit when negative).
-            SchemaMismatch: the message is not what :meth:`expect` said, or holds a class that this program has not.
+            SchemaMismatch: the message is not what :meth:`expect` said, or holds a class that this program has not; or
+                the peer's channel has another ``schema``.
             ProtocolError: what came is no message of this edge.
             RankFailed, PeerError: the peer is gone or raised.
         """

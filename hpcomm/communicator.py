@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from hpcomm import _C
+from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import HpcommError, InvalidArgument, SchemaMismatch, TimedOut, TransportError
 
 if TYPE_CHECKING:
@@ -33,9 +34,6 @@ LONGEST_HEARTBEAT_TIMEOUT = 86400.0  # seconds
 MIN_SECRET = 16  # characters
 
 _LIMITS = re.compile(r"(?P<lane>\*|\w+)=(?P<min>\d{1,4})-(?P<max>\d{1,4})(/(?P<cluster>\d))?")
-
-# Control channels below 2**16 belong to the Python layer; edges use 64-bit hashes.
-AGREE_CHANNEL = 1
 
 
 def default_timeout() -> float:
@@ -211,11 +209,11 @@ def agree(
     """
     body = "\n".join(lines).encode()
     members = list(range(control.size)) if ranks is None else list(ranks)
-    everybody = [text.decode().split("\n") for text in control.exchange(members, AGREE_CHANNEL, body, timeout)]
+    everybody = [text.decode().split("\n") for text in control.exchange(members, ControlChannel.AGREE, body, timeout)]
     # Nobody raises before everybody knows: a rank that is told of another one's error in the middle of the exchange
     # could not say what the difference is. Whoever fails here has all the lines already.
     with contextlib.suppress(HpcommError):
-        control.exchange(members, AGREE_CHANNEL, b"", timeout)
+        control.exchange(members, ControlChannel.AGREE, b"", timeout)
     for rank, theirs in zip(members, everybody, strict=True):
         if theirs == everybody[0]:
             continue

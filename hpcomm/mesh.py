@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from hpcomm.channel import forget_parted
+from hpcomm.channel import forget_parted, let_go
 from hpcomm.communicator import agree, cpu_transport, default_timeout, emulation, first_communicator, start_control
 from hpcomm.devices import pick_device
 from hpcomm.errors import InvalidArgument, PeerError, RankFailed, TimedOut
@@ -177,10 +177,11 @@ class Mesh:
         self.world.barrier()
 
     def close(self) -> None:
-        """Leaves the job in order. Idempotent; runs by itself at exit."""
+        """Leaves the job in order, when what channels were given has gone. Idempotent; runs by itself at exit."""
         if self._closed:
             return
         self._closed = True
+        let_go(self.control, self.timeout)
         self._lanes.clear()
         self._communicators.clear()
         self.control.close()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import InvalidArgument, NumericsMismatch
 from hpcomm.pipeline.chain import run_alone
 from hpcomm.pipeline.microbatch import split
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from hpcomm.pipeline.adapt import Model
 
 __all__: list[str] = []
-
-REFERENCE_CHANNEL = 3  # of Control, see hpcomm.communicator
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ def _gather(tree: Any, communicator: Communicator) -> list[Any]:
     structure, tensors = flatten(tree)
     described = json.dumps([structure.hex(), [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]])
     everybody = communicator.control.exchange(
-        communicator.ranks, REFERENCE_CHANNEL, described.encode(), communicator.timeout
+        communicator.ranks, ControlChannel.REFERENCE, described.encode(), communicator.timeout
     )
     trees = []
     for rank, text in enumerate(everybody):

@@ -252,6 +252,21 @@ def test_messages_are_timed_and_right(tmp_path: Path) -> None:
     assert measured["32 x 4 B changing"] == ["channel"]
 
 
+def test_packing_is_tuned_on_messages_that_are_right(tmp_path: Path) -> None:
+    file = tmp_path / "tune.json"
+    command = [sys.executable, "-m", "benchmarks.p2p", "--tune", "-n", "2", "--rounds", "2", "--timeout", "170"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command += ["--json", str(file)]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    document = json.loads(file.read_text())
+    assert document["wrong"] == 0
+    assert [row["bytes"] for row in document["rows"]] == [4096 << shift for shift in range(11)]
+    for row in document["rows"]:
+        assert {name: len(times) for name, times in row["seconds"].items()} == {"packed": 2, "as they are": 2}
+        assert f"{row['bytes'] // 1024} KB" in ended.stdout
+
+
 def test_headers_are_timed_and_right(tmp_path: Path) -> None:
     file = tmp_path / "headers.json"
     command = [sys.executable, "-m", "benchmarks.p2p", "--headers", "-n", "2", "--rounds", "2", "--timeout", "170"]

@@ -624,7 +624,10 @@ def another_message_than_expected() -> None:
     if mesh.rank == 0:
         channel.send({"x": torch.zeros(3), "h": [torch.zeros(2, 2)]}).wait()
         mesh.world.barrier()
-        with pytest.raises(hpcomm.SchemaMismatch, match=r"rank 1 refused .* message\['h'\]\[0\]: float32\[2, 3\]"):
+        sender = (
+            r"rank 1 refused .*: edge 0->1, microbatch -1: .* message\['h'\]\[0\]: float32\[2, 3\] instead of float32"
+        )
+        with pytest.raises(hpcomm.SchemaMismatch, match=sender):
             send_until_told(channel, {"x": torch.zeros(3), "h": [torch.zeros(2, 3)]})
     else:
         channel.expect({"x": torch.zeros(3, device="meta"), "h": [torch.ones(2, 2)]})
@@ -670,6 +673,38 @@ def dropped_with_messages_under_way() -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_channel_that_is_dropped_sends_what_was_issued(transport: str) -> None:
     ranks.run(2, dropped_with_messages_under_way, env=TRANSPORTS[transport])
+
+
+def leaves_at_once(count: int) -> None:
+    """Nobody waits for the Work: autograd's sends give it to nobody."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        mesh.world.barrier()
+        if mesh.rank == 0:
+            for i in range(3):
+                channel.send([torch.full((count,), float(i)), torch.ones(300)])
+        else:
+            time.sleep(0.2)  # the sender is at its end by now, where nothing holds it
+            for i in range(3):
+                assert torch.equal(channel.recv()[0], torch.full((count,), float(i)))
+
+
+@pytest.mark.parametrize("count", [10, 3_000_000])
+@pytest.mark.parametrize("env", [*TRANSPORTS.values(), {"HPCOMM_EMULATE": "nccl"}], ids=[*TRANSPORTS, "one slot"])
+def test_what_was_sent_arrives_though_the_sender_leaves_at_once(env: dict[str, str], count: int) -> None:
+    ranks.run(2, leaves_at_once, count, env=env)
+
+
+def both_leave() -> None:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        channel.send(torch.ones(3_000_000))
+        channel.send([torch.ones(300), torch.ones(400)])
+
+
+@pytest.mark.parametrize("env", [*TRANSPORTS.values(), {"HPCOMM_EMULATE": "nccl"}], ids=[*TRANSPORTS, "one slot"])
+def test_messages_that_nobody_receives_hold_nobody(env: dict[str, str]) -> None:
+    ranks.run(2, both_leave, env=env)
 
 
 def frozen_names_the_leaf() -> None:

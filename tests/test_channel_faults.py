@@ -16,6 +16,7 @@ from hpcomm.channel import Receiver, Sender
 
 SHM = {"HPCOMM_CPU_TRANSPORT": "shm"}
 GLOO = {"HPCOMM_CPU_TRANSPORT": "gloo"}
+ONE_SLOT = {"HPCOMM_EMULATE": "nccl"}
 LARGE = 16 << 20  # elements of float32: far more than the ring between two ranks takes
 
 
@@ -52,10 +53,10 @@ def waits_in_recv() -> None:
 
 def asked_before() -> None:
     mesh, channel = a_channel()
-    pending = [channel.irecv() for _ in range(3)]
     mesh.barrier()
     if mesh.rank == 1:
         wait_to_be_killed()
+    pending = [channel.irecv() for _ in range(3)]
     ranks.tell("here")
     for one in pending:
         with pytest.raises(hpcomm.RankFailed) as caught:
@@ -82,7 +83,7 @@ def is_ahead_with_sends() -> None:
     mesh.barrier()
     if mesh.rank == 1:
         wait_to_be_killed()
-    works = [channel.send([torch.ones(300), torch.ones(400)]) for _ in range(20)]
+    works = [channel.send([torch.ones(300), torch.ones(100_000)]) for _ in range(20)]
     ranks.tell("here")
     with pytest.raises(hpcomm.RankFailed) as caught:
         works[-1].wait()
@@ -156,9 +157,10 @@ def holds_what_was_lent() -> None:
         holds_what_was_lent,
     ],
 )
-def test_a_killed_peer_is_named(survivor: Any) -> None:
+@pytest.mark.parametrize("env", [SHM, GLOO, ONE_SLOT], ids=["shm", "gloo", "one slot"])
+def test_a_killed_peer_is_named(env: dict[str, str], survivor: Any) -> None:
     before = shared_memory()
-    with ranks.spawn(2, survivor, env=SHM) as job:
+    with ranks.spawn(2, survivor, env=env) as job:
         for rank in (0, 1):
             assert job.told(rank) == "here"
         time.sleep(0.05)  # within what it does by now
@@ -237,7 +239,7 @@ def one_edge_is_refused() -> None:
         bad.send(0) if mesh.rank == 0 else bad.recv()
 
 
-@pytest.mark.parametrize("env", [SHM, GLOO, {"HPCOMM_EMULATE": "nccl"}], ids=["shm", "gloo", "one slot"])
+@pytest.mark.parametrize("env", [SHM, GLOO, ONE_SLOT], ids=["shm", "gloo", "one slot"])
 def test_a_refused_edge_ends_alone(env: dict[str, str]) -> None:
     ranks.run(2, one_edge_is_refused, env=env)
 

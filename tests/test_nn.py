@@ -10,6 +10,12 @@ import torch
 
 import hpcomm
 
+TRANSPORTS = {
+    "shm": {},
+    "gloo": {"HPCOMM_CPU_TRANSPORT": "gloo"},
+    "one slot": {"HPCOMM_EMULATE": "nccl:seed=2:delay=500"},
+}
+
 
 @dataclasses.dataclass
 class Hidden:
@@ -58,7 +64,7 @@ def two_halves(microbatches: int) -> None:
         assert torch.allclose(got.grad, expected.grad)
 
 
-@pytest.mark.parametrize("env", [{}, {"HPCOMM_CPU_TRANSPORT": "gloo"}], ids=["shm", "gloo"])
+@pytest.mark.parametrize("env", TRANSPORTS.values(), ids=TRANSPORTS)
 def test_gradients_are_those_of_one_process(env: dict[str, str]) -> None:
     ranks.run(2, two_halves, 4, env=env)
 
@@ -77,8 +83,39 @@ def a_gradient_that_nobody_finds() -> None:
             (used * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
 
 
-def test_a_gradient_that_nobody_finds_is_none() -> None:
-    ranks.run(2, a_gradient_that_nobody_finds)
+@pytest.mark.parametrize("env", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_a_gradient_that_nobody_finds_is_none(env: dict[str, str]) -> None:
+    ranks.run(2, a_gradient_that_nobody_finds, env=env)
+
+
+def both_ways() -> None:
+    """Each rank has half of two models: messages cross, and so do their gradients, whatever runs first."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        me, peer = mesh.rank, 1 - mesh.rank
+        channels = [hpcomm.Channel(mesh.pp, peer) for _ in range(2)]  # channel r carries what rank r sends
+        x = [torch.full((3,), 10.0**me + i, requires_grad=True) for i in range(4)]
+        tokens, received = [], []
+        for i in range(4):
+            tree = {"x": x[i], "deep": [x[i] * 2, (None, {"n": x[i].detach()})]}
+            tokens.append(hpcomm.nn.send(channels[me], tree))
+            received.append(hpcomm.nn.recv(channels[peer]))
+        for i, got in enumerate(received):
+            assert got["x"].requires_grad
+            assert got["deep"][0].requires_grad
+            assert not got["deep"][1][1]["n"].requires_grad
+            used = got["deep"][0] * (10.0**peer + i) if i % 2 else got["x"] * 5
+            used.sum().backward()
+        for token in tokens:
+            token.backward()
+        for i in range(4):
+            expected = 2 * (10.0**me + i) if i % 2 else 5.0
+            assert x[i].grad is not None
+            assert torch.equal(x[i].grad, torch.full((3,), expected))
+
+
+@pytest.mark.parametrize("env", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_both_ways_at_once(env: dict[str, str]) -> None:
+    ranks.run(2, both_ways, env=env)
 
 
 def nothing_to_differentiate() -> None:

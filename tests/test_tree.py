@@ -28,6 +28,7 @@ MODULES = (
     "tree",
     "devices",
     "seats",
+    "control_channels",
     "communicator",
     "channel",
     "job",
@@ -264,6 +265,48 @@ def test_cmake_lists_the_sources() -> None:
 
 def test_imports() -> None:
     assert wrong_imports(ROOT) == []
+
+
+def channel_numbers(root: Path) -> dict[str, list[str]]:
+    """Names by the number of a Control channel that a constant anywhere in the tree gives them."""
+    found: dict[str, list[str]] = {}
+    native = re.compile(r"constexpr std::uint64_t (k\w*Channel) = (\d+);")
+    python = re.compile(r"^ +([A-Z_]+) = (\d+)", re.MULTILINE)
+    stray = re.compile(r"^(\w*CHANNEL\w*) = (\d+)", re.MULTILINE)
+    for path in sources(root, "csrc", ".h", ".cpp"):
+        for name, number in native.findall((root / "csrc" / path).read_text()):
+            found.setdefault(number, []).append(f"{path}: {name}")
+    for path in sources(root, "hpcomm", ".py"):
+        for name, number in (python if path.name == "control_channels.py" else stray).findall(
+            (root / "hpcomm" / path).read_text()
+        ):
+            found.setdefault(number, []).append(f"{path}: {name}")
+    return found
+
+
+def test_control_channels_have_numbers_of_their_own() -> None:
+    found = channel_numbers(ROOT)
+    first = next(number for number, names in found.items() if "control/channels.h: kFirstPythonChannel" in names)
+    found[first].remove("control/channels.h: kFirstPythonChannel")
+    assert len(found) > 12
+    for number, names in found.items():
+        assert len(names) == 1, f"Control channel {number} is that of {names}"
+        place = "control/channels.h" if int(number) < int(first) else "control_channels.py"
+        assert names[0].startswith(place), f"{names[0]} = {number} belongs into {place}"
+
+
+def test_a_control_channel_with_two_names_is_found(tmp_path: Path) -> None:
+    for name, text in {
+        "csrc/comm/a.cpp": "constexpr std::uint64_t kOneChannel = 4;\n",
+        "hpcomm/control_channels.py": "class ControlChannel(enum.IntEnum):\n    TWO = 4\n    THREE = 5  # more\n",
+        "hpcomm/b.py": "_FOUR_CHANNEL = 5\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert channel_numbers(tmp_path) == {
+        "4": ["comm/a.cpp: kOneChannel", "control_channels.py: TWO"],
+        "5": ["b.py: _FOUR_CHANNEL", "control_channels.py: THREE"],
+    }
 
 
 def test_files_are_short_and_say_what_they_are_for() -> None:

@@ -23,6 +23,14 @@ enum class DType : std::uint8_t {
   kComplex128 = 11,
   kFloat8E4M3FN = 12,
   kFloat8E5M2 = 13,
+  // Messages carry these, and nothing computes with them.
+  kUInt16 = 14,
+  kUInt32 = 15,
+  kUInt64 = 16,
+  kComplex32 = 17,
+  kFloat8E4M3FNUZ = 18,
+  kFloat8E5M2FNUZ = 19,
+  kFloat8E8M0FNU = 20,
 };
 
 // Bytes of one element.
@@ -30,6 +38,8 @@ enum class DType : std::uint8_t {
 [[nodiscard]] const char* to_string(DType dtype) noexcept;
 // Real floating point types: the ones that may be scaled and cast on the way.
 [[nodiscard]] bool is_floating(DType dtype) noexcept;
+// Without a reduction, a factor or a cast: what messages carry bit for bit.
+[[nodiscard]] bool is_only_moved(DType dtype) noexcept;
 // A byte read from the wire; empty when it names no dtype.
 [[nodiscard]] std::optional<DType> dtype_from_wire(std::uint8_t code) noexcept;
 

@@ -54,7 +54,7 @@ std::size_t SendEdge::slot_bytes() const { return route_->slot_bytes(); }
 
 bool SendEdge::is_under_way() const {
   std::erase_if(under_way_, [](const WorkPtr& work) { return work->done(); });
-  return !under_way_.empty();
+  return !under_way_.empty() || route_->is_looked_for();
 }
 
 WorkPtr SendEdge::send(const Schema& schema, std::vector<Source> tensors, Keepalive keepalive, int microbatch) {
@@ -97,6 +97,7 @@ WorkPtr SendEdge::send(std::string_view schema, std::vector<Source> tensors, Kee
   if (!frozen) {
     message.header =
         MessageHeader{id_, sequence_, microbatch, known.fingerprint, known.parcel.bytes(), 0, std::nullopt};
+    message.header->frozen = config_.mode == SchemaMode::kFrozen;
     if (first) {
       message.header->schema_bytes = static_cast<std::uint32_t>(schema.size());
     }
@@ -111,11 +112,22 @@ WorkPtr SendEdge::send(std::string_view schema, std::vector<Source> tensors, Kee
   }
   last_ = sent;
   if (device().type == DeviceType::kCpu && !work->done()) {
-    (void)is_under_way();  // forgets what has ended
+    std::erase_if(under_way_, [](const WorkPtr& one) { return one->done(); });
     under_way_.push_back(work);
   }
   ++sequence_;
   return work;
+}
+
+Error ended_by(const Error& why, const Communicator& communicator, const ErrorContext& what) {
+  const bool is_of_job = why.kind() == ErrorKind::kRankFailed || why.kind() == ErrorKind::kPeerError;
+  if (!is_of_job || why.context().operation == what.operation) {
+    return why;
+  }
+  ErrorContext context = what;
+  context.peer = why.context().peer;
+  return {why.kind(), str(what.operation, " #", what.sequence, " on lane ", communicator.lane(), ": ", why.what()),
+          std::move(context)};
 }
 
 std::vector<CopyItem> pack_items(const Outgoing& message, char* target, Reader reader) {
@@ -182,6 +194,13 @@ KnownPtr Inbound::accept(const MessageHeader& header, std::string_view schema, s
   if (header.lent && known->parcel.packed.bytes() == 0) {
     reject(str("message #", sequence, " is lent and has nothing to lend"));
   }
+  if (header.frozen != (mode == SchemaMode::kFrozen)) {
+    const auto what = [](bool frozen) { return frozen ? "frozen" : "per_message"; };
+    throw Error(ErrorKind::kSchemaMismatch,
+                str(name(), ", microbatch ", header.microbatch, ": the sender's end was made with schema=\"",
+                    what(header.frozen), "\", this rank's with schema=\"", what(!header.frozen), '"'),
+                communicator.context("recv", peer, sequence));
+  }
   if (microbatch >= 0 && header.microbatch != microbatch) {
     throw Error(ErrorKind::kSchemaMismatch,
                 str(name(), " delivered microbatch ", header.microbatch, " (", known->schema.to_text(),
@@ -207,7 +226,7 @@ KnownPtr Inbound::accept(const MessageHeader& header, std::string_view schema, s
 
 void Inbound::check(std::uint64_t sequence, Deadline deadline) const {
   if (auto why = communicator.aborted()) {
-    throw Error(*why);
+    throw ended_by(*why, communicator, communicator.context("recv", peer, sequence));
   }
   if (closed) {
     throw Error(ErrorKind::kClosed, name() + ": the channel was closed before the message came",

@@ -45,7 +45,7 @@ class LaneRecv final : public RecvRoute {
         if (edge == nullptr) {
           throw Error(ErrorKind::kClosed, "the channel was closed before the message came", work->what());
         }
-        edge->require_whole();
+        edge->require_whole(sequence);
         const Deadline deadline = deadline_after(edge->inbound->communicator.timeout());
         // A header that the caller has seen is not waited for again.
         if (message->known != nullptr || !edge->next(sequence, microbatch, deadline, *message)) {
@@ -78,7 +78,7 @@ class LaneRecv final : public RecvRoute {
     ErrorContext what = inbound_->communicator.context("recv", inbound_->peer, sequence);
     auto work = std::make_shared<HostWork>(std::move(what));
     try {
-      state.require_whole();
+      state.require_whole(sequence);
       const Deadline deadline = deadline_after(inbound_->communicator.timeout());
       if (!state.next(sequence, microbatch, deadline, *message, options.poll, &meanwhile)) {
         return nullptr;
@@ -119,12 +119,25 @@ class LaneRecv final : public RecvRoute {
     }
 
     // Throws what ended the edge or the communicator before.
-    void require_whole() const {
+    void require_whole(std::uint64_t sequence) const {
       if (inbound->broken) {
         std::rethrow_exception(inbound->broken);
       }
       if (auto why = inbound->communicator.aborted()) {
-        throw Error(*why);
+        throw ended_by(*why, inbound->communicator, what(sequence));
+      }
+    }
+
+    [[nodiscard]] ErrorContext what(std::uint64_t sequence) const {
+      return inbound->communicator.context("recv", inbound->peer, sequence);
+    }
+
+    // The next message of Control, if one came before `until`.
+    [[nodiscard]] std::optional<Body> hear(std::uint64_t sequence, Deadline until) const {
+      try {
+        return control->try_receive_body(sender, inbound->id, until);
+      } catch (const Error& why) {
+        throw ended_by(why, inbound->communicator, what(sequence));
       }
     }
 
@@ -193,7 +206,7 @@ class LaneRecv final : public RecvRoute {
       }
       Deadline slice{};  // a look, first
       for (;;) {
-        if (auto body = control->try_receive_body(sender, inbound->id, slice)) {
+        if (auto body = hear(sequence, slice)) {
           try {
             return accept(std::move(*body), sequence, microbatch, message);
           } catch (...) {

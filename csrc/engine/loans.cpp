@@ -80,7 +80,7 @@ std::optional<LoanPool::Loan> LoanPool::lend(std::size_t bytes) {
   Block& block = blocks_[found];
   // Relaxed: the header that names it comes later.
   block.flag().filled.store(0, std::memory_order_relaxed);
-  block.flag().lent.store(1, std::memory_order_relaxed);
+  block.flag().lent.store(LoanFlag::kLent, std::memory_order_relaxed);
   return Loan{static_cast<char*>(block.buffer.view.data) + sizeof(LoanFlag), block.place};
 }
 
@@ -93,6 +93,13 @@ LoanFlag& flag_of(const LoanPool::Loan& loan) { return *reinterpret_cast<LoanFla
 void LoanPool::fill(const Loan& loan) noexcept { flag_of(loan).filled.store(1, std::memory_order_release); }
 
 void LoanPool::take_back(const Loan& loan) noexcept { flag_of(loan).lent.store(0, std::memory_order_release); }
+
+bool LoanPool::is_looked_for() const {
+  const std::lock_guard lock(mutex_);
+  return std::any_of(blocks_.begin(), blocks_.end(), [](const Block& block) {
+    return block.flag().lent.load(std::memory_order_relaxed) == LoanFlag::kLent;
+  });
+}
 
 std::size_t LoanPool::bytes() const {
   const std::lock_guard lock(mutex_);

@@ -20,8 +20,11 @@ namespace hpcomm {
 
 // What every block begins with.
 struct alignas(64) LoanFlag {
-  // 1 from the moment the block is lent until its receiver stores 0, with memory_order_release: the last of its reads
-  // come before it. Lies in memory that two processes share.
+  // kLent from the moment the block is lent, kFound when its receiver has it in its own address space, and needs the
+  // sender's process no more. Until the receiver stores 0, with memory_order_release: the last of its reads come before
+  // it. Lies in memory that two processes share.
+  static constexpr std::uint32_t kLent = 1;
+  static constexpr std::uint32_t kFound = 2;
   std::atomic<std::uint32_t> lent{0};
   // 0 while the sender still writes the block, whose receiver may know of it already; then 1, with
   // memory_order_release.
@@ -56,6 +59,8 @@ class LoanPool {
   static void take_back(const Loan& loan) noexcept;
   // Of all blocks.
   [[nodiscard]] std::size_t bytes() const;
+  // True while a receiver may still have to ask this process for the memory of a block.
+  [[nodiscard]] bool is_looked_for() const;
 
  private:
   struct Block {

@@ -114,6 +114,8 @@ class MailRecv final : public RecvRoute {
       }
       if (block) {
         wait_for(*block, sequence, deadline);
+        // Not before: while the sender fills it, the flag's line is the sender's.
+        block->flag->lent.store(LoanFlag::kFound, std::memory_order_relaxed);
         if (block->copied) {
           run_copies_cpu(
               {{block->payload, message.packed.view.data, parcel.packed.bytes(), DType::kUInt8, DType::kUInt8}},
@@ -164,7 +166,7 @@ class MailRecv final : public RecvRoute {
 
     // A block of the sender, until the last of its owners is gone.
     struct Borrowed {
-      const LoanFlag* flag;
+      LoanFlag* flag;
       char* payload;
       Keepalive owner;
       bool copied;  // this rank keeps many blocks already: a program that keeps its messages must not stop the sender

@@ -68,6 +68,8 @@ class MailSend final : public SendRoute {
 
   [[nodiscard]] std::size_t slot_bytes() const override { return state_->loans.bytes() + state_->slots.bytes(); }
 
+  [[nodiscard]] bool is_looked_for() const override { return state_->loans.is_looked_for(); }
+
  private:
   // Shared with tasks of the lane; owns no communicator.
   struct State {

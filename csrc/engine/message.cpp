@@ -18,8 +18,9 @@ static_assert(std::endian::native == std::endian::little, "the wire format is wr
 namespace {
 
 constexpr std::uint32_t kMagic = 0x676d6368;  // "hcmg"
-constexpr std::uint16_t kVersion = 3;
+constexpr std::uint16_t kVersion = 4;
 constexpr std::uint16_t kLent = 1;
+constexpr std::uint16_t kFrozen = 2;
 constexpr std::size_t kMaxDimensions = 64;
 constexpr std::size_t kLeastTensorBytes = 4;  // of a schema: a tensor without dimensions
 
@@ -249,6 +250,9 @@ void write_header(const MessageHeader& header, char* target) {
     wire.lent_segment = header.lent->segment;
     wire.lent_offset = header.lent->offset;
   }
+  if (header.frozen) {
+    wire.flags |= kFrozen;
+  }
   wire.schema_bytes = header.schema_bytes;
   wire.edge = header.edge;
   wire.sequence = header.sequence;
@@ -268,7 +272,7 @@ MessageHeader parse_header(std::string_view bytes) {
   if (wire.magic != kMagic || wire.crc != crc_of(wire)) {
     reject("header is damaged");
   }
-  if (wire.version != kVersion || (wire.flags & ~kLent) != 0) {
+  if (wire.version != kVersion || (wire.flags & ~(kLent | kFrozen)) != 0) {
     reject(str("header of version ", wire.version, ", this rank speaks ", kVersion));
   }
   const bool lent = (wire.flags & kLent) != 0;
@@ -285,6 +289,7 @@ MessageHeader parse_header(std::string_view bytes) {
   header.schema = wire.schema;
   header.payload_bytes = wire.payload_bytes;
   header.schema_bytes = wire.schema_bytes;
+  header.frozen = (wire.flags & kFrozen) != 0;
   if (lent) {
     header.lent = {wire.lent_segment, wire.lent_offset};
   }

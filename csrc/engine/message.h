@@ -67,6 +67,8 @@ struct MessageHeader {
     friend bool operator==(const Lent&, const Lent&) = default;
   };
   std::optional<Lent> lent;
+  // No headers follow: the sender's schema is frozen.
+  bool frozen = false;
 
   friend bool operator==(const MessageHeader&, const MessageHeader&) = default;
 };

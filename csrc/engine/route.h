@@ -32,6 +32,8 @@ class SendRoute {
   virtual ~SendRoute() = default;
   virtual WorkPtr send(Outgoing message) = 0;
   [[nodiscard]] virtual std::size_t slot_bytes() const = 0;
+  // True while a message whose Work has ended would be lost if this process ended.
+  [[nodiscard]] virtual bool is_looked_for() const { return false; }
 };
 
 // What a receiving end knows of its edge, and every check of what comes. Touched by the lane alone, or by whoever runs
@@ -91,6 +93,9 @@ class RecvRoute {
                                                         std::uint64_t edge, std::shared_ptr<Refusal> refusal);
 [[nodiscard]] std::unique_ptr<RecvRoute> make_mail_recv(const EdgeConfig& config, std::shared_ptr<Allocator> allocator,
                                                         std::shared_ptr<Inbound> inbound);
+
+// `why` as the end of operation `what`: the failure of a job says which rank is gone, not what that stopped.
+[[nodiscard]] Error ended_by(const Error& why, const Communicator& communicator, const ErrorContext& what);
 
 // What to do to pack a message into `target`: copies of dense tensors. Strided ones are written here and now.
 [[nodiscard]] std::vector<CopyItem> pack_items(const Outgoing& message, char* target, Reader reader);

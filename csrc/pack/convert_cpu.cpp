@@ -272,6 +272,13 @@ Answer for_floating(DType dtype, const Visit& visit) {
     case DType::kInt64:
     case DType::kComplex64:
     case DType::kComplex128:
+    case DType::kUInt16:
+    case DType::kUInt32:
+    case DType::kUInt64:
+    case DType::kComplex32:
+    case DType::kFloat8E4M3FNUZ:
+    case DType::kFloat8E5M2FNUZ:
+    case DType::kFloat8E8M0FNU:
       return nullptr;
   }
   return nullptr;

@@ -256,6 +256,13 @@ HPCOMM_HOST_DEVICE bool run_from(const CopyTask& task, Range range, ThreadIndex 
     case DType::kInt64:
     case DType::kComplex64:
     case DType::kComplex128:
+    case DType::kUInt16:
+    case DType::kUInt32:
+    case DType::kUInt64:
+    case DType::kComplex32:
+    case DType::kFloat8E4M3FNUZ:
+    case DType::kFloat8E5M2FNUZ:
+    case DType::kFloat8E8M0FNU:
       return false;  // map_chunks() has refused them
   }
   return false;
@@ -289,7 +296,14 @@ HPCOMM_HOST_DEVICE bool copy_chunk(const CopyTask& task, std::uint32_t index, Th
     case DType::kInt32:
     case DType::kInt64:
     case DType::kComplex64:
-    case DType::kComplex128: {
+    case DType::kComplex128:
+    case DType::kUInt16:
+    case DType::kUInt32:
+    case DType::kUInt64:
+    case DType::kComplex32:
+    case DType::kFloat8E4M3FNUZ:
+    case DType::kFloat8E5M2FNUZ:
+    case DType::kFloat8E8M0FNU: {
       auto* target = static_cast<unsigned char*>(task.target) + range.first;
       if (task.source == nullptr) {
         chunk::fill_zeros(target, range.count, thread, access);

@@ -29,9 +29,10 @@ struct Kernels {
   std::size_t wide_bytes = 0;  // in the accumulator
 };
 
-constexpr int kDTypes = 14;
+constexpr int kDTypes = 21;
 constexpr int kOps = 8;
-static_assert(static_cast<int>(DType::kFloat8E5M2) == kDTypes - 1 && static_cast<int>(ReduceOp::kBitXor) == kOps - 1);
+static_assert(static_cast<int>(DType::kFloat8E8M0FNU) == kDTypes - 1 &&
+              static_cast<int>(ReduceOp::kBitXor) == kOps - 1);
 
 template <Isa kIsa, typename T, typename Op, int kSources, bool kHeadIsWide, bool kResultIsWide, bool kDivides>
 constexpr Loop pick() {

@@ -30,7 +30,7 @@ enum class TagSpace : std::uint64_t { kUser = 0, kComposed = 1, kMonitoredBarrie
 // The same storage, sizes and strides in a tensor that has no Python object: the lane lets go of it without the GIL.
 [[nodiscard]] at::Tensor lane_alias(const at::Tensor& tensor);
 [[nodiscard]] std::vector<at::Tensor> lane_aliases(const std::vector<at::Tensor>& tensors);
-// For data that is only moved: dtypes that hpcomm has no name for travel as bytes.
+// For data that is only moved: dtypes that transports need not know travel as bytes.
 [[nodiscard]] BufferView movable_view(const at::Tensor& tensor, const char* what);
 // For a reduction: complex numbers are added as pairs of real ones.
 [[nodiscard]] BufferView reducible_view(const at::Tensor& tensor, ReduceOp op, const char* what);

@@ -61,13 +61,26 @@ class TensorSource final : public StridedSource {
 
 bool is_dense(const at::Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(); }
 
+DType dtype_in_message(const at::Tensor& tensor, const FlatTree& flat, std::size_t i) {
+  const auto dtype = movable_dtype_of(tensor);
+  HPCOMM_REQUIRE(dtype.has_value(), leaf_names(flat.structure)[i], " is of dtype ", c10::toString(tensor.scalar_type()),
+                 ", which messages do not carry");
+  return *dtype;
+}
+
 DType wire_dtype(const py::handle& dtype) {
   HPCOMM_REQUIRE(THPDtype_Check(dtype.ptr()), "wire_dtype: expected a torch.dtype, got ",
                  py::repr(dtype).cast<std::string>());
   const at::ScalarType type = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
   HPCOMM_REQUIRE(c10::isFloatingType(type), "wire_dtype: ", c10::toString(type),
                  " is no real floating point type; only those are cast on the way");
-  return dtype_of(at::empty({0}, type));
+  // Not by a tensor of that type: making one is an operation.
+  for (std::uint8_t code = 0; const auto wire = dtype_from_wire(code); ++code) {
+    if (is_floating(*wire) && scalar_type(*wire) == type) {
+      return *wire;
+    }
+  }
+  throw Error(ErrorKind::kInvalidArgument, str("wire_dtype: there is no cast to ", c10::toString(type)));
 }
 
 // The wire type of each tensor: all alike, or what a function of place and tensor says.
@@ -84,7 +97,8 @@ class WireTypes {
     const auto names = leaf_names(flat.structure);
     for (std::size_t i = 0; i < flat.tensors.size(); ++i) {
       std::optional<DType> chosen;
-      if (c10::isFloatingType(flat.tensors[i].scalar_type())) {
+      const auto dtype = movable_dtype_of(flat.tensors[i]);
+      if (dtype && is_floating(*dtype)) {
         const py::object answer = wire(names[i], flat.tensors[i]);
         if (!answer.is_none()) {
           chosen = wire_dtype(answer);
@@ -122,10 +136,14 @@ class TreeSender {
       const at::Tensor& tensor = flat.tensors[i];
       HPCOMM_REQUIRE(tensor.device() == device, "send: this channel serves tensors on ", device.str(), "; ",
                      leaf_names(flat.structure)[i], " is on ", tensor.device().str());
-      HPCOMM_REQUIRE(tensor.layout() == at::kStrided, "send: ", leaf_names(flat.structure)[i], " is sparse");
+      HPCOMM_REQUIRE(tensor.layout() == at::kStrided && !tensor.is_nested(), "send: ", leaf_names(flat.structure)[i],
+                     tensor.is_sparse() || tensor.is_sparse_csr() ? " is sparse" : " is nested, or has another layout");
       HPCOMM_REQUIRE(has_memory(tensor), "send: ", leaf_names(flat.structure)[i],
                      " has no memory of its own (a wrapper such as a DTensor, or its storage was given back)");
-      const DType dtype = dtype_of(tensor);
+      HPCOMM_REQUIRE(!flat.subclass || flat.subclass->first != i, "send: ", leaf_names(flat.structure)[i], " is a ",
+                     flat.subclass->second, ", a class derived from torch.Tensor, which would arrive as a plain one; ",
+                     "send its as_subclass(torch.Tensor) and what else it holds, and make it anew on arrival");
+      const DType dtype = dtype_in_message(tensor, flat, i);
       writer.add(dtype, wires.of(i, dtype), tensor.requires_grad(), tensor.sizes().data(), tensor.sizes().size());
       if (tensor.numel() == 0 || is_dense(tensor)) {
         sources.emplace_back(static_cast<const void*>(tensor.const_data_ptr()));
@@ -259,7 +277,7 @@ class TreeReceiver {
     auto schema = std::make_shared<Schema>();
     schema->structure = flat.structure;
     for (const at::Tensor& tensor : flat.tensors) {
-      const DType dtype = dtype_of(tensor);
+      const DType dtype = dtype_in_message(tensor, flat, schema->tensors.size());
       schema->tensors.push_back({dtype, false, tensor.sizes().vec(), std::nullopt});
     }
     edge_.expect(std::move(schema));

@@ -30,11 +30,15 @@ DTypes make_dtypes() {
 
 }  // namespace
 
-DType dtype_of(const at::Tensor& tensor) {
+std::optional<DType> movable_dtype_of(const at::Tensor& tensor) {
   static const DTypes dtypes = make_dtypes();
-  const at::ScalarType type = tensor.scalar_type();
-  const auto dtype = dtypes[static_cast<std::uint8_t>(type)];
-  HPCOMM_REQUIRE(dtype.has_value(), "tensors of dtype ", c10::toString(type), " are not supported");
+  return dtypes[static_cast<std::uint8_t>(tensor.scalar_type())];
+}
+
+DType dtype_of(const at::Tensor& tensor) {
+  const auto dtype = movable_dtype_of(tensor);
+  HPCOMM_REQUIRE(dtype.has_value() && !is_only_moved(*dtype), "tensors of dtype ", c10::toString(tensor.scalar_type()),
+                 " are not supported");
   return *dtype;
 }
 
@@ -68,6 +72,20 @@ at::ScalarType scalar_type(DType dtype) noexcept {
       return at::kFloat8_e4m3fn;
     case DType::kFloat8E5M2:
       return at::kFloat8_e5m2;
+    case DType::kUInt16:
+      return at::kUInt16;
+    case DType::kUInt32:
+      return at::kUInt32;
+    case DType::kUInt64:
+      return at::kUInt64;
+    case DType::kComplex32:
+      return at::kComplexHalf;
+    case DType::kFloat8E4M3FNUZ:
+      return at::kFloat8_e4m3fnuz;
+    case DType::kFloat8E5M2FNUZ:
+      return at::kFloat8_e5m2fnuz;
+    case DType::kFloat8E8M0FNU:
+      return at::kFloat8_e8m0fnu;
   }
   return at::kByte;
 }

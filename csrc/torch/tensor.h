@@ -4,13 +4,16 @@
 #include <ATen/ATen.h>
 
 #include <memory>
+#include <optional>
 
 #include "base/view.h"
 
 namespace hpcomm {
 
-// Throws kInvalidArgument for dtypes that do not travel (quantised, complex32, ...).
+// Throws kInvalidArgument for dtypes that nothing here computes with (quantised, complex32, ...).
 [[nodiscard]] DType dtype_of(const at::Tensor& tensor);
+// Also those that are only moved; empty where a dtype does not travel at all (quantised, bits, ...).
+[[nodiscard]] std::optional<DType> movable_dtype_of(const at::Tensor& tensor);
 [[nodiscard]] at::ScalarType scalar_type(DType dtype) noexcept;
 
 // False where there are elements and nothing to read them from: a wrapper around other tensors (a DTensor), a fake one,

@@ -35,6 +35,9 @@ class Flattener {
     }
     if (THPVariable_Check(node)) {
       put(Node::kTensor);
+      if (!THPVariable_CheckExact(node) && !flat_.subclass) {
+        flat_.subclass.emplace(flat_.tensors.size(), Py_TYPE(node)->tp_name);
+      }
       flat_.tensors.push_back(THPVariable_Unpack(node));
       return;
     }

@@ -5,8 +5,10 @@
 #include <ATen/ATen.h>
 #include <pybind11/pybind11.h>
 
+#include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace hpcomm {
@@ -14,6 +16,8 @@ namespace hpcomm {
 struct FlatTree {
   std::string structure;
   std::vector<at::Tensor> tensors;  // in the order of the structure, themselves
+  // The first of them whose class is neither torch.Tensor nor torch.nn.Parameter, and the name of that class.
+  std::optional<std::pair<std::size_t, std::string>> subclass;
 };
 
 // Throws kInvalidArgument with the place of what cannot travel.

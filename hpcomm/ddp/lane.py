@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from hpcomm.communicator import agree, default_timeout, first_communicator, start_control
+from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import InvalidArgument
 from hpcomm.seats import is_crowded, seat
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from hpcomm._C import Communicator
 
 __all__: list[str] = []
-
-_CORES_CHANNEL = 9  # of Control, see hpcomm.communicator
 
 
 def describe_parameters(module: torch.nn.Module, ignored: Iterable[str] = ()) -> list[str]:
@@ -76,7 +75,7 @@ def nobody_has_a_core_left(lane: Communicator, lacks_core: bool) -> bool:
     (collective).
     """
     mine = json.dumps([lacks_core, seat()]).encode()
-    told = [json.loads(body) for body in lane.control.exchange(lane.ranks, _CORES_CHANNEL, mine, lane.timeout)]
+    told = [json.loads(body) for body in lane.control.exchange(lane.ranks, ControlChannel.CORES, mine, lane.timeout)]
     return all(lacks for lacks, _ in told) and is_crowded([tuple(its) for _, its in told])
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcomm import _C
+from hpcomm.control_channels import ControlChannel
 from hpcomm.ddp.lane import agree_among, nobody_has_a_core_left, said_by_first
 from hpcomm.ddp.steplog import StepLog
 
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from hpcomm.ddp.sizes import BucketSizes
 
 __all__: list[str] = []
-
-# A Control channel of this layer; see communicator.AGREE_CHANNEL.
-_ORDER_CHANNEL = 2
 
 
 # In torch's words, for who searches for them; by find_unused_parameters.
@@ -159,7 +157,7 @@ class NativeReducer:
         body = json.dumps(seen).encode()
         # As torch's reducer does, though it goes through Control: a rank that dies is named.
         with torch.profiler.record_function(f"{self._events}:broadcast"):
-            order = json.loads(said_by_first(self._lane, _ORDER_CHANNEL, body))
+            order = json.loads(said_by_first(self._lane, ControlChannel.BUCKET_ORDER, body))
         plan = _C.ddp_bucket_plan(self._parameters, order, self._limits, self._wire, self._modules)
         if plan.hash != self._native.plan.hash:  # alike on all ranks: both are functions of what rank 0 saw
             self._native.replan(plan)

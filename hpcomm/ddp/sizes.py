@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from hpcomm.control_channels import ControlChannel
 from hpcomm.ddp.lane import tell_all
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ MIB = 2**20
 FIRST_BYTES = MIB  # torch's: small, so that the first reduction starts early in the backward
 DEFAULT_BYTES = 25 * MIB  # torch's
 
-_COST_CHANNEL = 3
 _SMALLEST, _LARGEST = MIB // 4, 256 * MIB
 _PROBES = 5
 _PROBE_BYTES = 4 * MIB
@@ -68,7 +68,7 @@ def measure(lane: Communicator) -> LinkCost:
         _median_seconds(lane, torch.zeros(max(1, size // 4), device=lane.device)) for size in (4, _PROBE_BYTES)
     )
     seen = [small, _PROBE_BYTES / max(large - small, 1e-9)]
-    return LinkCost(*json.loads(tell_all(lane, _COST_CHANNEL, json.dumps(seen).encode())))
+    return LinkCost(*json.loads(tell_all(lane, ControlChannel.LINK_COST, json.dumps(seen).encode())))
 
 
 def _median_seconds(lane: Communicator, tensor: torch.Tensor) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcomm import _C
+from hpcomm.control_channels import ControlChannel
 from hpcomm.seats import Seat, host_name, seat
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
-BOARD_CHANNEL = 5  # of Control, see hpcomm.communicator
 _IDLE = -1
 
 
@@ -37,7 +37,7 @@ class Board:
         self._place = memoryview(mmap.mmap(self._file.fileno(), 8)).cast("q")
         self._place[0] = _IDLE
         mine = json.dumps([seat(), f"/proc/{os.getpid()}/fd/{self._file.fileno()}"]).encode()
-        everybody = mesh.control.exchange(range(mesh.size), BOARD_CHANNEL, mine, mesh.timeout)
+        everybody = mesh.control.exchange(range(mesh.size), ControlChannel.BOARD, mine, mesh.timeout)
         told = [json.loads(body) for body in everybody]
         self._boards: list[tuple[str, str]] = [(its[0], path) for its, path in told]
         self._seats: list[Seat] = [tuple(its) for its, _ in told]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline.randomness import seed_of
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["materialize"]
 
-MATERIALIZE_CHANNEL = 7  # of Control, see hpcomm.communicator
 
 InitFn = Callable[[str, torch.nn.Module], None]
 
@@ -97,7 +97,7 @@ def materialize_together(
     except Exception as error:  # of a module's own code as well: nobody may wait for this rank
         problem = error
     line = "" if problem is None else f"rank {mesh.rank}: {type(problem).__name__}: {problem}"
-    told = mesh.control.exchange(range(mesh.size), MATERIALIZE_CHANNEL, line.encode(), mesh.timeout)
+    told = mesh.control.exchange(range(mesh.size), ControlChannel.MATERIALIZE, line.encode(), mesh.timeout)
     if problem is not None:
         raise problem
     for text in told:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import HpcommError, InvalidArgument
 from hpcomm.pipeline.balance import Problem, best_starts
 from hpcomm.pipeline.chain import layers_of, section, skips_of
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Balance", "Cut"]
 
-CUT_CHANNEL = 6  # of Control, see hpcomm.communicator
 
 Layer = tuple[str, torch.nn.Module]
 
@@ -208,7 +208,7 @@ def decide(
     """
     control = mesh.control
     if control.rank != 0:
-        told = json.loads(control.receive(0, CUT_CHANNEL, mesh.timeout).decode())
+        told = json.loads(control.receive(0, ControlChannel.CUT, mesh.timeout).decode())
     else:
         try:
             layers = wishes.layers
@@ -228,7 +228,7 @@ def decide(
             kind = "" if isinstance(error, HpcommError) else f"{type(error).__name__} while profiling: "
             told = {"problem": f"{kind}{error}"}
         for peer in range(1, mesh.size):
-            control.send(peer, CUT_CHANNEL, json.dumps(told).encode())
+            control.send(peer, ControlChannel.CUT, json.dumps(told).encode())
     if "problem" in told:
         raise InvalidArgument(told["problem"])
     return told["starts"], [LayerProfile(**row) for row in told["layers"]]

@@ -15,6 +15,7 @@ import torch
 from hpcomm import _C
 from hpcomm.channel import require_schema
 from hpcomm.communicator import agree
+from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline import chain, sharing
 from hpcomm.pipeline.adapt import as_chain, split_of
@@ -46,8 +47,6 @@ if TYPE_CHECKING:
     from hpcomm.pipeline.runner import StepResult
 
 __all__: list[str] = []
-
-_UNIT_CHANNEL = 4  # of Control, see hpcomm.communicator
 
 
 class Pipeline(LocalModel):
@@ -463,7 +462,7 @@ class Pipeline(LocalModel):
         """
         if self._unit == 0.0:
             mine = json.dumps([self.mesh.coordinate["dp"], samples(target) or samples(inputs)]).encode()
-            told = self.mesh.control.exchange(range(self.mesh.size), _UNIT_CHANNEL, mine, self.mesh.timeout)
+            told = self.mesh.control.exchange(range(self.mesh.size), ControlChannel.UNIT, mine, self.mesh.timeout)
             most: dict[int, int] = {}
             for replica, count in map(json.loads, told):
                 most[replica] = max(most.get(replica, 0), count)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpcomm import _C
 from hpcomm.communicator import agree
+from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import DeadlockError, InvalidArgument, SchemaMismatch
 from hpcomm.plan.compile import compile as compile_plan
 from hpcomm.plan.schedules import SCHEDULES, by_name
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
-PLAN_CHANNEL = 2  # of Control, see hpcomm.communicator
 
 # A name, a table, or a file with one.
 ScheduleLike = str | PathLike[str] | Sequence[Sequence[ComputeAction]]
@@ -106,9 +106,9 @@ def plan_together(mesh: Mesh, schedule: Schedule, wishes: Wishes) -> StepPlan:
             problem = str(error)
         text = "!" + problem if problem else to_json(plan)
         for peer in range(1, world):
-            control.send(peer, PLAN_CHANNEL, text.encode())
+            control.send(peer, ControlChannel.PLAN, text.encode())
     else:
-        text = control.receive(0, PLAN_CHANNEL, mesh.timeout).decode()
+        text = control.receive(0, ControlChannel.PLAN, mesh.timeout).decode()
         if text.startswith("!"):
             problem = text[1:]
         else:

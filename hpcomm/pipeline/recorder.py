@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from hpcomm import _C
+from hpcomm.control_channels import ControlChannel
 from hpcomm.plan.serialize import to_json
 from hpcomm.seats import cores_of, is_crowded, seat
 from hpcomm.tree import tensors_of
@@ -28,7 +29,6 @@ __all__: list[str] = []
 # Operation; nanoseconds of the clock: issued, begun on the lane, packed, reduced, written back.
 BucketTimes = tuple[int, float, float, float, float, float]
 PLAN_FILE = "plan.json"
-SEATS_CHANNEL = 8  # of Control, see hpcomm.communicator
 COMPUTE = ("FORWARD", "BACKWARD", "INPUT_GRAD", "WEIGHT_GRAD")
 # Of no stage: each communication of a rank's list, and what a step does before and after its list.
 ISSUE, STEP = (-1, "ISSUE"), (-1, "STEP")
@@ -226,7 +226,8 @@ def gathered_costs(mesh: Mesh, plan: StepPlan, times: Sequence[Times]) -> CostMo
             sizes.setdefault(ends, []).extend(some)
     mine_is = json.dumps([seat(), [[*ends, statistics.fmean(some)] for ends, some in sizes.items()]])
     told = [
-        json.loads(it) for it in mesh.control.exchange(range(mesh.size), SEATS_CHANNEL, mine_is.encode(), mesh.timeout)
+        json.loads(it)
+        for it in mesh.control.exchange(range(mesh.size), ControlChannel.SEATS, mine_is.encode(), mesh.timeout)
     ]
     seats = [tuple(its) for its, _ in told] if mesh.device.type == "cpu" else None
     mine = [

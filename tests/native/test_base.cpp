@@ -22,7 +22,7 @@ struct Row {
 };
 
 // Written out by hand: the wire numbers are a promise to other versions, not something to compute.
-constexpr std::array<Row, 14> kTable{{
+constexpr std::array<Row, 21> kTable{{
     {DType::kBool, 0, 1, "bool", false},
     {DType::kUInt8, 1, 1, "uint8", false},
     {DType::kInt8, 2, 1, "int8", false},
@@ -37,6 +37,13 @@ constexpr std::array<Row, 14> kTable{{
     {DType::kComplex128, 11, 16, "complex128", false},
     {DType::kFloat8E4M3FN, 12, 1, "float8_e4m3fn", true},
     {DType::kFloat8E5M2, 13, 1, "float8_e5m2", true},
+    {DType::kUInt16, 14, 2, "uint16", false},
+    {DType::kUInt32, 15, 4, "uint32", false},
+    {DType::kUInt64, 16, 8, "uint64", false},
+    {DType::kComplex32, 17, 4, "complex32", false},
+    {DType::kFloat8E4M3FNUZ, 18, 1, "float8_e4m3fnuz", false},
+    {DType::kFloat8E5M2FNUZ, 19, 1, "float8_e5m2fnuz", false},
+    {DType::kFloat8E8M0FNU, 20, 1, "float8_e8m0fnu", false},
 }};
 
 int require_positive(int value) {
@@ -57,6 +64,7 @@ TEST(dtype_table) {
     CHECK_EQ(size_of(row.dtype), row.bytes);
     CHECK_EQ(to_string(row.dtype), row.name);
     CHECK_EQ(is_floating(row.dtype), row.floating);
+    CHECK_EQ(is_only_moved(row.dtype), row.wire >= 14);
   }
 }
 

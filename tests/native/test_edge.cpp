@@ -58,7 +58,7 @@ Packet random_packet(unsigned seed, unsigned shapes = 40) {
   schema.structure = str("tree ", seed % shapes);
   for (std::size_t i = random() % 9; i > 0; --i) {
     TensorSchema tensor;
-    tensor.dtype = static_cast<DType>(random() % 14);
+    tensor.dtype = static_cast<DType>(random() % 21);
     tensor.requires_grad = random() % 2 == 0;
     for (std::size_t d = random() % 4; d > 0; --d) {
       tensor.shape.push_back(random() % 8);  // empty ones too
@@ -122,7 +122,7 @@ void run_pair(SchemaMode mode, const Sender& sender, const Receiver& receiver, m
 
 TEST(edge_carries_every_dtype_and_shape) {
   Schema schema{"everything", {}};
-  for (int code = 0; code < 14; ++code) {
+  for (int code = 0; code < 21; ++code) {
     const auto dtype = static_cast<DType>(code);
     schema.tensors.push_back({dtype, code % 2 == 0, {code + 1, 3}});
     schema.tensors.push_back({dtype, false, {}});
@@ -292,6 +292,82 @@ TEST(edge_frozen_schema_needs_no_headers) {
           check_arrived(receipts[i], floats({5, 5}, i));
         }
       });
+}
+
+TEST(edge_sends_a_schema_once_and_then_its_fingerprint) {
+  // Whoever plays the receiver here looks at Control itself. Tensors without elements: headers are all there is.
+  const auto shape = [](std::int64_t n) { return fill({"x", {{DType::kFloat32, false, {0, n}}}}, 1); };
+  const ThreadJob job(2);
+  SendEdge edge({job.communicator(0), 1}, heap());
+  const std::uint64_t id = job.communicator(1)->next_edge_id(0, 1);
+  std::uint64_t sequence = 0;
+  // Schema `n`, of which the receiver knows `known`.
+  const auto check_next = [&](std::int64_t n, bool known) {
+    const std::string schema = encode_schema(shape(n).schema);
+    send(edge, shape(n), static_cast<int>(n))->wait();
+    const std::string body = job.control(1)->receive(0, id, Clock::now() + 20s);
+    CHECK_EQ(body.size(), kHeaderBytes + (known ? 0 : schema.size()));
+    const MessageHeader header = parse_header(body);
+    CHECK_EQ(header.schema_bytes, known ? 0 : schema.size());
+    CHECK_EQ(header.schema, fingerprint_of(schema));
+    CHECK_EQ(header.sequence, sequence++);
+    CHECK_EQ(header.microbatch, n);
+    CHECK_EQ(header.edge, id);
+  };
+  check_next(1, false);
+  check_next(1, true);
+  check_next(2, false);
+  check_next(1, true);
+  check_next(2, true);
+  for (std::int64_t n = 3; n <= 64; ++n) {
+    check_next(n, false);
+  }
+  check_next(1, true);  // both ends remember 64
+  check_next(65, false);
+  check_next(2, true);
+  check_next(1, false);  // it was the oldest
+  CHECK(!job.control(1)->try_receive(0, id, Deadline{}));
+}
+
+TEST(edge_frozen_messages_are_their_payload_and_nothing_else) {
+  constexpr std::size_t kBytes = 5 * 5 * 4;
+  const ThreadJob job(2);
+  run_ranks(2, [&](int rank) {
+    const auto world = job.communicator(rank);
+    if (rank == 0) {
+      SendEdge edge({world, 1, SchemaMode::kFrozen}, heap());
+      for (unsigned i = 0; i < 20; ++i) {
+        send(edge, floats({5, 5}, i))->wait();
+      }
+      CHECK_THROWS(ErrorKind::kSchemaMismatch, send(edge, floats({5, 6})), "the schema is frozen");
+      world->control().send(1, 1, "the end");
+    } else {
+      const std::uint64_t id = world->next_edge_id(0, 1);
+      for (unsigned i = 0; i < 20; ++i) {
+        std::vector<unsigned char> got(kBytes);
+        world->recv({got.data(), kBytes, kBytes, DType::kUInt8, world->device()}, 0)->wait();
+        CHECK(got == floats({5, 5}, i).tensors->front());
+      }
+      CHECK_EQ(world->control().receive(0, 1, Clock::now() + 20s), "the end");  // behind all that is on the edge's
+      CHECK(parse_header(world->control().receive(0, id, Clock::now() + 20s)).frozen);
+      CHECK(!world->control().try_receive(0, id, Deadline{}));
+    }
+  });
+}
+
+TEST(edge_ends_of_different_modes_are_told) {
+  for (const bool frozen : {false, true}) {
+    const ThreadJob job(2);
+    const auto mode = [frozen](bool sends) { return frozen == sends ? SchemaMode::kFrozen : SchemaMode::kPerMessage; };
+    SendEdge sender({job.communicator(0), 1, mode(true)}, heap());
+    RecvEdge receiver({job.communicator(1), 0, mode(false)}, heap());
+    const Receipt receipt = receiver.recv(-1);
+    (void)send(sender, fill({"None", {}}, 1));
+    check_error(
+        *receipt.work, ErrorKind::kSchemaMismatch,
+        str("edge 0->1, microbatch -1: the sender's end was made with schema=\"", frozen ? "frozen" : "per_message",
+            "\", this rank's with schema=\"", frozen ? "per_message" : "frozen"));
+  }
 }
 
 TEST(edge_refuses_a_wrong_number_of_tensors) {
@@ -744,6 +820,34 @@ TEST(edge_uses_its_slots_again) {
   });
   // One in use, and one more while a task that has just ended still holds its own.
   CHECK(allocator->allocations <= 3);
+}
+
+TEST(edge_makes_slots_of_a_known_size_beforehand) {
+  const Packet packet = fill({"two", {{DType::kFloat32, false, {100}}, {DType::kInt64, false, {100}}}}, 1);
+  const std::size_t bytes = Parcel(packet.schema).bytes();
+  const auto sending = std::make_shared<HeapAllocator>();
+  const auto receiving = std::make_shared<HeapAllocator>();
+  ThreadJob(2).run([&](const std::shared_ptr<Communicator>& world) {
+    EdgeConfig config{world, 1 - world->rank()};
+    config.slots = 3;
+    config.slot_bytes = bytes;
+    if (world->rank() == 0) {
+      SendEdge edge(config, sending);
+      CHECK_EQ(edge.slot_bytes(), 3 * bytes);
+      for (int i = 0; i < 50; ++i) {
+        send(edge, packet)->wait();
+      }
+      CHECK_EQ(edge.slot_bytes(), 3 * bytes);
+    } else {
+      RecvEdge edge(config, receiving);
+      CHECK_EQ(receiving->allocations.load(), 3);
+      for (int i = 0; i < 50; ++i) {
+        check_arrived(edge.recv(-1), packet);
+      }
+    }
+  });
+  CHECK_EQ(sending->allocations.load(), 3);
+  CHECK_EQ(receiving->allocations.load(), 3);
 }
 
 TEST(slots_are_lent_again_when_the_last_owner_is_gone) {

@@ -542,6 +542,28 @@ TEST(loans_come_back_by_their_flag) {
   CHECK_EQ(pool.bytes(), 164 + 5064);
 }
 
+TEST(loans_are_looked_for_until_their_receiver_has_them) {
+  const Schema schema = of_sizes({1000, 1000});
+  run_pair(
+      [&](Communicator& world, SendEdge& edge) {
+        CHECK(!edge.is_under_way());
+        const WorkPtr work = send(edge, schema, 0);
+        work->wait();
+        CHECK(edge.is_under_way());  // its Work has ended, and without this process nobody finds the block
+        world.control().send(1, 1, "sent");
+        (void)world.control().receive(1, 1, Clock::now() + 20s);
+        CHECK(!edge.is_under_way());  // though the receiver still has it
+        world.control().send(1, 1, "looked");
+      },
+      [&](Communicator& world, RecvEdge& edge, HeapAllocator&) {
+        (void)world.control().receive(0, 1, Clock::now() + 20s);
+        const Receipt receipt = take(edge);
+        world.control().send(0, 1, "taken");
+        (void)world.control().receive(0, 1, Clock::now() + 20s);
+        CHECK(is_message(*receipt.message, schema, 0));
+      });
+}
+
 // Lends `bytes` and gets them back, and says where they lay.
 const char* lend_once(LoanPool& pool, std::size_t bytes) {
   const auto loan = pool.lend(bytes);

@@ -35,7 +35,7 @@ Schema random_schema(std::mt19937& random) {
   schema.structure = std::string(random() % 20, 's');
   for (std::size_t i = random() % 6; i > 0; --i) {
     TensorSchema tensor;
-    tensor.dtype = static_cast<DType>(random() % 14);
+    tensor.dtype = static_cast<DType>(random() % 21);
     tensor.requires_grad = random() % 2 == 0;
     for (std::size_t d = random() % 4; d > 0; --d) {
       tensor.shape.push_back(random() % 10);
@@ -81,6 +81,8 @@ TEST(message_headers_come_back) {
   for (const MessageHeader& header :
        {MessageHeader{}, MessageHeader{1, 2, 3, 4, 5, 6, MessageHeader::Lent{7, 8}},
         MessageHeader{~0ULL, ~0ULL, -1, ~0ULL, ~0ULL, kMaxSchemaBytes, MessageHeader::Lent{~0U, ~0ULL}},
+        MessageHeader{1, 2, 3, 4, 5, 6, std::nullopt, true},
+        MessageHeader{1, 2, 3, 4, 5, 6, MessageHeader::Lent{7, 8}, true},
         MessageHeader{0, 0, std::numeric_limits<std::int32_t>::min(), 0, 0, 0, std::nullopt}}) {
     const std::string bytes = encode_header(header);
     CHECK_EQ(bytes.size(), kHeaderBytes);
@@ -116,7 +118,7 @@ TEST(message_header_that_no_version_writes_is_refused) {
   };
   CHECK_THROWS(ErrorKind::kProtocol, parse_header(with(0, 'X')), "damaged");
   CHECK_THROWS(ErrorKind::kProtocol, parse_header(with(4, 1)), "version 1");
-  CHECK_THROWS(ErrorKind::kProtocol, parse_header(with(6, 2)), "header");
+  CHECK_THROWS(ErrorKind::kProtocol, parse_header(with(6, 4)), "header");
   for (std::size_t place = 40; place < 52; ++place) {
     CHECK_THROWS(ErrorKind::kProtocol, parse_header(with(place, 1)), "memory that is not lent");
   }
@@ -132,6 +134,7 @@ TEST(message_header_parser_withstands_mutations) {
     if (random() % 2 == 0) {
       header.lent = MessageHeader::Lent{static_cast<std::uint32_t>(random()), random()};
     }
+    header.frozen = random() % 2 == 0;
     std::string bytes = encode_header(header);
     mutate(bytes, random);
     if (round % 2 == 0 && bytes.size() >= kHeaderBytes) {
@@ -176,6 +179,36 @@ TEST(message_schema_counts_and_prints) {
   CHECK_EQ(parcel.packed.entries()[1].offset, 16384);
 }
 
+TEST(parcel_packs_what_is_below_the_limit) {
+  using Area = Parcel::Area;
+  const auto areas = [](std::vector<TensorSchema> tensors, std::uint64_t direct_from) {
+    // What the receiver works out from the bytes is what the sender had.
+    const Schema sent{"t", std::move(tensors), direct_from};
+    const Parcel here(sent);
+    const Parcel there(parse_schema(encode_schema(sent)));
+    std::vector<Area> all;
+    for (std::size_t i = 0; i < here.places.size(); ++i) {
+      CHECK(here.places[i].area == there.places[i].area);
+      CHECK_EQ(here.places[i].offset, there.places[i].offset);
+      all.push_back(here.places[i].area);
+    }
+    CHECK_EQ(here.bytes(), there.bytes());
+    return all;
+  };
+  const auto bytes = [](std::int64_t count) { return TensorSchema{DType::kUInt8, false, {count}}; };
+  const auto cast = [](std::int64_t count) { return TensorSchema{DType::kFloat32, false, {count}, DType::kBFloat16}; };
+  CHECK(areas({bytes(99), bytes(100), bytes(101), bytes(0)}, 100) ==
+        (std::vector<Area>{Area::kPacked, Area::kDirect, Area::kDirect, Area::kNowhere}));
+  CHECK(areas({bytes(99)}, 100) == std::vector<Area>{Area::kDirect});  // nothing to pack it with
+  CHECK(areas({bytes(0), bytes(99)}, 100) == (std::vector<Area>{Area::kNowhere, Area::kDirect}));
+  CHECK(areas({bytes(1), bytes(2)}, 0) == (std::vector<Area>{Area::kDirect, Area::kDirect}));
+  CHECK(areas({cast(1000)}, 100) == std::vector<Area>{Area::kCast});  // the cast is the copy
+  CHECK(areas({cast(1000), bytes(1000)}, 100) == (std::vector<Area>{Area::kCast, Area::kDirect}));
+  // By the size that it has, whatever its dtype.
+  CHECK(areas({{DType::kFloat64, false, {12}}, {DType::kFloat64, false, {13}}}, 100) ==
+        (std::vector<Area>{Area::kPacked, Area::kDirect}));
+}
+
 TEST(message_schema_fingerprints_differ) {
   const Schema base{"t", {{DType::kFloat32, false, {2, 3}}}};
   std::vector<Schema> others(6, base);
@@ -215,7 +248,7 @@ TEST(message_schema_limits) {
   CHECK_THROWS(ErrorKind::kInvalidArgument, with_shapes({std::vector<std::int64_t>(65, 1)}), "65 dimensions");
 
   std::string bytes = with_shapes({{1}});
-  bytes[16] = 14;  // dtype
+  bytes[16] = 21;  // dtype
   CHECK_THROWS(ErrorKind::kProtocol, parse_schema(bytes), "unknown dtype");
   for (const DType wire : {DType::kInt8, DType::kFloat32}) {  // of a uint8
     bytes = with_shapes({{1}});

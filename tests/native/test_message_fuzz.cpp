@@ -71,6 +71,7 @@ MessageHeader some_header(Random& random) {
   if (random() % 2 == 0) {
     header.lent = MessageHeader::Lent{static_cast<std::uint32_t>(random()), random()};
   }
+  header.frozen = random() % 2 == 0;
   return header;
 }
 
@@ -185,7 +186,7 @@ Schema some_schema(Random& random) {
   schema.direct_from = random() >> random() % 64;
   for (std::uint64_t i = random() % 5; i > 0; --i) {
     TensorSchema tensor;
-    tensor.dtype = static_cast<DType>(random() % 14);
+    tensor.dtype = static_cast<DType>(random() % 21);
     if (is_floating(tensor.dtype) && tensor.dtype != DType::kBFloat16 && random() % 2 == 0) {
       tensor.cast = DType::kBFloat16;
     }

@@ -222,7 +222,7 @@ TEST(nccl_reductions_of_every_dtype) {
 
 TEST(nccl_copies_every_dtype) {
   NcclJob(2).run([](Communicator& world) {
-    for (int code = 0; code <= static_cast<int>(DType::kFloat8E5M2); ++code) {
+    for (int code = 0; code <= static_cast<int>(DType::kFloat8E8M0FNU); ++code) {
       const auto dtype = static_cast<DType>(code);
       DeviceVector<std::uint8_t> mine(world.rank(), 6 * size_of(dtype), static_cast<std::uint8_t>(world.rank() + 3));
       DeviceVector<std::uint8_t> all(world.rank(), 12 * size_of(dtype));

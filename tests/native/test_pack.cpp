@@ -389,10 +389,11 @@ TEST(pack_of_a_run_is_that_of_each) {
 
 TEST(pack_without_arithmetic_is_bit_for_bit) {
   // Also signalling NaNs, bools that are neither 0 nor 1, and a factor of one.
-  const std::vector<DType> all{DType::kBool,         DType::kUInt8,     DType::kInt8,      DType::kInt16,
-                               DType::kInt32,        DType::kInt64,     DType::kFloat16,   DType::kBFloat16,
-                               DType::kFloat32,      DType::kFloat64,   DType::kComplex64, DType::kComplex128,
-                               DType::kFloat8E4M3FN, DType::kFloat8E5M2};
+  const std::vector<DType> all{DType::kBool,         DType::kUInt8,      DType::kInt8,         DType::kInt16,
+                               DType::kInt32,        DType::kInt64,      DType::kFloat16,      DType::kBFloat16,
+                               DType::kFloat32,      DType::kFloat64,    DType::kComplex64,    DType::kComplex128,
+                               DType::kFloat8E4M3FN, DType::kFloat8E5M2, DType::kUInt16,       DType::kUInt32,
+                               DType::kUInt64,       DType::kComplex32,  DType::kFloat8E8M0FNU};
   std::mt19937 random(2);
   Bytes source(1600);
   std::generate(source.begin(), source.end(), [&random] { return static_cast<unsigned char>(random()); });
@@ -600,7 +601,7 @@ TEST(pack_refuses_wrong_arguments) {
 }
 
 TEST(pack_knows_what_it_can_do) {
-  const int last = static_cast<int>(DType::kFloat8E5M2);
+  const int last = static_cast<int>(DType::kFloat8E8M0FNU);
   for (int from = 0; from <= last; ++from) {
     for (int to = 0; to <= last; ++to) {
       const auto is_common = [](int code) {

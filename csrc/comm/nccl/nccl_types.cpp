@@ -83,7 +83,14 @@ Elements copied(DType dtype) noexcept {
       return {DataType::kFloat64, 2};
     case DType::kFloat8E4M3FN:  // NCCL has them, on devices that do; a copy needs none of that
     case DType::kFloat8E5M2:
-      return {DataType::kUInt8, 1};
+    case DType::kUInt16:
+    case DType::kUInt32:
+    case DType::kUInt64:
+    case DType::kComplex32:
+    case DType::kFloat8E4M3FNUZ:
+    case DType::kFloat8E5M2FNUZ:
+    case DType::kFloat8E8M0FNU:
+      return {DataType::kUInt8, static_cast<int>(size_of(dtype))};
   }
   return {};
 }
@@ -94,6 +101,14 @@ Reduction reduced(DType dtype, ReduceOp op, const ErrorContext& what) {
       return {copied(dtype), of_bools(op, what)};
     case DType::kInt16:
       refuse(what, dtype, op, "use int32");
+    case DType::kUInt16:
+    case DType::kUInt32:
+    case DType::kUInt64:
+    case DType::kComplex32:
+    case DType::kFloat8E4M3FNUZ:
+    case DType::kFloat8E5M2FNUZ:
+    case DType::kFloat8E8M0FNU:
+      refuse(what, dtype, op, "gather the values and reduce them locally");
     case DType::kFloat8E4M3FN:
       return {{DataType::kFloat8E4M3, 1}, of_numbers(dtype, op, what)};
     case DType::kFloat8E5M2:

@@ -6,14 +6,14 @@
 #include <new>
 
 #include "base/fork.h"
+#include "control/channels.h"
 
 namespace hpcomm::shm {
 
 namespace {
 
-// Channels of the Control below.
-constexpr std::uint64_t kReadyChannel = 4;
-constexpr std::uint64_t kDetourChannel = 5;
+using control::kDetourChannel;
+using control::kReadyChannel;
 
 constexpr std::size_t kLine = 64;
 constexpr std::size_t kAllRings = std::size_t{8} << 20;

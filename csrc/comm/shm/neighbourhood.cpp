@@ -11,13 +11,14 @@
 
 #include "base/error.h"
 #include "base/hash.h"
+#include "control/channels.h"
 
 namespace hpcomm::shm {
 
 namespace {
 
-constexpr std::uint64_t kMeetChannel = 2;
-constexpr std::uint64_t kReachChannel = 3;
+using control::kMeetChannel;
+using control::kReachChannel;
 constexpr std::uint64_t kPage = 0;        // names that a courier offers: the page to try,
 constexpr std::uint64_t kFirstArena = 1;  // the arena's segments, and groups' segments by hash
 constexpr std::size_t kPageBytes = 4096;
