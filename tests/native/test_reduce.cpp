@@ -223,6 +223,13 @@ void fold_element(DType dtype, ReduceOp op, const std::vector<const unsigned cha
       return fold_all<std::complex<double>>(op, sources, to);
     case DType::kFloat8E4M3FN:
     case DType::kFloat8E5M2:
+    case DType::kUInt16:
+    case DType::kUInt32:
+    case DType::kUInt64:
+    case DType::kComplex32:
+    case DType::kFloat8E4M3FNUZ:
+    case DType::kFloat8E5M2FNUZ:
+    case DType::kFloat8E8M0FNU:
       return;
   }
 }
@@ -263,6 +270,13 @@ bool same(DType dtype, const unsigned char* a, const unsigned char* b) {
     case DType::kInt64:
     case DType::kFloat8E4M3FN:
     case DType::kFloat8E5M2:
+    case DType::kUInt16:
+    case DType::kUInt32:
+    case DType::kUInt64:
+    case DType::kComplex32:
+    case DType::kFloat8E4M3FNUZ:
+    case DType::kFloat8E5M2FNUZ:
+    case DType::kFloat8E8M0FNU:
       return std::memcmp(a, b, size_of(dtype)) == 0;
   }
   return false;
@@ -317,6 +331,13 @@ void fill(DType dtype, Bytes& bytes, std::mt19937& random) {
       case DType::kInt64:
       case DType::kFloat8E4M3FN:
       case DType::kFloat8E5M2:
+      case DType::kUInt16:
+      case DType::kUInt32:
+      case DType::kUInt64:
+      case DType::kComplex32:
+      case DType::kFloat8E4M3FNUZ:
+      case DType::kFloat8E5M2FNUZ:
+      case DType::kFloat8E8M0FNU:
         for (std::size_t b = 0; b < step; ++b) {
           bytes[at + b] = static_cast<unsigned char>(random());
         }

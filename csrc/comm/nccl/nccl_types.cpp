@@ -90,7 +90,7 @@ Elements copied(DType dtype) noexcept {
     case DType::kFloat8E4M3FNUZ:
     case DType::kFloat8E5M2FNUZ:
     case DType::kFloat8E8M0FNU:
-      return {DataType::kUInt8, static_cast<int>(size_of(dtype))};
+      return {DataType::kUInt8, size_of(dtype)};
   }
   return {};
 }
