@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pipeline_models as models
 import pytest
@@ -15,8 +15,12 @@ from torch import nn
 
 import hpcomm
 from hpcomm.pipeline import runner
+from hpcomm.pipeline.links import Link
 from hpcomm.plan import compile as compile_plan
 from hpcomm.seats import host_name, is_crowded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 CROSS = nn.functional.cross_entropy
 
@@ -216,3 +220,28 @@ def put_off_or_not(places: str) -> None:
 @pytest.mark.parametrize("places", ["never", "where nothing is computed", "everywhere"])
 def test_steps_are_right_wherever_receipts_are_put_off(places: str) -> None:
     ranks.run(2, put_off_or_not, places, timeout=120)
+
+
+def buffers(depths: list[int]) -> list[int]:
+    """Of the edges of a rank, by what its plan lets be under way."""
+    made: list[int] = []
+
+    def noting(make: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any, **options: Any) -> Any:
+            made.append(options["slots"])
+            return make(*arguments, **options)
+
+        return noted
+
+    for name in ("Sender", "Receiver"):
+        setattr(runner, name, noting(getattr(runner, name)))
+    with hpcomm.init(pp=2) as mesh:
+        for depth in depths:
+            plan = compile_plan("1f1b", pp=2, num_microbatches=8, slot_depth=depth)
+            link = Link(source=0, target=1, output=None, skips=(), loads=False)
+            runner._edges(plan, mesh, plan.actions(mesh.rank), [link], "per_message")
+    return made
+
+
+def test_an_edge_has_a_buffer_for_each_message_that_the_plan_has_under_way() -> None:
+    assert ranks.run(2, buffers, [2, 9, 0]) == [[4, 4, 9, 9, 4, 4]] * 2

@@ -15,7 +15,7 @@ import torch
 
 from hpcomm import _C
 from hpcomm._C import put_off
-from hpcomm.channel import Receiver, Sender
+from hpcomm.channel import SLOTS, Receiver, Sender
 from hpcomm.pipeline.board import Board
 from hpcomm.pipeline.links import handed_over
 from hpcomm.pipeline.recorder import recorder_for
@@ -344,7 +344,9 @@ def _edges(
     """One end of an edge for each link and direction that crosses this rank, and all lanes of the plan.
 
     Links have edges of their own, since a frozen edge has one schema. They share the lane, where the plan orders them.
+    An edge has a buffer for each message that the plan may have under way.
     """
+    slots = max(SLOTS, plan.slot_depth)
     lanes = [
         mesh.lane(spec.ranks, spec.lane.name.lower()) if mesh.rank in spec.ranks else None
         for spec in plan.communicators
@@ -367,7 +369,7 @@ def _edges(
             lane = lanes[end.communicator]
             assert lane is not None
             make = Sender if end.kind == _C.ActionKind.SEND else Receiver
-            edges[key] = make(lane, lane.ranks.index(end.peer), schema=schema)
+            edges[key] = make(lane, lane.ranks.index(end.peer), schema=schema, slots=slots)
     return edges
 
 
