@@ -15,7 +15,6 @@ class ControlChannel(enum.IntEnum):
     """What is said there."""
 
     AGREE = 16  # do all ranks have the same arguments?
-    BUCKET_ORDER = 17  # in which gradients become ready
     LINK_COST = 18  # by which buckets are sized
     CORES = 19  # who lacks one
     CUT = 20  # of a model into stages
@@ -26,3 +25,4 @@ class ControlChannel(enum.IntEnum):
     SEATS = 25  # on which core a rank sits
     REFERENCE = 26  # what one process found
     LEAVING = 27  # nothing more is received here
+    BUCKET_ORDER = 32768  # in which gradients become ready: the first of as many, one for each wrapper of a lane

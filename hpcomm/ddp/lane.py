@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from hpcomm._C import Communicator
 
 __all__: list[str] = []
+
+_wrappers: weakref.WeakKeyDictionary[Communicator, itertools.count[int]] = weakref.WeakKeyDictionary()
 
 
 def describe_parameters(module: torch.nn.Module, ignored: Iterable[str] = ()) -> list[str]:
@@ -54,6 +58,14 @@ def device_of(module: torch.nn.Module) -> torch.device:
 def agree_among(lane: Communicator, topic: str, lines: Sequence[str]) -> None:
     """:func:`hpcomm.communicator.agree` over the ranks of a communicator (collective)."""
     agree(lane.control, topic, list(lines), ranks=lane.ranks, timeout=lane.timeout)
+
+
+def next_order_channel(lane: Communicator) -> int:
+    """On which a new wrapper hears of the order of its buckets. The wrappers of a mesh share a lane, and their forwards
+    may come in another order on another rank: what is said to one must not be heard by another.
+    """
+    first = ControlChannel.BUCKET_ORDER
+    return first + next(_wrappers.setdefault(lane, itertools.count())) % first
 
 
 def tell_all(lane: Communicator, channel: int, body: bytes) -> bytes:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcomm import _C
-from hpcomm.control_channels import ControlChannel
 from hpcomm.ddp.lane import agree_among, nobody_has_a_core_left, said_by_first
 from hpcomm.ddp.steplog import StepLog
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from hpcomm.ddp.sizes import BucketSizes
 
 __all__: list[str] = []
-
 
 # In torch's words, for who searches for them; by find_unused_parameters.
 _ADVICE = {
@@ -48,6 +46,7 @@ class NativeReducer:
     Args:
         stock, logger: torch's Reducer of the wrapper, and its log.
         lane: the gradient lane.
+        order_channel: of Control, see ``next_order_channel``.
         events: the profiler's events are called ``events:all_reduce`` and the like.
         named_parameters: in the order of torch's Reducer.
     """
@@ -57,6 +56,7 @@ class NativeReducer:
         stock: c10d.Reducer,
         logger: c10d.Logger | None,
         lane: Communicator,
+        order_channel: int,
         named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
         sizes: BucketSizes,
         *,
@@ -71,6 +71,7 @@ class NativeReducer:
         self._logger = logger
         self._find_unused = find_unused
         self._lane = lane
+        self._order_channel = order_channel
         self._names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
         modules: dict[str, int] = {}
@@ -157,7 +158,7 @@ class NativeReducer:
         body = json.dumps(seen).encode()
         # As torch's reducer does, though it goes through Control: a rank that dies is named.
         with torch.profiler.record_function(f"{self._events}:broadcast"):
-            order = json.loads(said_by_first(self._lane, ControlChannel.BUCKET_ORDER, body))
+            order = json.loads(said_by_first(self._lane, self._order_channel, body))
         plan = _C.ddp_bucket_plan(self._parameters, order, self._limits, self._wire, self._modules)
         if plan.hash != self._native.plan.hash:  # alike on all ranks: both are functions of what rank 0 saw
             self._native.replan(plan)

@@ -15,7 +15,14 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from hpcomm import _C
 from hpcomm.ddp.choice import Choice, Under, choose_lane, choose_reducer
-from hpcomm.ddp.lane import agree_among, backend_name, describe_parameters, device_of, lane_over
+from hpcomm.ddp.lane import (
+    agree_among,
+    backend_name,
+    describe_parameters,
+    device_of,
+    lane_over,
+    next_order_channel,
+)
 from hpcomm.ddp.native import NativeReducer
 from hpcomm.ddp.sharded import ShardedParameters
 from hpcomm.ddp.sizes import DEFAULT_BYTES, FIRST_BYTES, MIB, BucketSizes
@@ -35,9 +42,10 @@ class DistributedDataParallel(_StockDDP):
     """``torch.nn.parallel.DistributedDataParallel`` with gradients reduced by hpcomm.
 
     All arguments of torch's class are accepted, and it is a subclass of it. Buckets are averaged on a lane of their
-    own while the backward goes on, without the GIL. What works under it is decided at the first forward and printed by
-    ``reduction``: hpcomm's reducer; torch's with hpcomm's communication hook, where the configuration needs something
-    that only torch's has; or torch's alone (sparse gradients, hooks of the user, parameters on several devices).
+    own while the backward goes on, without the GIL. What works under it is decided at the first forward outside of
+    ``torch.no_grad()`` and printed by ``reduction``: hpcomm's reducer; torch's with hpcomm's communication hook, where
+    the configuration needs something that only torch's has; or torch's alone (sparse gradients, hooks of the user,
+    parameters on several devices).
 
     Gradients are views of their buckets. A bucket whose gradients somebody still holds in the next step is left to
     them, so ``.grad`` may be kept, also when the wrapper and its group are gone.
@@ -117,12 +125,14 @@ class DistributedDataParallel(_StockDDP):
             del kwargs["bucket_cap_mb"]
         with _ignoring(module, ignored):
             super().__init__(module, **kwargs)
+        self._hpcomm_own = [(name, p) for name, p in module.named_parameters() if name not in ignored]
         self._hpcomm_sizes = _sizes(bucket_cap_mb, kwargs.get("bucket_cap_mb_list"))
         self._hpcomm_grad_dtype = grad_dtype
         self._hpcomm_check_finite = check_finite
         self._hpcomm_shard = shard_optimizer
         self._hpcomm_sharded: ShardedParameters | None = None
         self._hpcomm_lane = lane
+        self._hpcomm_order_channel = 0 if lane is None else next_order_channel(lane)
         self._hpcomm_on_mesh = mesh is not None
         self._hpcomm_last: _Countdown | None = None
         if without_lane is not None:
@@ -136,7 +146,7 @@ class DistributedDataParallel(_StockDDP):
 
     @property
     def reduction(self) -> Choice | None:
-        """What reduces the gradients and why, for printing; None before the first forward."""
+        """What reduces the gradients and why, for printing; None before the first forward with gradients."""
         return self._hpcomm_choice
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -146,15 +156,16 @@ class DistributedDataParallel(_StockDDP):
         if self._hpcomm_lane is None:  # unpickled
             parameter = next(p for p in self._module_parameters if p.requires_grad)
             self._hpcomm_lane = lane_over(self.process_group, parameter.device)
+            self._hpcomm_order_channel = next_order_channel(self._hpcomm_lane)
         choice = choose_reducer(self)
         if choice.under is Under.NATIVE:
-            parameters, _ = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
-            names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+            parameters = self._named_for_reducer()
             self.reducer: Any = NativeReducer(
                 self.reducer,
                 self.logger,
                 self._hpcomm_lane,
-                [(names[id(parameter)], parameter) for parameter in parameters],
+                self._hpcomm_order_channel,
+                parameters,
                 self._hpcomm_sizes,
                 wire=self._hpcomm_grad_dtype,
                 find_unused=self.find_unused_parameters,
@@ -166,11 +177,22 @@ class DistributedDataParallel(_StockDDP):
             if self._hpcomm_log_rate is not None:
                 self.reducer._set_ddp_runtime_logging_sample_rate(self._hpcomm_log_rate)
             if self._hpcomm_shard:
-                self._hpcomm_sharded = ShardedParameters(self._hpcomm_lane, self.reducer, parameters)
+                self._hpcomm_sharded = ShardedParameters(self._hpcomm_lane, self.reducer, [p for _, p in parameters])
         else:
             self._require_no_native_option(choice)
             _install(self, self._hpcomm_lane, self._events())
         self._hpcomm_choice = choice
+
+    def _named_for_reducer(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Those that torch's reducer would have. In a forward of ``torch.func.functional_call`` the module has other
+        tensors for a while; its own are reduced.
+        """
+        now = list(self.module.named_parameters())
+        if not all(isinstance(parameter, torch.nn.Parameter) for _, parameter in now):
+            return [(name, parameter) for name, parameter in self._hpcomm_own if parameter.requires_grad]
+        names = {id(parameter): name for name, parameter in now}
+        parameters, _ = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        return [(names[id(parameter)], parameter) for parameter in parameters]
 
     def _events(self) -> str:
         """What the profiler's events are called after: the backend of the group that the caller gave."""
@@ -246,27 +268,29 @@ class DistributedDataParallel(_StockDDP):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()  # type: ignore[no-untyped-call]
-        for name in ("_hpcomm_lane", "_hpcomm_choice", "_hpcomm_last"):
+        for name in ("_hpcomm_lane", "_hpcomm_choice", "_hpcomm_last", "_hpcomm_sharded"):
             state.pop(name, None)
         return state  # type: ignore[no-any-return]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._hpcomm_last = None
+        self._hpcomm_sharded = None
         self._hpcomm_on_mesh = False
 
     # --- A step -------------------------------------------------------------------------------------------------------
 
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module; the first call decides what reduces, see ``reduction``.
+        """Runs the module; the first call outside of ``torch.no_grad()`` decides what reduces, see ``reduction``.
 
         Raises:
             InvalidArgument: made with ``shard_optimizer``, a backward was reduced, and nobody made an optimizer.
         """
-        self._choose()
-        if self._hpcomm_sharded is not None and torch.is_grad_enabled():
-            self._hpcomm_sharded.require_optimizer()
+        if torch.is_grad_enabled():  # a forward without a backward may be one rank's alone
+            self._choose()
+            if self._hpcomm_sharded is not None:
+                self._hpcomm_sharded.require_optimizer()
         if self._hpcomm_last is None:
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         with self.no_sync():
@@ -398,13 +422,20 @@ class _Countdown:
 def attach(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
     """Puts hpcomm's reduction under an existing stock DDP object (collective over its group).
 
+    As with any communication hook, ``join(divide_by_initial_world_size=False)`` divides by all ranks all the same.
+
     Raises:
-        InvalidArgument: not a DDP object, or its parameters are on several devices.
+        InvalidArgument: not a DDP object; its parameters are on several devices; sparse gradients, or of a dtype that
+            hpcomm does not sum.
         RuntimeError: it has a communication hook already (torch's own error).
     """
     if not isinstance(ddp, _StockDDP):
         raise InvalidArgument(f"attach() takes a DistributedDataParallel, got {type(ddp).__name__}")
     device = device_of(ddp)
+    managed = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
+    without_lane = choose_lane(managed, _has_sparse(ddp.module))
+    if without_lane is not None:
+        raise InvalidArgument(f"attach(): {without_lane.why}; leave it to torch's reducer")
     _install(ddp, lane_over(ddp.process_group, device), backend_name(ddp.process_group, device))
 
 

@@ -1,0 +1,139 @@
+"""What programs do with a wrapper beside training it: one rank evaluates, tensors are swapped, wrappers are copied."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hpcomm
+
+_SMALL = 0.0001  # MiB: a bucket for each layer
+
+
+class Branches(nn.Module):
+    """Two layers of one shape, which run in the order in which they were made, or in the other one."""
+
+    def __init__(self, reverse: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(int(reverse))
+        self.layers = nn.ModuleList(nn.Linear(8, 8, dtype=torch.float64) for _ in range(2))
+        self.reverse = reverse
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(self.layers) if self.reverse else self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+
+
+def assert_averaged(module: nn.Module, step: int) -> None:
+    """The gradients of ``module`` are those of the losses of all ranks."""
+    losses = [module(batch(rank, step)).square().sum() for rank in range(dist.get_world_size())]
+    expected = torch.autograd.grad(sum(losses) / len(losses), list(module.parameters()))
+    for parameter, gradient in zip(module.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-12)
+
+
+def one_rank_evaluates() -> None:
+    dist.init_process_group("gloo")
+    wrapped = hpcomm.DistributedDataParallel(Branches())
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            wrapped(batch(0, 0))
+        assert wrapped.reduction is None
+    dist.barrier()
+    wrapped(batch(dist.get_rank(), 1)).square().sum().backward()
+    assert "hpcomm's reducer" in str(wrapped.reduction)
+    assert_averaged(wrapped.module, 1)
+
+
+def test_one_rank_evaluates_before_the_first_step() -> None:
+    ranks.run(2, one_rank_evaluates)
+
+
+def begins_with_other_tensors() -> None:
+    dist.init_process_group("gloo")
+    wrapped = hpcomm.DistributedDataParallel(Branches(), bucket_cap_mb=_SMALL)
+    frozen = {name: p.detach() for name, p in wrapped.named_parameters()}
+    x = batch(dist.get_rank(), 0).requires_grad_()
+    torch.func.functional_call(wrapped, frozen, (x,)).sum()
+    doubled = {name: p * 1 for name, p in wrapped.named_parameters()}
+    torch.func.functional_call(wrapped, doubled, (x,)).square().sum().backward()
+    assert_averaged(wrapped.module, 0)
+    wrapped.zero_grad()
+    wrapped(batch(dist.get_rank(), 1)).square().sum().backward()
+    assert_averaged(wrapped.module, 1)
+
+
+def test_the_first_forward_may_be_a_functional_call() -> None:
+    ranks.run(2, begins_with_other_tensors)
+
+
+def forwards_in_another_order() -> None:
+    """On one lane: each wrapper learns the order of its own backward."""
+    with hpcomm.init(dp=2) as mesh:
+        pair = [
+            hpcomm.DistributedDataParallel(Branches(reverse), mesh=mesh, bucket_cap_mb=_SMALL)
+            for reverse in (False, True)
+        ]
+        for step in range(3):
+            turns = (1, 0) if step > 0 and mesh.rank == 1 else (0, 1)  # what reduces is decided together
+            losses = {turn: pair[turn](batch(mesh.rank, step)).square().sum() for turn in turns}
+            for turn in (0, 1):
+                pair[turn].zero_grad()
+                losses[turn].backward()
+                assert_averaged(pair[turn].module, step)
+
+
+def test_wrappers_of_a_mesh_whose_forwards_come_in_another_order() -> None:
+    ranks.run(2, forwards_in_another_order)
+
+
+class Looked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(x)
+
+
+def attach_to_sparse() -> None:
+    dist.init_process_group("gloo")
+    stock = nn.parallel.DistributedDataParallel(Looked())
+    with pytest.raises(hpcomm.InvalidArgument, match=r"attach\(\): a module produces sparse gradients"):
+        hpcomm.attach(stock)
+    stock(torch.tensor([dist.get_rank()])).sum().backward()  # it works as before
+
+
+def test_attach_refuses_sparse_gradients() -> None:
+    ranks.run(2, attach_to_sparse)
+
+
+def copies_a_sharded_one() -> None:
+    dist.init_process_group("gloo")
+    wrapped = hpcomm.DistributedDataParallel(Branches(), shard_optimizer=True)
+    optimizer = wrapped.make_optimizer(torch.optim.SGD, lr=0.1)
+    wrapped(batch(dist.get_rank(), 0)).square().sum().backward()
+    optimizer.step()
+    other = copy.deepcopy(wrapped)
+    optimizers = optimizer, other.make_optimizer(torch.optim.SGD, lr=0.1)
+    for step in range(1, 3):
+        for each, its in zip((wrapped, other), optimizers, strict=True):
+            each(batch(dist.get_rank(), step)).square().sum().backward()
+            its.step()
+    for mine, its in zip(wrapped.parameters(), other.parameters(), strict=True):
+        assert mine.data_ptr() != its.data_ptr()
+        torch.testing.assert_close(mine, its, rtol=0, atol=0)
+
+
+def test_a_copy_of_a_sharded_wrapper_trains_by_itself() -> None:
+    ranks.run(2, copies_a_sharded_one)
