@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcomm import _C
 from hpcomm.control_channels import ControlChannel
-from hpcomm.errors import HpcommError, InvalidArgument, TimedOut
+from hpcomm.errors import HpcommError, InvalidArgument, RankFailed, TimedOut
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,8 @@ def forget_parted(closed: Control | None = None) -> None:
 def let_go(control: Control, timeout: float) -> None:
     """Before this rank leaves the job in order: waits for messages that are under way, which would not come through.
 
-    Until they have gone, their receivers have left, or the job has failed; ``timeout`` seconds at most.
+    Until they have gone, their receivers have left, or the job has failed; ``timeout`` seconds at most. Every rank is
+    told, not only the receivers: three ranks may each wait for the next one, which none of them hears from.
     """
     under_way = {
         edge: end.peer
@@ -73,12 +74,14 @@ def let_go(control: Control, timeout: float) -> None:
     began = time.monotonic()
     leaving: dict[int, float] = {}  # peers that said so, and when
     try:
-        for peer in set(under_way.values()):
-            control.send(peer, ControlChannel.LEAVING, b"")
+        for peer in range(control.size) if under_way else ():
+            if peer != control.rank:
+                with contextlib.suppress(RankFailed):  # it has left; there are others
+                    control.send(peer, ControlChannel.LEAVING, b"")
         while under_way and time.monotonic() < began + timeout and control.failure() is None:
             time.sleep(1e-3)
             for peer in set(under_way.values()) - leaving.keys():
-                with contextlib.suppress(TimedOut):
+                with contextlib.suppress(TimedOut, RankFailed):
                     control.receive(peer, ControlChannel.LEAVING, 0.0)
                     leaving[peer] = time.monotonic()
             for edge, peer in list(under_way.items()):
@@ -86,7 +89,7 @@ def let_go(control: Control, timeout: float) -> None:
                 if is_late or control.has_left(peer) or not edge.is_under_way:
                     del under_way[edge]
     except HpcommError:
-        return  # the job has failed, or a peer has left: this rank is free to go
+        return  # the job has failed: this rank is free to go
 
 
 class Sender:

@@ -180,8 +180,8 @@ class Mesh:
         """Leaves the job in order, when what channels were given has gone. Idempotent; runs by itself at exit."""
         if self._closed:
             return
+        let_go(self.control, self.timeout)  # a Ctrl-C that ends this wait is an error as any: the peers are told
         self._closed = True
-        let_go(self.control, self.timeout)
         self._lanes.clear()
         self._communicators.clear()
         self.control.close()

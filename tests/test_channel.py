@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import signal
+import threading
 import time
 import weakref
 from typing import Any, NamedTuple
@@ -705,6 +707,56 @@ def both_leave() -> None:
 @pytest.mark.parametrize("env", [*TRANSPORTS.values(), {"HPCOMM_EMULATE": "nccl"}], ids=[*TRANSPORTS, "one slot"])
 def test_messages_that_nobody_receives_hold_nobody(env: dict[str, str]) -> None:
     ranks.run(2, both_leave, env=env)
+
+
+def one_receiver_has_left() -> None:
+    with hpcomm.init(dp=1, pp=3) as mesh:
+        channels = {peer: hpcomm.Channel(mesh.pp, peer) for peer in ((1, 2) if mesh.rank == 0 else (0,))}
+        mesh.world.barrier()
+        if mesh.rank == 0:
+            for peer, channel in channels.items():
+                channel.send([torch.full((3_000_000,), 10.0**peer), torch.ones(300)])
+        elif mesh.rank == 2:
+            while not mesh.control.has_left(1):
+                time.sleep(0.01)
+            time.sleep(0.5)  # rank 0 has seen it as well, and knows of nothing else to do
+            assert torch.equal(channels[0].recv()[0], torch.full((3_000_000,), 100.0))
+
+
+@pytest.mark.parametrize("env", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_a_receiver_that_has_left_takes_no_message_from_others(env: dict[str, str]) -> None:
+    ranks.run(3, one_receiver_has_left, env=env)
+
+
+def round_in_a_ring() -> None:
+    with hpcomm.init(dp=1, pp=3) as mesh:
+        pairs = [pair for pair in ((0, 1), (0, 2), (1, 2)) if mesh.rank in pair]
+        channels = {sum(pair) - mesh.rank: hpcomm.Channel(mesh.pp, sum(pair) - mesh.rank) for pair in pairs}
+        mesh.world.barrier()
+        channels[(mesh.rank + 1) % 3].send([torch.ones(3_000_000), torch.ones(300)])
+
+
+@pytest.mark.parametrize("env", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_ranks_that_each_wait_for_the_next_one_leave(env: dict[str, str]) -> None:
+    ranks.run(3, round_in_a_ring, env=env)
+
+
+def interrupted_while_leaving() -> None:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        mesh.world.barrier()
+        if mesh.rank == 0:
+            channel.send([torch.ones(3_000_000), torch.ones(300)])
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        else:
+            mesh.control.receive(0, 999, 20)  # what never comes; nor is the message received
+
+
+def test_ctrl_c_ends_the_wait_of_a_rank_that_leaves_and_is_told() -> None:
+    outcomes = ranks.run(2, interrupted_while_leaving, expect_failure=True)
+    assert outcomes[0].exception == "KeyboardInterrupt", outcomes[0]
+    assert outcomes[1].exception == "PeerError", outcomes[1]
+    assert "KeyboardInterrupt" in outcomes[1].message
 
 
 def frozen_names_the_leaf() -> None:

@@ -294,7 +294,7 @@ void TcpControl::run() {
           forget(peer.outgoing.clear(),
                  Error(ErrorKind::kClosed, "this rank has left the job", {rank_, -1, -1, "send"}));
         }
-        return;  // the destructor tells them
+        break;
       }
       for (std::size_t r = 0; r < peers_.size(); ++r) {
         const Peer& peer = peers_[r];
@@ -330,6 +330,7 @@ void TcpControl::run() {
       next_beat = now + heartbeat_.interval();
     }
   }
+  tell_lenders();  // whoever waits for one of them must not wait for the end of this object
 }
 
 // On connections where nothing else was said since the last time. What still waits to be sent needs no help.

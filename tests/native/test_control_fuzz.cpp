@@ -2,14 +2,19 @@
 //
 // HPCOMM_FUZZ_ITERATIONS sets the number of cases (by default what fits into a second), HPCOMM_FUZZ_SEED other ones.
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "control/handshake.h"
 #include "control/inflow.h"
+#include "control/outbox.h"
 #include "control/wire.h"
 #include "native/check.h"
 #include "native/control_peer.h"
@@ -169,6 +174,136 @@ TEST(fuzz_pieces) {
   }
   CHECK(arrived > cases() / 10000);  // or this test says nothing
   CHECK(refused > cases() / 10000);
+}
+
+// Whatever is added, lent and let go of, in whatever pieces it goes out: what an Inflow makes of it are the messages of
+// each channel in their order, and a lent body is neither touched after its sender was told nor forgotten.
+TEST(fuzz_outbox) {
+  Random random(seed() + 3);
+  constexpr std::array<std::size_t, 5> kSizes{30, 5000, 200000, kPieceBytes, 3 * kPieceBytes + 2};
+  long arrived = 0;
+  long failed = 0;
+  for (long i = 0; i < cases() / 5000; ++i) {
+    Outbox outbox;
+    Inflow inflow([&](std::uint64_t channel, std::size_t bytes) {
+      auto memory = std::make_shared<std::vector<char>>(channel % 2 == 0 ? bytes : 0);
+      return channel % 2 == 0 ? Buffer{{memory->data(), bytes, bytes, DType::kUInt8, {}}, Keepalive(memory, &*memory)}
+                              : Buffer{};
+    });
+    std::map<std::uint64_t, std::vector<std::string>> due;
+    std::map<std::uint64_t, std::size_t> came;
+    int lent = 0;
+    bool is_over = false;
+    const auto carry = [&](std::string_view bytes) {
+      while (!bytes.empty()) {
+        const std::size_t cut = std::min<std::size_t>(bytes.size(), random() % 300000 + 1);
+        const auto landing = inflow.landing();
+        const std::size_t landed = std::min(cut, landing.size());
+        std::copy_n(bytes.begin(), landed, landing.begin());
+        inflow.landed(landed);
+        inflow.take(bytes.substr(landed, cut - landed));
+        bytes.remove_prefix(cut);
+        while (const auto arrival = inflow.next()) {
+          if (arrival->kind == FrameKind::kMessage) {
+            ++arrived;
+            const auto& bodies = due[arrival->channel];
+            const std::size_t number = came[arrival->channel]++;
+            CHECK(number < bodies.size() && arrival->body.view() == bodies[number]);
+          }
+        }
+      }
+    };
+    // Up to so many bytes go out.
+    const auto drain = [&](std::size_t most) {
+      while (most > 0 && !outbox.empty()) {
+        std::array<iovec, 3> parts;
+        const std::size_t count = outbox.next(parts);
+        CHECK(count > 0);
+        std::size_t took = 0;
+        std::string sent;
+        for (std::size_t k = 0; k < count; ++k) {
+          const std::size_t now = std::min(parts[k].iov_len, most - took);
+          sent.append(static_cast<const char*>(parts[k].iov_base), now);
+          took += now;
+        }
+        most -= took;
+        std::vector<Outbox::Sent> done;
+        outbox.took(took, done);
+        for (const Outbox::Sent& one : done) {
+          one(nullptr);
+        }
+        carry(sent);
+      }
+    };
+    for (std::uint64_t steps = random() % 12; steps > 0; --steps) {
+      const std::uint64_t channel = random() % 3;
+      auto body = std::make_unique<std::string>(kSizes[random() % kSizes.size()] + random() % 3, '\0');
+      for (std::size_t at = 0; at < body->size(); at += 61) {
+        (*body)[at] = static_cast<char>(random());
+      }
+      due[channel].push_back(*body);
+      const std::string_view view = *body;
+      const std::size_t cut = random() % (view.size() + 1);
+      switch (random() % 3) {
+        case 0:  // as a TcpControl sends what the socket takes in part
+          if (outbox.empty() && view.size() <= kPieceBytes) {
+            const std::string frame = encode(FrameKind::kMessage, channel, view);
+            const std::size_t first = random() % frame.size();
+            carry(std::string_view(frame).substr(0, first));
+            outbox.add_rest(std::string_view(frame).substr(first), {});
+            break;
+          }
+          if (outbox.empty()) {
+            outbox.lend(channel, {{view}, nullptr});
+            drain(random() % view.size());
+            outbox.keep_last();
+            break;
+          }
+          [[fallthrough]];
+        case 1:
+          outbox.add(FrameKind::kMessage, channel, view);
+          break;
+        default:
+          ++lent;
+          // The body ends with what is called: the address sanitizer sees who reads it later.
+          outbox.lend(channel, {{view.substr(0, cut), {}, view.substr(cut)},
+                                [&, held = std::shared_ptr<std::string>(std::move(body))](const Error* why) {
+                                  CHECK(why == nullptr || is_over);
+                                  failed += why != nullptr ? 1 : 0;
+                                  --lent;
+                                }});
+      }
+      if (random() % 3 == 0) {
+        outbox.add(FrameKind::kHeartbeat, 0, {});
+      }
+      drain(random() % (2 * kPieceBytes));
+    }
+    is_over = true;
+    const Error enough(ErrorKind::kClosed, "enough");
+    if (random() % 2 == 0) {
+      outbox.add(FrameKind::kAbort, 0, "why");
+      for (const Outbox::Sent& one : outbox.let_go()) {
+        one(&enough);
+      }
+      CHECK_EQ(lent, 0);
+      outbox.add(FrameKind::kGoodbye, 0, {});
+      drain(~std::size_t{0});
+    } else if (random() % 2 == 0) {
+      for (const Outbox::Sent& one : outbox.clear()) {
+        one(&enough);
+      }
+    } else {
+      drain(~std::size_t{0});
+      for (const auto& [channel, bodies] : due) {
+        CHECK_EQ(came[channel], bodies.size());
+      }
+    }
+    CHECK_EQ(lent, 0);
+    CHECK(outbox.empty());
+    CHECK_EQ(outbox.bytes(), 0U);
+  }
+  CHECK(arrived > cases() / 5000);  // or this test says nothing
+  CHECK(failed > cases() / 100000);
 }
 
 TEST(fuzz_greetings) {
