@@ -77,8 +77,12 @@ class Bouncer(ABC):
         """Returns when the message may be sent again."""
 
     @abstractmethod
-    def receive(self, number: int) -> list[torch.Tensor]:
-        """What came in answer to, or before, message ``number``."""
+    def receive(self, number: int) -> Any:
+        """What came in answer to, or before, message ``number``, as the program has it then."""
+
+    def tensors(self, received: Any) -> list[torch.Tensor]:
+        """Those of what :meth:`receive` returned."""
+        return list(received)
 
     def can(self, case: Case) -> bool:
         return not case.changing
@@ -112,8 +116,11 @@ class ChannelBouncer(Bouncer):
     def send(self, number: int) -> None:
         self._channel.send(self._trees[number % len(self._trees)]).wait()
 
-    def receive(self, number: int) -> list[torch.Tensor]:
-        return list(self._channel.recv().values())
+    def receive(self, number: int) -> Any:
+        return self._channel.recv()
+
+    def tensors(self, received: Any) -> list[torch.Tensor]:
+        return list(received.values())
 
 
 class StockBouncer(Bouncer):
@@ -126,6 +133,7 @@ class StockBouncer(Bouncer):
     def prepare(self, messages: Sequence[list[torch.Tensor]]) -> None:
         self._messages = messages
         self._targets = [torch.empty_like(tensor) for tensor in messages[0]]
+        self._lengths = [tensor.numel() for tensor in messages[0]]
         self._flat = torch.empty(sum(t.numel() for t in messages[0]))
         self._incoming = torch.empty_like(self._flat)
 
@@ -140,7 +148,7 @@ class StockBouncer(Bouncer):
             torch.cat(message, out=self._flat)
             dist.send(self._flat, peer)
 
-    def receive(self, number: int) -> list[torch.Tensor]:
+    def receive(self, number: int) -> Any:
         peer = 1 - self.rank
         if self.name == "send":
             for tensor in self._targets:
@@ -149,7 +157,7 @@ class StockBouncer(Bouncer):
             self._run([dist.P2POp(dist.irecv, tensor, peer) for tensor in self._targets])
         else:
             dist.recv(self._incoming, peer)
-            return list(self._incoming.split([tensor.numel() for tensor in self._targets]))
+            return self._incoming.split(self._lengths)
         return self._targets
 
     @staticmethod
@@ -184,9 +192,9 @@ class MpichBouncer(Bouncer):
     def send(self, number: int) -> None:
         self._mpich._world.Send(self._packed[number % len(self._packed)].numpy(), 1 - self.rank)
 
-    def receive(self, number: int) -> list[torch.Tensor]:
+    def receive(self, number: int) -> Any:
         self._mpich._world.Recv(self._incoming.numpy(), 1 - self.rank)
-        return list(self._incoming.split(self._lengths))
+        return self._incoming.split(self._lengths)
 
 
 class Rank:
@@ -289,7 +297,7 @@ class Rank:
                 peer.repack()
             if self.rank == 0:
                 peer.send(number)
-            got = peer.receive(number)
+            got = peer.tensors(peer.receive(number))
             for index, tensor in enumerate(got):
                 expected = self._values(1 - self.rank, number, index, seed, len(message[index]))
                 count += not torch.equal(tensor, expected)

@@ -18,7 +18,7 @@ static_assert(std::endian::native == std::endian::little, "the wire format is wr
 namespace {
 
 constexpr std::uint32_t kMagic = 0x676d6368;  // "hcmg"
-constexpr std::uint16_t kVersion = 4;
+constexpr std::uint16_t kVersion = 5;
 constexpr std::uint16_t kLent = 1;
 constexpr std::uint16_t kFrozen = 2;
 constexpr std::size_t kMaxDimensions = 64;
@@ -39,6 +39,7 @@ struct WireHeader {
   std::uint32_t crc = 0;  // of everything before it
 };
 static_assert(sizeof(WireHeader) == kHeaderBytes);
+constexpr std::size_t kCrcBytes = offsetof(WireHeader, crc);
 
 [[noreturn]] void reject(const std::string& why) { throw Error(ErrorKind::kProtocol, "message " + why); }
 
@@ -50,7 +51,7 @@ constexpr CrcTables crc_tables() noexcept {
   for (std::uint32_t byte = 0; byte < 256; ++byte) {
     std::uint32_t crc = byte;
     for (int bit = 0; bit < 8; ++bit) {
-      crc = (crc >> 1) ^ (0xedb88320U & (0U - (crc & 1U)));
+      crc = (crc >> 1) ^ (0x82f63b78U & (0U - (crc & 1U)));
     }
     tables[0][byte] = crc;
   }
@@ -63,15 +64,14 @@ constexpr CrcTables crc_tables() noexcept {
   return tables;
 }
 
-// CRC-32 (IEEE 802.3, reflected) of a header, four bytes at a time: M. E. Kounavis, F. L. Berry, "A systematic approach
-// to building high performance software-based CRC generators", ISCC 2005. Bit by bit it took half a microsecond.
-std::uint32_t crc_of(const WireHeader& header) noexcept {
+// CRC-32C (Castagnoli) of a header. By tables four bytes at a time: M. E. Kounavis, F. L. Berry, "A systematic approach
+// to building high performance software-based CRC generators", ISCC 2005.
+std::uint32_t crc_by_tables(const WireHeader& header) noexcept {
   static constexpr CrcTables kTables = crc_tables();
-  constexpr std::size_t kBytes = offsetof(WireHeader, crc);
-  static_assert(kBytes % sizeof(std::uint32_t) == 0);
+  static_assert(kCrcBytes % sizeof(std::uint32_t) == 0);
   const auto* bytes = reinterpret_cast<const char*>(&header);
   std::uint32_t crc = 0xffffffffU;
-  for (std::size_t i = 0; i < kBytes; i += sizeof(std::uint32_t)) {
+  for (std::size_t i = 0; i < kCrcBytes; i += sizeof(std::uint32_t)) {
     std::uint32_t word = 0;
     std::memcpy(&word, bytes + i, sizeof word);
     word ^= crc;
@@ -79,6 +79,34 @@ std::uint32_t crc_of(const WireHeader& header) noexcept {
           kTables[0][word >> 24];
   }
   return ~crc;
+}
+
+#if defined(__x86_64__)
+// By the instruction for this polynomial: 8 ns instead of 45, four of which are in a round trip.
+__attribute__((target("sse4.2"))) std::uint32_t crc_by_instruction(const WireHeader& header) noexcept {
+  const auto* bytes = reinterpret_cast<const char*>(&header);
+  std::uint64_t crc = 0xffffffffU;
+  std::size_t i = 0;
+  for (; i + sizeof(std::uint64_t) <= kCrcBytes; i += sizeof(std::uint64_t)) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, bytes + i, sizeof word);
+    crc = __builtin_ia32_crc32di(crc, word);
+  }
+  std::uint32_t last = 0;
+  static_assert(kCrcBytes % sizeof(std::uint64_t) == sizeof last);
+  std::memcpy(&last, bytes + i, sizeof last);
+  return ~__builtin_ia32_crc32si(static_cast<std::uint32_t>(crc), last);
+}
+#endif
+
+std::uint32_t crc_of(const WireHeader& header) noexcept {
+#if defined(__x86_64__)
+  static const bool has_instruction = __builtin_cpu_supports("sse4.2") != 0;
+  if (has_instruction) {
+    return crc_by_instruction(header);
+  }
+#endif
+  return crc_by_tables(header);
 }
 
 template <typename T>

@@ -264,11 +264,7 @@ class TreeReceiver {
                            {[&](const KnownPtr& known) { drafting.idle(known); },
                             [&](const Incoming& message) { drafting.placed(message); }});
     }
-    if (receipt.work->device().type == DeviceType::kCpu && receipt.work->done()) {
-      (void)receipt.work->wait_until({});  // throws its error
-    } else {
-      wait_for(*receipt.work, -1);
-    }
+    wait_for(*receipt.work, -1);
     return drafting.finish(*receipt.message);
   }
 

@@ -16,13 +16,13 @@ namespace {
 
 constexpr std::int64_t kHuge = std::numeric_limits<std::int64_t>::max();
 
-// CRC-32 once more, by the definition: whoever damages a header on purpose also repairs its checksum.
+// CRC-32C once more, by the definition: whoever damages a header on purpose also repairs its checksum.
 std::string with_crc(std::string header) {
   std::uint32_t crc = ~0U;
   for (std::size_t i = 0; i + 4 < kHeaderBytes; ++i) {
     crc ^= static_cast<unsigned char>(header[i]);
     for (int bit = 0; bit < 8; ++bit) {
-      crc = (crc & 1U) != 0 ? (crc >> 1) ^ 0xedb88320U : crc >> 1;
+      crc = (crc & 1U) != 0 ? (crc >> 1) ^ 0x82f63b78U : crc >> 1;
     }
   }
   crc = ~crc;

@@ -52,13 +52,13 @@ class Rounds {
   long done_ = 0;
 };
 
-// CRC-32 by its definition: whoever damages a header on purpose also repairs its checksum.
+// CRC-32C by its definition: whoever damages a header on purpose also repairs its checksum.
 void repair(std::string& header) {
   std::uint32_t crc = ~0U;
   for (std::size_t i = 0; i + 4 < kHeaderBytes; ++i) {
     crc ^= static_cast<unsigned char>(header[i]);
     for (int bit = 0; bit < 8; ++bit) {
-      crc = (crc & 1U) != 0 ? (crc >> 1) ^ 0xedb88320U : crc >> 1;
+      crc = (crc & 1U) != 0 ? (crc >> 1) ^ 0x82f63b78U : crc >> 1;
     }
   }
   crc = ~crc;
