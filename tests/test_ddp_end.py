@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
 import threading
 import time
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import ranks
@@ -20,7 +17,6 @@ from torch import nn
 
 import hpcomm
 from hpcomm.ddp import lane as lane_module
-from hpcomm.ddp import native
 from hpcomm.ddp.lane import nobody_has_a_core_left
 
 SMALL = 0.002  # MiB of a bucket: the model has several
@@ -29,8 +25,7 @@ _PEER = 10  # a Control channel of these tests
 
 def lacking(*answers: bool) -> None:
     """From now on, what ranks say when asked whether they lack cores: by rank, whatever cores the machine has."""
-    lane_module.seat = lambda: ("here", [0], 1)
-    native.nobody_has_a_core_left = lambda lane, _: nobody_has_a_core_left(lane, answers[lane.rank])
+    lane_module.core = lambda lane, _: (answers[lane.rank], ("here", [0], 1))
 
 
 def issued_in_hook(wrapped: hpcomm.DistributedDataParallel) -> list[int]:
@@ -78,11 +73,8 @@ def test_all_ranks_reduce_at_the_end_or_none(answers: tuple[bool, ...]) -> None:
 def test_cores_that_only_others_may_use_count_as_well(
     lacking: list[bool], seats: list[list[int]], expected: bool
 ) -> None:
-    told = [json.dumps([lacks, ["here", cores, 1]]).encode() for lacks, cores in zip(lacking, seats, strict=True)]
-    lane: Any = SimpleNamespace(
-        ranks=list(range(len(told))), timeout=1.0, control=SimpleNamespace(exchange=lambda *_: told)
-    )
-    assert nobody_has_a_core_left(lane, lacking[0]) == expected
+    told = [(lacks, ("here", cores, 1)) for lacks, cores in zip(lacking, seats, strict=True)]
+    assert nobody_has_a_core_left(told) == expected
 
 
 class Uneven(nn.Module):
@@ -131,9 +123,7 @@ def two_wrappers(in_turn: bool) -> None:
         group = mesh.group("dp")
         pair = [hpcomm.DistributedDataParallel(model(), process_group=group, bucket_cap_mb=SMALL) for _ in range(2)]
         x, y = shard(mesh.rank)
-        for module in pair:  # what reduces is decided together
-            loss_of(module(x), y).backward()
-        for _ in range(3):
+        for _ in range(4):
             losses = [loss_of(module(x), y) for module in (reversed(pair) if in_turn and mesh.rank == 1 else pair)]
             sum(losses).backward()
             for p, q in zip(*(module.parameters() for module in pair), strict=True):
@@ -143,6 +133,23 @@ def two_wrappers(in_turn: bool) -> None:
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_two_wrappers_in_one_backward(in_turn: bool) -> None:
     ranks.run(2, two_wrappers, in_turn)
+
+
+def interrupt(wrapped: hpcomm.DistributedDataParallel, loss: torch.Tensor, later: float = 0.0) -> None:
+    """Ctrl-C in the backward, so many seconds after the last gradient was made."""
+    made = threading.Event()
+    next(wrapped.module.parameters()).register_hook(lambda _: made.set())
+
+    def press() -> None:
+        made.wait()
+        time.sleep(later)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    thread.join()
 
 
 def interrupted() -> None:
@@ -157,18 +164,7 @@ def interrupted() -> None:
         if mesh.rank == 0:
             # Once main has left Python for good: it keeps the lock until its last hook returns.
             sys.setswitchinterval(1000)
-            made = threading.Event()
-            next(wrapped.module.parameters()).register_hook(lambda _: made.set())
-
-            def press() -> None:
-                made.wait()
-                os.kill(os.getpid(), signal.SIGINT)
-
-            thread = threading.Thread(target=press)
-            thread.start()
-            with pytest.raises(KeyboardInterrupt):
-                loss.backward()
-            thread.join()
+            interrupt(wrapped, loss)
             mesh.control.send(1, _PEER, b"interrupted")
         else:
             mesh.control.receive(0, _PEER, 20)
@@ -195,19 +191,7 @@ def stuck() -> None:
             waits = wrapped._hpcomm_lane.recv(torch.empty(1), 0, async_op=True)  # for what is never sent
         mesh.control.exchange([0, 1], _PEER, b"", 20)
         if mesh.rank == 0:
-            made = threading.Event()
-            next(wrapped.module.parameters()).register_hook(lambda _: made.set())
-
-            def press() -> None:
-                made.wait()
-                time.sleep(0.2)  # most likely all have met by now, and main waits for the other one's bucket
-                os.kill(os.getpid(), signal.SIGINT)
-
-            thread = threading.Thread(target=press)
-            thread.start()
-            with pytest.raises(KeyboardInterrupt):
-                loss.backward()
-            thread.join()
+            interrupt(wrapped, loss, 0.2)  # most likely all have met by then, and main waits for the other one's bucket
             wrapped._hpcomm_lane.abort("given up")  # an interrupted wait has done so, but for one on the lane
         else:
             with contextlib.suppress(hpcomm.HpcommError):  # unless the other one's part had come before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import ranks
@@ -77,15 +78,16 @@ def test_the_first_forward_may_be_a_functional_call() -> None:
     ranks.run(2, begins_with_other_tensors)
 
 
-def forwards_in_another_order() -> None:
-    """On one lane: each wrapper learns the order of its own backward."""
+def forwards_in_another_order(over: str, options: dict[str, Any]) -> None:
+    """Also on one lane each wrapper is known by itself, and learns the order of its own backward."""
     with hpcomm.init(dp=2) as mesh:
+        where: dict[str, Any] = {"mesh": mesh} if over == "mesh" else {"process_group": mesh.group("dp")}
         pair = [
-            hpcomm.DistributedDataParallel(Branches(reverse), mesh=mesh, bucket_cap_mb=_SMALL)
+            hpcomm.DistributedDataParallel(Branches(reverse), **where, **{"bucket_cap_mb": _SMALL, **options})
             for reverse in (False, True)
         ]
         for step in range(3):
-            turns = (1, 0) if step > 0 and mesh.rank == 1 else (0, 1)  # what reduces is decided together
+            turns = (1, 0) if mesh.rank == 1 else (0, 1)
             losses = {turn: pair[turn](batch(mesh.rank, step)).square().sum() for turn in turns}
             for turn in (0, 1):
                 pair[turn].zero_grad()
@@ -93,8 +95,40 @@ def forwards_in_another_order() -> None:
                 assert_averaged(pair[turn].module, step)
 
 
-def test_wrappers_of_a_mesh_whose_forwards_come_in_another_order() -> None:
-    ranks.run(2, forwards_in_another_order)
+@pytest.mark.parametrize("over", ["mesh", "group"])
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"bucket_cap_mb": "auto"}], ids=str)
+def test_wrappers_whose_forwards_come_in_another_order(over: str, options: dict[str, Any]) -> None:
+    ranks.run(2, forwards_in_another_order, over, options)
+
+
+def one_rank_looks_at_gradients() -> None:
+    """Nobody waits for a forward, also where it could be followed by a backward."""
+    dist.init_process_group("gloo")
+    wrapped = hpcomm.DistributedDataParallel(Branches())
+    if dist.get_rank() == 0:
+        with wrapped.no_sync():
+            torch.autograd.grad(wrapped(batch(0, 0)).sum(), list(wrapped.parameters()))
+    dist.barrier()
+    wrapped(batch(dist.get_rank(), 1)).square().sum().backward()
+    assert_averaged(wrapped.module, 1)
+
+
+def test_one_rank_takes_gradients_before_the_first_step() -> None:
+    ranks.run(2, one_rank_looks_at_gradients)
+
+
+def freezes_another_layer() -> None:
+    with hpcomm.init(dp=3) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(Branches(), mesh=mesh)
+        wrapped.module.layers[int(mesh.rank == 2)].requires_grad_(False)
+        for _ in range(2):
+            loss = wrapped(batch(mesh.rank, 0)).sum()
+            with pytest.raises(hpcomm.SchemaMismatch, match="rank 0 has 'layers.1.weight .*, rank 2 has 'layers.0.wei"):
+                loss.backward()
+
+
+def test_replicas_that_freeze_other_layers_are_told() -> None:
+    ranks.run(3, freezes_another_layer)
 
 
 class Looked(nn.Module):

@@ -21,11 +21,11 @@ from hpcomm.ddp.lane import (
     describe_parameters,
     device_of,
     lane_over,
-    next_order_channel,
+    next_wrapper_channel,
 )
 from hpcomm.ddp.native import NativeReducer
 from hpcomm.ddp.sharded import ShardedParameters
-from hpcomm.ddp.sizes import DEFAULT_BYTES, FIRST_BYTES, MIB, BucketSizes
+from hpcomm.ddp.sizes import DEFAULT_BYTES, FIRST_BYTES, MIB, BucketSizes, measure
 from hpcomm.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -126,13 +126,13 @@ class DistributedDataParallel(_StockDDP):
         with _ignoring(module, ignored):
             super().__init__(module, **kwargs)
         self._hpcomm_own = [(name, p) for name, p in module.named_parameters() if name not in ignored]
-        self._hpcomm_sizes = _sizes(bucket_cap_mb, kwargs.get("bucket_cap_mb_list"))
+        self._hpcomm_sizes = _sizes(bucket_cap_mb, kwargs.get("bucket_cap_mb_list"), lane)
         self._hpcomm_grad_dtype = grad_dtype
         self._hpcomm_check_finite = check_finite
         self._hpcomm_shard = shard_optimizer
         self._hpcomm_sharded: ShardedParameters | None = None
         self._hpcomm_lane = lane
-        self._hpcomm_order_channel = 0 if lane is None else next_order_channel(lane)
+        self._hpcomm_channel = 0 if lane is None else next_wrapper_channel(lane)
         self._hpcomm_on_mesh = mesh is not None
         self._hpcomm_last: _Countdown | None = None
         if without_lane is not None:
@@ -156,7 +156,7 @@ class DistributedDataParallel(_StockDDP):
         if self._hpcomm_lane is None:  # unpickled
             parameter = next(p for p in self._module_parameters if p.requires_grad)
             self._hpcomm_lane = lane_over(self.process_group, parameter.device)
-            self._hpcomm_order_channel = next_order_channel(self._hpcomm_lane)
+            self._hpcomm_channel = next_wrapper_channel(self._hpcomm_lane)
         choice = choose_reducer(self)
         if choice.under is Under.NATIVE:
             parameters = self._named_for_reducer()
@@ -164,7 +164,7 @@ class DistributedDataParallel(_StockDDP):
                 self.reducer,
                 self.logger,
                 self._hpcomm_lane,
-                self._hpcomm_order_channel,
+                self._hpcomm_channel,
                 parameters,
                 self._hpcomm_sizes,
                 wire=self._hpcomm_grad_dtype,
@@ -479,11 +479,11 @@ def _has_sparse(module: torch.nn.Module) -> bool:
     return any(part.sparse for part in module.modules() if isinstance(part, kinds))
 
 
-def _sizes(bucket_cap_mb: float | str | None, each: list[float] | None) -> BucketSizes:
+def _sizes(bucket_cap_mb: float | str | None, each: list[float] | None, lane: Communicator | None) -> BucketSizes:
     if each:
         return BucketSizes(tuple(int(size * MIB) for size in each))
     if isinstance(bucket_cap_mb, str):
-        return BucketSizes(None)
+        return BucketSizes(None, measure(lane) if lane is not None and lane.size > 1 else None)
     if bucket_cap_mb is None:
         return BucketSizes((FIRST_BYTES, DEFAULT_BYTES))
     return BucketSizes((int(bucket_cap_mb * MIB),))
