@@ -150,13 +150,16 @@ class NativeReducer:
     def _get_local_used_map(self) -> torch.Tensor:
         return self._native.used_by()
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _rebuild_buckets(self) -> bool:
         """Once, after the first whole backward: buckets in the order that rank 0 saw.
 
         Rank 0 waits for nobody: the forwards of several wrappers may run in another order on another rank.
         """
-        if not self._learns or not self._native.ready_order():
+        return self._learns and bool(self._learn_order())
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _learn_order(self) -> bool:
+        if not self._native.ready_order():
             return False
         self._learns = False
         seen = self._native.ready_order()

@@ -287,8 +287,9 @@ class DistributedDataParallel(_StockDDP):
         Raises:
             InvalidArgument: made with ``shard_optimizer``, a backward was reduced, and nobody made an optimizer.
         """
-        if torch.is_grad_enabled():  # a forward without a backward may be one rank's alone
-            self._choose()
+        if torch.is_grad_enabled():
+            if self._hpcomm_choice is None:  # the call alone takes a microsecond or two
+                self._choose()
             if self._hpcomm_sharded is not None:
                 self._hpcomm_sharded.require_optimizer()
         if self._hpcomm_last is None:
