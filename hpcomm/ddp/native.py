@@ -12,6 +12,7 @@ import torch
 from hpcomm import _C
 from hpcomm.ddp.lane import Meeting, said_by_first
 from hpcomm.ddp.steplog import StepLog
+from hpcomm.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from torch._C import _distributed_c10d as c10d
@@ -102,6 +103,7 @@ class NativeReducer:
         # A sharded optimizer has pieces of the buckets as they are.
         self._learns = not find_unused and not shard and lane.size > 1
         self._log = StepLog(self._native)
+        self._buckets = len(self._native.plan.buckets)
         self._rebuilt: dict[str, int | str] = {}
         self._by_hand: collections.Counter[int] = collections.Counter()  # of a bucket, in start() and finish()
         if lane.size > 1:
@@ -170,6 +172,7 @@ class NativeReducer:
         plan = _C.ddp_bucket_plan(self._parameters, order, self._limits, self._wire, self._modules)
         if plan.hash != self._native.plan.hash:  # alike on all ranks: both are functions of what rank 0 saw
             self._native.replan(plan)
+            self._buckets = len(plan.buckets)
         self._rebuilt = self._log_of(plan, seen)
         return True
 
@@ -189,12 +192,17 @@ class NativeReducer:
 
     def start(self, bucket: int) -> None:
         """Reduces one bucket of the gradients as they are, without a backward."""
-        self._native.start(bucket)
+        self._native.start(self._require_bucket("start_reduction", bucket))
 
     def finish(self, bucket: int) -> None:
         """Waits for a bucket that was started."""
-        self._native.finish(bucket)
+        self._native.finish(self._require_bucket("finish_reduction", bucket))
         self._by_hand[bucket] += 1
+
+    def _require_bucket(self, what: str, bucket: int) -> int:
+        if isinstance(bucket, bool) or not isinstance(bucket, int) or not 0 <= bucket < self._buckets:
+            raise InvalidArgument(f"{what}({bucket!r}): buckets are the integers from 0 to {self._buckets - 1}")
+        return bucket
 
     def reset(self) -> None:
         """Drops what was begun."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel.distributed import _find_tensors
+from torch.nn.utils import stateless
 
 from hpcomm import _C
 from hpcomm.ddp.choice import Choice, Under, choose_lane, choose_reducer
@@ -188,7 +190,7 @@ class DistributedDataParallel(_StockDDP):
         tensors for a while; its own are reduced.
         """
         now = list(self.module.named_parameters())
-        if not all(isinstance(parameter, torch.nn.Parameter) for _, parameter in now):
+        if _in_functional_call() or not all(isinstance(parameter, torch.nn.Parameter) for _, parameter in now):
             return [(name, parameter) for name, parameter in self._hpcomm_own if parameter.requires_grad]
         names = {id(parameter): name for name, parameter in now}
         parameters, _ = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
@@ -473,6 +475,12 @@ def _ignoring(module: torch.nn.Module, names: set[str]) -> Iterator[None]:
             del module.__dict__["_ddp_params_and_buffers_to_ignore"]
         else:
             module.__dict__["_ddp_params_and_buffers_to_ignore"] = before
+
+
+def _in_functional_call() -> bool:
+    """Parameters that it puts into a module look like those that a program has put there for good."""
+    codes = {inspect.unwrap(call).__code__ for call in (torch.func.functional_call, stateless.functional_call)}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_stack(None))
 
 
 def _has_sparse(module: torch.nn.Module) -> bool:
