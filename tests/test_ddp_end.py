@@ -12,7 +12,7 @@ import time
 import pytest
 import ranks
 import torch
-from test_ddp import loss_of, model, shard
+from test_ddp import loss_of, model, one_process, shard
 from torch import nn
 
 import hpcomm
@@ -28,11 +28,14 @@ def lacking(*answers: bool) -> None:
     lane_module.core = lambda lane, _: (answers[lane.rank], ("here", [0], 1))
 
 
+def last_made(wrapped: hpcomm.DistributedDataParallel) -> nn.Parameter:
+    return next(wrapped.module.parameters())  # of the first layer, weights before biases
+
+
 def issued_in_hook(wrapped: hpcomm.DistributedDataParallel) -> list[int]:
     """Buckets that were issued when the last gradient of a backward was made."""
     seen: list[int] = []
-    last = next(wrapped.module.parameters())  # of the first layer, weights before biases
-    last.register_hook(lambda _: seen.append(wrapped.reducer.counts["issued"]))
+    last_made(wrapped).register_hook(lambda _: seen.append(wrapped.reducer.counts["issued"]))
     return seen
 
 
@@ -135,10 +138,10 @@ def test_two_wrappers_in_one_backward(in_turn: bool) -> None:
     ranks.run(2, two_wrappers, in_turn)
 
 
-def interrupt(wrapped: hpcomm.DistributedDataParallel, loss: torch.Tensor, later: float = 0.0) -> None:
-    """Ctrl-C in the backward, so many seconds after the last gradient was made."""
+def interrupt(loss: torch.Tensor, behind: torch.Tensor, later: float = 0.0) -> None:
+    """Ctrl-C in the backward, so many seconds after the gradient of ``behind`` was made."""
     made = threading.Event()
-    next(wrapped.module.parameters()).register_hook(lambda _: made.set())
+    behind.register_hook(lambda _: made.set())
 
     def press() -> None:
         made.wait()
@@ -164,7 +167,7 @@ def interrupted() -> None:
         if mesh.rank == 0:
             # Once main has left Python for good: it keeps the lock until its last hook returns.
             sys.setswitchinterval(1000)
-            interrupt(wrapped, loss)
+            interrupt(loss, last_made(wrapped))
             mesh.control.send(1, _PEER, b"interrupted")
         else:
             mesh.control.receive(0, _PEER, 20)
@@ -191,7 +194,9 @@ def stuck() -> None:
             waits = wrapped._hpcomm_lane.recv(torch.empty(1), 0, async_op=True)  # for what is never sent
         mesh.control.exchange([0, 1], _PEER, b"", 20)
         if mesh.rank == 0:
-            interrupt(wrapped, loss, 0.2)  # most likely all have met by then, and main waits for the other one's bucket
+            interrupt(
+                loss, last_made(wrapped), 0.2
+            )  # most likely all have met by then, and main waits for the other one's bucket
             wrapped._hpcomm_lane.abort("given up")  # an interrupted wait has done so, but for one on the lane
         else:
             with contextlib.suppress(hpcomm.HpcommError):  # unless the other one's part had come before
@@ -201,6 +206,25 @@ def stuck() -> None:
 
 def test_ctrl_c_ends_a_reduction_that_a_peer_does_not_join() -> None:
     ranks.run(2, stuck)
+
+
+def interrupted_before() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh)
+        x, y = shard(mesh.rank)
+        if mesh.rank == 0:
+            loss = loss_of(wrapped(x), y)
+            interrupt(loss, loss, 0.2)  # nothing is reduced before the other one is heard
+            assert wrapped.reducer.counts["issued"] == 0
+        mesh.control.exchange([0, 1], _PEER, b"", 20)
+        wrapped.zero_grad()
+        loss_of(wrapped(x), y).backward()
+        for p, expected in zip(wrapped.parameters(), one_process(2), strict=True):
+            torch.testing.assert_close(p.grad, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_ctrl_c_before_the_first_reduction_leaves_the_wrapper_as_it_is() -> None:
+    ranks.run(2, interrupted_before)
 
 
 def refused() -> None:
