@@ -69,7 +69,8 @@ class DistributedDataParallel(_StockDDP):
             is made by ``make_optimizer``, with state for 1/ranks of the parameters on each rank (ZeRO stage 1).
 
     Raises:
-        SchemaMismatch: replicas differ; the first differing parameter is named, on every rank.
+        SchemaMismatch: replicas differ; the first differing parameter is named, on every rank. Where they became
+            different later, before the first step, its backward raises it.
         InvalidArgument: both ``mesh`` and ``process_group``; a module that is not on the mesh's device; ``grad_dtype``
             together with ``shard_optimizer``; one of them or ``check_finite`` in a configuration that needs torch's
             reducer (at the first forward).
