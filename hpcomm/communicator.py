@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import itertools
 import os
 import re
 import secrets
@@ -214,20 +215,30 @@ def agree(
     # could not say what the difference is. Whoever fails here has all the lines already.
     with contextlib.suppress(HpcommError):
         control.exchange(members, ControlChannel.AGREE, b"", timeout)
-    for rank, theirs in zip(members, everybody, strict=True):
-        if theirs == everybody[0]:
-            continue
-        length = max(len(theirs), len(everybody[0]))
-        for i in range(length):
-            first = everybody[0][i] if i < len(everybody[0]) else "nothing more"
-            other = theirs[i] if i < len(theirs) else "nothing more"
+    found = disagreement(topic, members, everybody, control.rank)
+    if found is not None:
+        raise found
+
+
+def disagreement(
+    topic: str, members: Sequence[int], everybody: Sequence[Sequence[str]], rank: int
+) -> SchemaMismatch | None:
+    """The error for the first line in which one of ``members`` differs from the first of them; None if none does.
+
+    Args:
+        everybody: the lines of each of ``members``.
+        rank: that raises it.
+    """
+    for member, theirs in zip(members, everybody, strict=True):
+        for first, other in itertools.zip_longest(everybody[0], theirs, fillvalue="nothing more"):
             if first != other:
-                raise SchemaMismatch(
-                    f"ranks disagree on the {topic}: rank {members[0]} has {first!r}, rank {rank} has {other!r}; "
+                return SchemaMismatch(
+                    f"ranks disagree on the {topic}: rank {members[0]} has {first!r}, rank {member} has {other!r}; "
                     "every rank must run the same program with the same arguments",
-                    rank=control.rank,
-                    peer=rank,
+                    rank=rank,
+                    peer=member,
                 )
+    return None
 
 
 def _get(store: Store, key: str, who: str, timeout: float) -> bytes:

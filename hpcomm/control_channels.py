@@ -16,7 +16,6 @@ class ControlChannel(enum.IntEnum):
 
     AGREE = 16  # do all ranks have the same arguments?
     LINK_COST = 18  # by which buckets are sized
-    CORES = 19  # who lacks one
     CUT = 20  # of a model into stages
     MATERIALIZE = 21  # what a model on the meta device was given
     PLAN = 22
@@ -25,4 +24,4 @@ class ControlChannel(enum.IntEnum):
     SEATS = 25  # on which core a rank sits
     REFERENCE = 26  # what one process found
     LEAVING = 27  # nothing more is received here
-    BUCKET_ORDER = 32768  # in which gradients become ready: the first of as many, one for each wrapper of a lane
+    WRAPPER = 32768  # what its ranks have alike, and the order of its buckets: the first of as many, one for each

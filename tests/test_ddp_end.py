@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
 import threading
 import time
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import ranks
 import torch
-from test_ddp import loss_of, model, shard
+from test_ddp import loss_of, model, one_process, shard
 from torch import nn
 
 import hpcomm
 from hpcomm.ddp import lane as lane_module
-from hpcomm.ddp import native
 from hpcomm.ddp.lane import nobody_has_a_core_left
 
 SMALL = 0.002  # MiB of a bucket: the model has several
@@ -29,15 +25,17 @@ _PEER = 10  # a Control channel of these tests
 
 def lacking(*answers: bool) -> None:
     """From now on, what ranks say when asked whether they lack cores: by rank, whatever cores the machine has."""
-    lane_module.seat = lambda: ("here", [0], 1)
-    native.nobody_has_a_core_left = lambda lane, _: nobody_has_a_core_left(lane, answers[lane.rank])
+    lane_module.core = lambda lane, _: (answers[lane.rank], ("here", [0], 1))
+
+
+def last_made(wrapped: hpcomm.DistributedDataParallel) -> nn.Parameter:
+    return next(wrapped.module.parameters())  # of the first layer, weights before biases
 
 
 def issued_in_hook(wrapped: hpcomm.DistributedDataParallel) -> list[int]:
     """Buckets that were issued when the last gradient of a backward was made."""
     seen: list[int] = []
-    last = next(wrapped.module.parameters())  # of the first layer, weights before biases
-    last.register_hook(lambda _: seen.append(wrapped.reducer.counts["issued"]))
+    last_made(wrapped).register_hook(lambda _: seen.append(wrapped.reducer.counts["issued"]))
     return seen
 
 
@@ -78,11 +76,8 @@ def test_all_ranks_reduce_at_the_end_or_none(answers: tuple[bool, ...]) -> None:
 def test_cores_that_only_others_may_use_count_as_well(
     lacking: list[bool], seats: list[list[int]], expected: bool
 ) -> None:
-    told = [json.dumps([lacks, ["here", cores, 1]]).encode() for lacks, cores in zip(lacking, seats, strict=True)]
-    lane: Any = SimpleNamespace(
-        ranks=list(range(len(told))), timeout=1.0, control=SimpleNamespace(exchange=lambda *_: told)
-    )
-    assert nobody_has_a_core_left(lane, lacking[0]) == expected
+    told = [(lacks, ("here", cores, 1)) for lacks, cores in zip(lacking, seats, strict=True)]
+    assert nobody_has_a_core_left(told) == expected
 
 
 class Uneven(nn.Module):
@@ -131,9 +126,7 @@ def two_wrappers(in_turn: bool) -> None:
         group = mesh.group("dp")
         pair = [hpcomm.DistributedDataParallel(model(), process_group=group, bucket_cap_mb=SMALL) for _ in range(2)]
         x, y = shard(mesh.rank)
-        for module in pair:  # what reduces is decided together
-            loss_of(module(x), y).backward()
-        for _ in range(3):
+        for _ in range(4):
             losses = [loss_of(module(x), y) for module in (reversed(pair) if in_turn and mesh.rank == 1 else pair)]
             sum(losses).backward()
             for p, q in zip(*(module.parameters() for module in pair), strict=True):
@@ -143,6 +136,23 @@ def two_wrappers(in_turn: bool) -> None:
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_two_wrappers_in_one_backward(in_turn: bool) -> None:
     ranks.run(2, two_wrappers, in_turn)
+
+
+def interrupt(loss: torch.Tensor, behind: torch.Tensor, later: float = 0.0) -> None:
+    """Ctrl-C in the backward, so many seconds after the gradient of ``behind`` was made."""
+    made = threading.Event()
+    behind.register_hook(lambda _: made.set())
+
+    def press() -> None:
+        made.wait()
+        time.sleep(later)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    thread.join()
 
 
 def interrupted() -> None:
@@ -157,18 +167,7 @@ def interrupted() -> None:
         if mesh.rank == 0:
             # Once main has left Python for good: it keeps the lock until its last hook returns.
             sys.setswitchinterval(1000)
-            made = threading.Event()
-            next(wrapped.module.parameters()).register_hook(lambda _: made.set())
-
-            def press() -> None:
-                made.wait()
-                os.kill(os.getpid(), signal.SIGINT)
-
-            thread = threading.Thread(target=press)
-            thread.start()
-            with pytest.raises(KeyboardInterrupt):
-                loss.backward()
-            thread.join()
+            interrupt(loss, last_made(wrapped))
             mesh.control.send(1, _PEER, b"interrupted")
         else:
             mesh.control.receive(0, _PEER, 20)
@@ -195,19 +194,9 @@ def stuck() -> None:
             waits = wrapped._hpcomm_lane.recv(torch.empty(1), 0, async_op=True)  # for what is never sent
         mesh.control.exchange([0, 1], _PEER, b"", 20)
         if mesh.rank == 0:
-            made = threading.Event()
-            next(wrapped.module.parameters()).register_hook(lambda _: made.set())
-
-            def press() -> None:
-                made.wait()
-                time.sleep(0.2)  # most likely all have met by now, and main waits for the other one's bucket
-                os.kill(os.getpid(), signal.SIGINT)
-
-            thread = threading.Thread(target=press)
-            thread.start()
-            with pytest.raises(KeyboardInterrupt):
-                loss.backward()
-            thread.join()
+            interrupt(
+                loss, last_made(wrapped), 0.2
+            )  # most likely all have met by then, and main waits for the other one's bucket
             wrapped._hpcomm_lane.abort("given up")  # an interrupted wait has done so, but for one on the lane
         else:
             with contextlib.suppress(hpcomm.HpcommError):  # unless the other one's part had come before
@@ -217,6 +206,25 @@ def stuck() -> None:
 
 def test_ctrl_c_ends_a_reduction_that_a_peer_does_not_join() -> None:
     ranks.run(2, stuck)
+
+
+def interrupted_before() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh)
+        x, y = shard(mesh.rank)
+        if mesh.rank == 0:
+            loss = loss_of(wrapped(x), y)
+            interrupt(loss, loss, 0.2)  # nothing is reduced before the other one is heard
+            assert wrapped.reducer.counts["issued"] == 0
+        mesh.control.exchange([0, 1], _PEER, b"", 20)
+        wrapped.zero_grad()
+        loss_of(wrapped(x), y).backward()
+        for p, expected in zip(wrapped.parameters(), one_process(2), strict=True):
+            torch.testing.assert_close(p.grad, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_ctrl_c_before_the_first_reduction_leaves_the_wrapper_as_it_is() -> None:
+    ranks.run(2, interrupted_before)
 
 
 def refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import ranks
@@ -16,12 +17,12 @@ _SMALL = 0.0001  # MiB: a bucket for each layer
 
 
 class Branches(nn.Module):
-    """Two layers of one shape, which run in the order in which they were made, or in the other one."""
+    """Layers of one shape, which run in the order in which they were made, or in the other one."""
 
-    def __init__(self, reverse: bool = False) -> None:
+    def __init__(self, reverse: bool = False, layers: int = 2) -> None:
         super().__init__()
         torch.manual_seed(int(reverse))
-        self.layers = nn.ModuleList(nn.Linear(8, 8, dtype=torch.float64) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(8, 8, dtype=torch.float64) for _ in range(layers))
         self.reverse = reverse
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -77,15 +78,52 @@ def test_the_first_forward_may_be_a_functional_call() -> None:
     ranks.run(2, begins_with_other_tensors)
 
 
-def forwards_in_another_order() -> None:
-    """On one lane: each wrapper learns the order of its own backward."""
+def begins_with_other_parameters() -> None:
+    dist.init_process_group("gloo")
+    wrapped = hpcomm.DistributedDataParallel(Branches(), bucket_cap_mb=_SMALL)
+    others = {name: nn.Parameter(p.detach().clone()) for name, p in wrapped.named_parameters()}
+    x = batch(dist.get_rank(), 0)
+    torch.func.functional_call(wrapped, others, (x,)).square().sum().backward()
+    alone = torch.autograd.grad(wrapped.module(x).square().sum(), list(wrapped.parameters()))
+    for other, gradient in zip(others.values(), alone, strict=True):  # the wrapper's are reduced, not the caller's
+        torch.testing.assert_close(other.grad, gradient, rtol=0, atol=0)
+    assert all(p.grad is None for p in wrapped.parameters())
+    for step in range(1, 3):
+        wrapped.zero_grad()
+        wrapped(batch(dist.get_rank(), step)).square().sum().backward()
+        assert_averaged(wrapped.module, step)
+
+
+def test_the_first_forward_may_be_a_functional_call_with_parameters() -> None:
+    ranks.run(2, begins_with_other_parameters)
+
+
+def replaces_a_layer() -> None:
+    """Between the wrapper and the first step."""
+    dist.init_process_group("gloo")
+    wrapped = hpcomm.DistributedDataParallel(Branches(), bucket_cap_mb=_SMALL)
+    torch.manual_seed(7)
+    wrapped.module.layers[1] = nn.Linear(8, 8, dtype=torch.float64)
+    for step in range(2):
+        wrapped.zero_grad()
+        wrapped(batch(dist.get_rank(), step)).square().sum().backward()
+        assert_averaged(wrapped.module, step)
+
+
+def test_a_layer_may_be_replaced_before_the_first_step() -> None:
+    ranks.run(2, replaces_a_layer)
+
+
+def forwards_in_another_order(over: str, layers: int, options: dict[str, Any]) -> None:
+    """Also on one lane each wrapper is known by itself, and learns the order of its own backward."""
     with hpcomm.init(dp=2) as mesh:
+        where: dict[str, Any] = {"mesh": mesh} if over == "mesh" else {"process_group": mesh.group("dp")}
         pair = [
-            hpcomm.DistributedDataParallel(Branches(reverse), mesh=mesh, bucket_cap_mb=_SMALL)
-            for reverse in (False, True)
+            hpcomm.DistributedDataParallel(module, **where, **{"bucket_cap_mb": _SMALL, **options})
+            for module in (Branches(), Branches(reverse=True, layers=layers))
         ]
         for step in range(3):
-            turns = (1, 0) if step > 0 and mesh.rank == 1 else (0, 1)  # what reduces is decided together
+            turns = (1, 0) if mesh.rank == 1 else (0, 1)
             losses = {turn: pair[turn](batch(mesh.rank, step)).square().sum() for turn in turns}
             for turn in (0, 1):
                 pair[turn].zero_grad()
@@ -93,8 +131,41 @@ def forwards_in_another_order() -> None:
                 assert_averaged(pair[turn].module, step)
 
 
-def test_wrappers_of_a_mesh_whose_forwards_come_in_another_order() -> None:
-    ranks.run(2, forwards_in_another_order)
+@pytest.mark.parametrize("over", ["mesh", "group"])
+@pytest.mark.parametrize("layers", [2, 3], ids=["alike", "unlike"])
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"bucket_cap_mb": "auto"}], ids=str)
+def test_wrappers_whose_forwards_come_in_another_order(over: str, layers: int, options: dict[str, Any]) -> None:
+    ranks.run(2, forwards_in_another_order, over, layers, options)
+
+
+def one_rank_looks_at_gradients() -> None:
+    """Nobody waits for a forward, also where it could be followed by a backward."""
+    dist.init_process_group("gloo")
+    wrapped = hpcomm.DistributedDataParallel(Branches())
+    if dist.get_rank() == 0:
+        with wrapped.no_sync():
+            torch.autograd.grad(wrapped(batch(0, 0)).sum(), list(wrapped.parameters()))
+    dist.barrier()
+    wrapped(batch(dist.get_rank(), 1)).square().sum().backward()
+    assert_averaged(wrapped.module, 1)
+
+
+def test_one_rank_takes_gradients_before_the_first_step() -> None:
+    ranks.run(2, one_rank_looks_at_gradients)
+
+
+def freezes_another_layer() -> None:
+    with hpcomm.init(dp=3) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(Branches(), mesh=mesh)
+        wrapped.module.layers[int(mesh.rank == 2)].requires_grad_(False)
+        for _ in range(2):
+            loss = wrapped(batch(mesh.rank, 0)).sum()
+            with pytest.raises(hpcomm.SchemaMismatch, match="rank 0 has 'layers.1.weight .*, rank 2 has 'layers.0.wei"):
+                loss.backward()
+
+
+def test_replicas_that_freeze_other_layers_are_told() -> None:
+    ranks.run(3, freezes_another_layer)
 
 
 class Looked(nn.Module):
@@ -116,6 +187,55 @@ def attach_to_sparse() -> None:
 
 def test_attach_refuses_sparse_gradients() -> None:
     ranks.run(2, attach_to_sparse)
+
+
+class Looks(nn.Module):
+    """A sparse gradient of which no module tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Parameter(torch.ones(8, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(nn.functional.embedding(x, self.table, sparse=True))
+
+
+def looks_up(options: dict[str, Any]) -> None:
+    dist.init_process_group("gloo")
+    wrapped = hpcomm.DistributedDataParallel(Looks(), **options)
+    loss = wrapped(torch.tensor([dist.get_rank()])).sum()
+    words = r"parameter table is sparse.* torch\.nn\.Embedding\(\.\.\., sparse=True\)"
+    with pytest.raises(hpcomm.InvalidArgument, match=words):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bucket_cap_mb": _SMALL}, {"grad_dtype": torch.bfloat16}, {"check_finite": True}], ids=str
+)
+def test_a_sparse_gradient_that_nobody_expects_is_named(options: dict[str, Any]) -> None:
+    ranks.run(2, looks_up, options)
+
+
+def names_buckets_that_are_none() -> None:
+    dist.init_process_group("gloo")
+    wrapped = hpcomm.DistributedDataParallel(Branches(), bucket_cap_mb=_SMALL)
+    with wrapped.no_sync():
+        wrapped(batch(dist.get_rank(), 0)).square().sum().backward()
+    wrong: list[Any] = [-1, wrapped.buckets, 2**70, "0", 0.0, None, True, torch.tensor(0)]
+    for bucket in wrong:
+        for call in (wrapped.start_reduction, wrapped.finish_reduction):
+            with pytest.raises(ValueError, match=rf"{call.__name__}\(.*integers from 0 to {wrapped.buckets - 1}"):
+                call(bucket)
+    with pytest.raises(ValueError, match="bucket 0 was not started"):
+        wrapped.finish_reduction(0)
+    for bucket in range(wrapped.buckets):
+        wrapped.start_reduction(bucket)
+        wrapped.finish_reduction(bucket)
+    assert_averaged(wrapped.module, 0)
+
+
+def test_buckets_that_there_are_not_are_refused() -> None:
+    ranks.run(2, names_buckets_that_are_none)
 
 
 def copies_a_sharded_one() -> None:

@@ -84,7 +84,21 @@ void bind_ddp(py::module_& module) {
            py::kw_only(), py::arg("wire") = py::none(), py::arg("modules") = std::vector<int>(),
            py::arg("find_unused") = false, py::arg("bucket_views") = false, py::arg("shard") = false,
            py::arg("check_finite") = false, py::arg("events") = "hpcomm", py::arg("logger") = py::none())
-      .def("reduce_at_end", &DdpReducer::reduce_at_end, WithoutLock())
+      .def(
+          "meet",
+          [](DdpReducer& reducer, py::function meet) {
+            // Let go of under the GIL, wherever that is.
+            const std::shared_ptr<py::function> callable(new py::function(std::move(meet)), [](py::function* last) {
+              const py::gil_scoped_acquire gil;
+              delete last;
+            });
+            const py::gil_scoped_release scope;
+            reducer.meet([callable] {
+              const py::gil_scoped_acquire gil;
+              return (*callable)().cast<bool>();
+            });
+          },
+          py::arg("meet"))
       .def_property_readonly("lacks_core", &DdpReducer::lacks_core)
       .def("prepare", &DdpReducer::prepare, py::arg("outputs"), WithoutLock())
       .def("reset", &DdpReducer::reset, WithoutLock())

@@ -139,7 +139,8 @@ void DdpReducer::open(std::size_t index) {
 // references to the storage are ours.
 bool DdpReducer::is_new(const at::Tensor& gradient, const at::Tensor& incoming, std::size_t known) const {
   return gradient.use_count() == 1 &&
-         ((incoming.defined() && incoming.is_alias_of(gradient)) || gradient.storage().use_count() == known);
+         ((incoming.defined() && incoming.has_storage() && incoming.is_alias_of(gradient)) ||
+          gradient.storage().use_count() == known);
 }
 
 // Packs one new gradient as soon as it is there: it is still in the caches, and autograd makes the next one in the
@@ -216,6 +217,10 @@ Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const 
     slot.fates[entry] = Fate::kMissing;
     return {nullptr, casts ? staged() : nullptr, false};
   }
+  HPCOMM_REQUIRE(gradient.layout() != at::kSparse, "the gradient of parameter ", names_[number],
+                 " is sparse. Sparse gradients are left to torch's reducer, which has to know of them before: let a "
+                 "torch.nn.Embedding(..., sparse=True) hold the parameter, or call torch.nn.functional.embedding() "
+                 "with sparse=False");
   HPCOMM_REQUIRE(gradient.device() == param.device() && gradient.layout() == at::kStrided &&
                      gradient.scalar_type() == param.scalar_type() && gradient.numel() == param.numel(),
                  "the gradient of parameter ", names_[number], " (", c10::toString(gradient.scalar_type()), " on ",

@@ -88,6 +88,7 @@ void DdpReducer::mark(int param, const at::Tensor& incoming) {
     case State::kIdle:
       return;
     case State::kExpecting:
+      meet_once();
       state_ = State::kReducing;
       stats_.first_ready = now();
       counts_.issued = 0;
@@ -227,10 +228,17 @@ void DdpReducer::issue_bucket(std::size_t index, bool in_caller) {
   }
 }
 
-void DdpReducer::reduce_at_end() {
+void DdpReducer::meet(Meet meet) {
   std::lock_guard lock(mutex_);
-  HPCOMM_REQUIRE(state_ == State::kIdle && stats_.backwards == 0, "reduce_at_end() comes before the first step");
-  at_end_ = !alone_;
+  HPCOMM_REQUIRE(state_ == State::kIdle && stats_.backwards == 0, "meet() comes before the first step");
+  meet_ = std::move(meet);
+}
+
+void DdpReducer::meet_once() {
+  if (meet_) {
+    at_end_ = meet_();
+    meet_ = nullptr;
+  }
 }
 
 void DdpReducer::at_end_of_backward() {
@@ -312,6 +320,7 @@ void DdpReducer::start(std::size_t bucket) {
   HPCOMM_REQUIRE(state_ == State::kIdle || state_ == State::kExpecting,
                  "start(): a backward is reducing these gradients; run it in no_sync() first");
   HPCOMM_REQUIRE(slots_[bucket].work == nullptr, "bucket ", bucket, " was started and not finished");
+  meet_once();
   state_ = State::kIdle;
   complete_bucket(bucket, {});
   issue_bucket(bucket);

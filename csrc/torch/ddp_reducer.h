@@ -9,9 +9,9 @@
 //   kDraining   | error (2)      | error (1)                        | waits, hands out -> kIdle
 //
 //   (1) A parameter that is ready twice. (2) The last backward did not reach all parameters. Both are torch's errors,
-//   in torch's words, where torch has them. (3) After reduce_at_end(), full buckets wait for the end of the backward.
-//   What cannot be issued then leaves the state as it is, as it does earlier. reset() leads to kIdle from everywhere,
-//   once nothing runs on the lane any more.
+//   in torch's words, where torch has them. (3) Where no rank has a core left (meet()), full buckets wait for the end
+//   of the backward. What cannot be issued then leaves the state as it is, as it does earlier. reset() leads to kIdle
+//   from everywhere, once nothing runs on the lane any more.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -54,11 +54,13 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
 
   // Hooks behind the gradient accumulators, which run in the thread of the backward, without the GIL.
   void attach();
-  // From now on, before the first step: all buckets are reduced at the end of the backward, by its thread if they are
-  // in place, the lane has nothing to do and all ranks are there. A lane without a core of its own can only take
-  // turns with the computation; so it takes none. Ranks that share a lane must agree on it: with several wrappers on
-  // the lane, it makes another order of operations.
-  void reduce_at_end();
+  // Before the first reduction, in its thread and with nothing issued, `meet` hears what the other ranks have told.
+  // With true, all buckets are reduced at the end of the backward, by its thread if they are in place, the lane has
+  // nothing to do and all ranks are there. A lane without a core of its own can only take turns with the computation;
+  // so it takes none. Ranks that share a lane must agree on it: with several wrappers on the lane, it makes another
+  // order of operations. When `meet` throws, the reduction fails, and the next one calls it again.
+  using Meet = std::function<bool()>;
+  void meet(Meet meet);
   // Whether that is worthwhile here: gradients are packed one by one, where they are made, for want of cores.
   [[nodiscard]] bool lacks_core() const noexcept { return carries_; }
   // The next backward reduces. `outputs` are those of the forward, for `find_unused`.
@@ -178,6 +180,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void agree_on_used(bool in_caller = false);
   void report_not_finite();
   [[nodiscard]] std::string unready() const;
+  void meet_once();
   void lay_out(BucketPlan plan);
   void settle();
   void expect_none();
@@ -198,7 +201,8 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   std::vector<Slot> slots_;
   std::vector<std::uint8_t> marked_;
   std::size_t next_ = 0;
-  bool at_end_ = false;           // reduce_at_end()
+  Meet meet_;                     // null when it has returned
+  bool at_end_ = false;           // what it returned
   std::vector<int> order_;        // of the running backward
   std::vector<int> first_order_;  // of the first whole one
   std::vector<int> unused_;       // that prepare() found

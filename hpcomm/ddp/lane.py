@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import weakref
@@ -12,16 +13,17 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from hpcomm.communicator import agree, default_timeout, first_communicator, start_control
+from hpcomm.communicator import agree, default_timeout, disagreement, first_communicator, start_control
 from hpcomm.control_channels import ControlChannel
-from hpcomm.errors import InvalidArgument
-from hpcomm.seats import is_crowded, seat
+from hpcomm.errors import HpcommError, InvalidArgument
+from hpcomm.seats import Seat, is_crowded, seat
 
 if TYPE_CHECKING:
     from hpcomm._C import Communicator
 
 __all__: list[str] = []
 
+_PATIENCE = 5.0  # seconds for a rank that has not come as far, where ranks disagree
 _wrappers: weakref.WeakKeyDictionary[Communicator, itertools.count[int]] = weakref.WeakKeyDictionary()
 
 
@@ -60,11 +62,11 @@ def agree_among(lane: Communicator, topic: str, lines: Sequence[str]) -> None:
     agree(lane.control, topic, list(lines), ranks=lane.ranks, timeout=lane.timeout)
 
 
-def next_order_channel(lane: Communicator) -> int:
-    """On which a new wrapper hears of the order of its buckets. The wrappers of a mesh share a lane, and their forwards
-    may come in another order on another rank: what is said to one must not be heard by another.
+def next_wrapper_channel(lane: Communicator) -> int:
+    """On which the ranks of a new wrapper talk. The wrappers of a mesh share a lane, and their forwards may come in
+    another order on another rank: what is said to one must not be heard by another.
     """
-    first = ControlChannel.BUCKET_ORDER
+    first = ControlChannel.WRAPPER
     return first + next(_wrappers.setdefault(lane, itertools.count())) % first
 
 
@@ -82,13 +84,54 @@ def said_by_first(lane: Communicator, channel: int, body: bytes) -> bytes:
     return body
 
 
-def nobody_has_a_core_left(lane: Communicator, lacks_core: bool) -> bool:
-    """Whether all ranks of ``lane``, which share a host, lack cores, and have none that only others may use
-    (collective).
+class Meeting:
+    """What the ranks of a wrapper must have alike, and who lacks a core: told when the reducer is made, heard at the
+    first reduction. In between nobody waits, as the first forwards of several wrappers may come in another order on
+    another rank.
+
+    Args:
+        channel: of the wrapper.
+        lines: as :func:`agree_among` compares them.
+        lacks_core: the lane of this rank has no core of its own.
     """
-    mine = json.dumps([lacks_core, seat()]).encode()
-    told = [json.loads(body) for body in lane.control.exchange(lane.ranks, ControlChannel.CORES, mine, lane.timeout)]
-    return all(lacks for lacks, _ in told) and is_crowded([tuple(its) for _, its in told])
+
+    def __init__(self, lane: Communicator, channel: int, topic: str, lines: Sequence[str], lacks_core: bool) -> None:
+        self._lane = lane
+        self._channel = channel
+        self._topic = topic
+        mine = json.dumps([list(lines), core(lane, lacks_core)]).encode()
+        self._told = {lane.ranks[lane.rank]: mine}
+        for peer in lane.ranks:
+            if peer not in self._told:
+                lane.control.send(peer, channel, mine)
+
+    def hear(self) -> bool:
+        """Whether nobody has a core left.
+
+        Raises:
+            SchemaMismatch: on every rank, and again when it is called again.
+        """
+        lane = self._lane
+        for peer in lane.ranks:
+            if peer not in self._told:  # after a Ctrl-C it goes on
+                self._told[peer] = lane.control.receive(peer, self._channel, lane.timeout)
+        told = [json.loads(self._told[peer]) for peer in lane.ranks]
+        found = disagreement(self._topic, lane.ranks, [lines for lines, _ in told], lane.control.rank)
+        if found is not None:
+            with contextlib.suppress(HpcommError):  # nobody leaves before everybody knows, see agree()
+                lane.control.exchange(lane.ranks, self._channel, b"", min(lane.timeout, _PATIENCE))
+            raise found
+        return nobody_has_a_core_left([its for _, its in told])
+
+
+def core(lane: Communicator, lacks_core: bool) -> tuple[bool, Seat]:
+    """What a rank says of its cores."""
+    return lacks_core, seat()
+
+
+def nobody_has_a_core_left(told: Sequence[tuple[bool, Seat]]) -> bool:
+    """Whether all ranks of a lane, which share a host, lack cores, and have none that only others may use."""
+    return all(lacks for lacks, _ in told) and is_crowded([its for _, its in told])
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

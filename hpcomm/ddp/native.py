@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcomm import _C
-from hpcomm.ddp.lane import agree_among, nobody_has_a_core_left, said_by_first
+from hpcomm.ddp.lane import Meeting, said_by_first
 from hpcomm.ddp.steplog import StepLog
+from hpcomm.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from torch._C import _distributed_c10d as c10d
@@ -41,12 +42,12 @@ class NativeReducer:
     """Reduces gradients bucket by bucket; what torch's Reducer does besides is left to torch's object.
 
     That object keeps the log and its description of the first buckets; its hooks are off and its buckets have no
-    memory. Making a NativeReducer is collective.
+    memory. All ranks make one for a wrapper, each when it comes to it.
 
     Args:
         stock, logger: torch's Reducer of the wrapper, and its log.
         lane: the gradient lane.
-        order_channel: of Control, see ``next_order_channel``.
+        channel: of Control, see ``next_wrapper_channel``.
         events: the profiler's events are called ``events:all_reduce`` and the like.
         named_parameters: in the order of torch's Reducer.
     """
@@ -56,7 +57,7 @@ class NativeReducer:
         stock: c10d.Reducer,
         logger: c10d.Logger | None,
         lane: Communicator,
-        order_channel: int,
+        channel: int,
         named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
         sizes: BucketSizes,
         *,
@@ -71,7 +72,7 @@ class NativeReducer:
         self._logger = logger
         self._find_unused = find_unused
         self._lane = lane
-        self._order_channel = order_channel
+        self._channel = channel
         self._names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
         modules: dict[str, int] = {}
@@ -80,7 +81,7 @@ class NativeReducer:
         self._events = events
         # The order in which a backward makes gradients ready, as long as nobody has seen one: the model's, reversed.
         order = list(range(len(self._parameters)))[::-1]
-        self._limits = sizes.limits(lane, self._parameters)
+        self._limits = sizes.limits(self._parameters)
         stock._remove_autograd_hooks()
         _C.release_bucket_memory(stock)
         self._native = _C.DdpReducer(
@@ -102,12 +103,18 @@ class NativeReducer:
         # A sharded optimizer has pieces of the buckets as they are.
         self._learns = not find_unused and not shard and lane.size > 1
         self._log = StepLog(self._native)
+        self._buckets = len(self._native.plan.buckets)
         self._rebuilt: dict[str, int | str] = {}
         self._by_hand: collections.Counter[int] = collections.Counter()  # of a bucket, in start() and finish()
-        agree_among(lane, "gradient buckets", [str(self._native.plan.hash)])
-        # Casts are packed on the lane, which had better begin early.
-        if wire is None and nobody_has_a_core_left(lane, self._native.lacks_core):
-            self._native.reduce_at_end()
+        if lane.size > 1:
+            alike = [
+                f"find_unused_parameters={find_unused} shard_optimizer={shard} check_finite={check_finite}",
+                *(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in named_parameters),
+                str(self._native.plan.hash),
+            ]
+            # Casts are packed on the lane, which had better begin early.
+            lacks_core = wire is None and self._native.lacks_core
+            self._native.meet(Meeting(lane, channel, "gradient buckets", alike, lacks_core).hear)
 
     def __getattr__(self, name: str) -> Any:
         # Only what is not found here: torch's log, and what debuggers ask.
@@ -145,23 +152,27 @@ class NativeReducer:
     def _get_local_used_map(self) -> torch.Tensor:
         return self._native.used_by()
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _rebuild_buckets(self) -> bool:
         """Once, after the first whole backward: buckets in the order that rank 0 saw.
 
         Rank 0 waits for nobody: the forwards of several wrappers may run in another order on another rank.
         """
-        if not self._learns or not self._native.ready_order():
+        return self._learns and bool(self._learn_order())
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _learn_order(self) -> bool:
+        if not self._native.ready_order():
             return False
         self._learns = False
         seen = self._native.ready_order()
         body = json.dumps(seen).encode()
         # As torch's reducer does, though it goes through Control: a rank that dies is named.
         with torch.profiler.record_function(f"{self._events}:broadcast"):
-            order = json.loads(said_by_first(self._lane, self._order_channel, body))
+            order = json.loads(said_by_first(self._lane, self._channel, body))
         plan = _C.ddp_bucket_plan(self._parameters, order, self._limits, self._wire, self._modules)
         if plan.hash != self._native.plan.hash:  # alike on all ranks: both are functions of what rank 0 saw
             self._native.replan(plan)
+            self._buckets = len(plan.buckets)
         self._rebuilt = self._log_of(plan, seen)
         return True
 
@@ -181,12 +192,17 @@ class NativeReducer:
 
     def start(self, bucket: int) -> None:
         """Reduces one bucket of the gradients as they are, without a backward."""
-        self._native.start(bucket)
+        self._native.start(self._require_bucket("start_reduction", bucket))
 
     def finish(self, bucket: int) -> None:
         """Waits for a bucket that was started."""
-        self._native.finish(bucket)
+        self._native.finish(self._require_bucket("finish_reduction", bucket))
         self._by_hand[bucket] += 1
+
+    def _require_bucket(self, what: str, bucket: int) -> int:
+        if isinstance(bucket, bool) or not isinstance(bucket, int) or not 0 <= bucket < self._buckets:
+            raise InvalidArgument(f"{what}({bucket!r}): buckets are the integers from 0 to {self._buckets - 1}")
+        return bucket
 
     def reset(self) -> None:
         """Drops what was begun."""

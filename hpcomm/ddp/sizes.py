@@ -35,16 +35,17 @@ class LinkCost(NamedTuple):
 
 
 class BucketSizes(NamedTuple):
-    """Limits of the first, second, ... bucket in bytes, the last one for all that follow; or measured ones."""
+    """Limits of the first, second, ... bucket in bytes, the last one for all that follow; or what they follow from."""
 
-    given: tuple[int, ...] | None  # None: measured
+    given: tuple[int, ...] | None
+    cost: LinkCost | None = None  # of the lane, where nothing is given
 
-    def limits(self, lane: Communicator, parameters: Sequence[torch.Tensor]) -> list[int]:
-        """The limits for these parameters; collective over the lane when they are measured."""
+    def limits(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+        """The limits for these parameters."""
         if self.given is not None:
             return list(self.given)
         total = sum(p.numel() * p.element_size() for p in parameters)
-        cap = best_bytes(total, measure(lane)) if lane.size > 1 else DEFAULT_BYTES
+        cap = best_bytes(total, self.cost) if self.cost is not None else DEFAULT_BYTES
         return [min(FIRST_BYTES, cap), cap]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel.distributed import _find_tensors
+from torch.nn.utils import stateless
 
 from hpcomm import _C
 from hpcomm.ddp.choice import Choice, Under, choose_lane, choose_reducer
@@ -21,11 +23,11 @@ from hpcomm.ddp.lane import (
     describe_parameters,
     device_of,
     lane_over,
-    next_order_channel,
+    next_wrapper_channel,
 )
 from hpcomm.ddp.native import NativeReducer
 from hpcomm.ddp.sharded import ShardedParameters
-from hpcomm.ddp.sizes import DEFAULT_BYTES, FIRST_BYTES, MIB, BucketSizes
+from hpcomm.ddp.sizes import DEFAULT_BYTES, FIRST_BYTES, MIB, BucketSizes, measure
 from hpcomm.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -67,7 +69,8 @@ class DistributedDataParallel(_StockDDP):
             is made by ``make_optimizer``, with state for 1/ranks of the parameters on each rank (ZeRO stage 1).
 
     Raises:
-        SchemaMismatch: replicas differ; the first differing parameter is named, on every rank.
+        SchemaMismatch: replicas differ; the first differing parameter is named, on every rank. Where they became
+            different later, before the first step, its backward raises it.
         InvalidArgument: both ``mesh`` and ``process_group``; a module that is not on the mesh's device; ``grad_dtype``
             together with ``shard_optimizer``; one of them or ``check_finite`` in a configuration that needs torch's
             reducer (at the first forward).
@@ -126,13 +129,13 @@ class DistributedDataParallel(_StockDDP):
         with _ignoring(module, ignored):
             super().__init__(module, **kwargs)
         self._hpcomm_own = [(name, p) for name, p in module.named_parameters() if name not in ignored]
-        self._hpcomm_sizes = _sizes(bucket_cap_mb, kwargs.get("bucket_cap_mb_list"))
+        self._hpcomm_sizes = _sizes(bucket_cap_mb, kwargs.get("bucket_cap_mb_list"), lane)
         self._hpcomm_grad_dtype = grad_dtype
         self._hpcomm_check_finite = check_finite
         self._hpcomm_shard = shard_optimizer
         self._hpcomm_sharded: ShardedParameters | None = None
         self._hpcomm_lane = lane
-        self._hpcomm_order_channel = 0 if lane is None else next_order_channel(lane)
+        self._hpcomm_channel = 0 if lane is None else next_wrapper_channel(lane)
         self._hpcomm_on_mesh = mesh is not None
         self._hpcomm_last: _Countdown | None = None
         if without_lane is not None:
@@ -156,7 +159,7 @@ class DistributedDataParallel(_StockDDP):
         if self._hpcomm_lane is None:  # unpickled
             parameter = next(p for p in self._module_parameters if p.requires_grad)
             self._hpcomm_lane = lane_over(self.process_group, parameter.device)
-            self._hpcomm_order_channel = next_order_channel(self._hpcomm_lane)
+            self._hpcomm_channel = next_wrapper_channel(self._hpcomm_lane)
         choice = choose_reducer(self)
         if choice.under is Under.NATIVE:
             parameters = self._named_for_reducer()
@@ -164,7 +167,7 @@ class DistributedDataParallel(_StockDDP):
                 self.reducer,
                 self.logger,
                 self._hpcomm_lane,
-                self._hpcomm_order_channel,
+                self._hpcomm_channel,
                 parameters,
                 self._hpcomm_sizes,
                 wire=self._hpcomm_grad_dtype,
@@ -188,7 +191,7 @@ class DistributedDataParallel(_StockDDP):
         tensors for a while; its own are reduced.
         """
         now = list(self.module.named_parameters())
-        if not all(isinstance(parameter, torch.nn.Parameter) for _, parameter in now):
+        if _in_functional_call() or not all(isinstance(parameter, torch.nn.Parameter) for _, parameter in now):
             return [(name, parameter) for name, parameter in self._hpcomm_own if parameter.requires_grad]
         names = {id(parameter): name for name, parameter in now}
         parameters, _ = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
@@ -287,8 +290,9 @@ class DistributedDataParallel(_StockDDP):
         Raises:
             InvalidArgument: made with ``shard_optimizer``, a backward was reduced, and nobody made an optimizer.
         """
-        if torch.is_grad_enabled():  # a forward without a backward may be one rank's alone
-            self._choose()
+        if torch.is_grad_enabled():
+            if self._hpcomm_choice is None:  # the call alone takes a microsecond or two
+                self._choose()
             if self._hpcomm_sharded is not None:
                 self._hpcomm_sharded.require_optimizer()
         if self._hpcomm_last is None:
@@ -474,16 +478,22 @@ def _ignoring(module: torch.nn.Module, names: set[str]) -> Iterator[None]:
             module.__dict__["_ddp_params_and_buffers_to_ignore"] = before
 
 
+def _in_functional_call() -> bool:
+    """Parameters that it puts into a module look like those that a program has put there for good."""
+    codes = {inspect.unwrap(call).__code__ for call in (torch.func.functional_call, stateless.functional_call)}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_stack(None))
+
+
 def _has_sparse(module: torch.nn.Module) -> bool:
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     return any(part.sparse for part in module.modules() if isinstance(part, kinds))
 
 
-def _sizes(bucket_cap_mb: float | str | None, each: list[float] | None) -> BucketSizes:
+def _sizes(bucket_cap_mb: float | str | None, each: list[float] | None, lane: Communicator | None) -> BucketSizes:
     if each:
         return BucketSizes(tuple(int(size * MIB) for size in each))
     if isinstance(bucket_cap_mb, str):
-        return BucketSizes(None)
+        return BucketSizes(None, measure(lane) if lane is not None and lane.size > 1 else None)
     if bucket_cap_mb is None:
         return BucketSizes((FIRST_BYTES, DEFAULT_BYTES))
     return BucketSizes((int(bucket_cap_mb * MIB),))
