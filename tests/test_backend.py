@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peer.__main__ as peer
@@ -28,6 +29,7 @@ from patience import with_patience
 from torch import nn
 
 import hpcomm
+from hpcomm.named_group import in_named_group
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -382,6 +384,88 @@ def test_groups_within_one_that_has_a_bound_device() -> None:
 
 def test_beside_gloo_as_the_default_group() -> None:
     ranks.run(3, beside_gloo)
+
+
+def called_hpcomm() -> None:
+    with world() as (rank, size):
+        default = dist.group.WORLD
+        assert default is not None
+        for group in (default, dist.new_group(), dist.new_group([rank], use_local_synchronization=True)):
+            assert group.name() == dist.get_backend(group) == "hpcomm"
+            assert type(group) is dist.ProcessGroup  # torch.compile up to 2.12 takes no other
+            assert dist.distributed_c10d._resolve_process_group(group.group_name) is group
+            assert {device.type for device in group._device_types} == {"cpu", "cuda"}
+        ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+        assert ddp._get_ddp_logging_data()["backend_name"] == "hpcomm"
+        compiled = torch.compile(grouped_sum, backend="aot_eager", fullgraph=True)
+        same(compiled(torch.ones(2), default), torch.full((2,), float(size * size)))
+
+
+def grouped_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    from torch.distributed import _functional_collectives as functional
+
+    summed = functional.all_reduce(tensor * dist.get_world_size(group), "sum", group)
+    return summed + 0  # what is returned has arrived
+
+
+def test_groups_are_called_by_the_name_of_the_backend() -> None:
+    ranks.run(2, called_hpcomm, timeout=90)
+
+
+def _new_process_group_helper(backend: str, device_id: torch.device | None, made: Any, options: Any) -> Any:
+    """Called like torch's function of this name, whose arguments say what a plugin is not told."""
+    return in_named_group(made, "hpcomm", options, sys._getframe())
+
+
+def bound_to_a_device() -> None:
+    with world() as (rank, size):
+        made = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        options = SimpleNamespace(
+            store=dist.PrefixStore("cpu/", dist.HashStore()), group_rank=rank, group_size=size, timeout=timedelta(1)
+        )
+        device = torch.device("cuda", 0)
+        group = _new_process_group_helper("hpcomm", device, made, options)
+        assert group.name() == "hpcomm"
+        assert group.bound_device_id == device
+        assert _new_process_group_helper("cpu:hpcomm,cuda:nccl", device, made, options) is made
+        assert in_named_group(made, "hpcomm", options, sys._getframe()) is made  # called by whom it does not know
+
+
+def test_a_group_that_is_named_keeps_its_bound_device() -> None:
+    ranks.run(1, bound_to_a_device)
+
+
+def beside_other_backends(config: str) -> None:
+    dist.init_process_group(config)
+    group = dist.group.WORLD
+    assert group is not None
+    names = {device.type: group._get_backend(device).name() for device in group._device_types}
+    assert names == dict(pair.split(":") for pair in config.split(","))
+    if "cpu" in names:
+        tensor = torch.full((1,), 10.0 ** dist.get_rank())
+        dist.all_reduce(tensor)
+        assert tensor.item() == 11.0
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "config", ["cpu:hpcomm,cuda:gloo", "cpu:gloo,cuda:hpcomm", "cuda:hpcomm,cpu:gloo", "cpu:hpcomm", "cuda:hpcomm"]
+)
+def test_other_devices_keep_the_backend_that_was_asked_for(config: str) -> None:
+    ranks.run(2, beside_other_backends, config)
+
+
+def checked_by_torch() -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    with world() as (rank, _):
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        assert isinstance(backend, dist.distributed_c10d._ProcessGroupWrapper)
+        with pytest.raises(RuntimeError, match="Detected mismatch between collectives"):
+            dist.all_reduce(torch.zeros(2)) if rank == 0 else dist.broadcast(torch.zeros(2), 0)
+
+
+def test_torchs_own_checks_stay_in_detail_debug_mode() -> None:
+    ranks.run(2, checked_by_torch)
 
 
 def threads_of_ours() -> list[str]:
