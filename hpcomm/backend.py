@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-    from torch._C._distributed_c10d import Backend
+    from torch._C._distributed_c10d import Backend, ProcessGroup
 
 __all__: list[str] = []
 
@@ -24,7 +24,7 @@ NAME = "hpcomm"
 _HOME = "torch.distributed.distributed_c10d"
 
 
-def create(options: Any, backend_options: Any = None) -> Backend:
+def create(options: Any, backend_options: Any = None) -> Backend | ProcessGroup:
     """What torch calls on every member of a new group; collective over them.
 
     Args:
@@ -37,8 +37,9 @@ def create(options: Any, backend_options: Any = None) -> Backend:
         TimedOut, RankFailed: a rank did not come.
     """
     from hpcomm.job import create_group
+    from hpcomm.named_group import in_named_group
 
-    return create_group(options)
+    return in_named_group(create_group(options), NAME, options, sys._getframe(1))
 
 
 def register_with_torch() -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peer.__main__ as peer
@@ -28,6 +29,7 @@ from patience import with_patience
 from torch import nn
 
 import hpcomm
+from hpcomm.named_group import in_named_group
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -152,6 +154,203 @@ def reducing() -> None:
 
 def test_what_is_reduced_is_right() -> None:
     ranks.run(2, reducing)
+
+
+def every_reduction() -> None:
+    """Each operation with each dtype that has it, by all three collectives; all values are exact in every dtype."""
+    operations: list[tuple[dist.ReduceOp.RedOpType, Callable[[torch.Tensor], torch.Tensor]]] = [
+        (dist.ReduceOp.SUM, lambda each: each.sum(0)),
+        (dist.ReduceOp.PRODUCT, lambda each: each.prod(0)),
+        (dist.ReduceOp.MIN, lambda each: each.amin(0)),
+        (dist.ReduceOp.MAX, lambda each: each.amax(0)),
+        (dist.ReduceOp.AVG, lambda each: each.sum(0) / len(each)),
+        (dist.ReduceOp.BAND, lambda each: each[0] & each[1] & each[2]),
+        (dist.ReduceOp.BOR, lambda each: each[0] | each[1] | each[2]),
+        (dist.ReduceOp.BXOR, lambda each: each[0] ^ each[1] ^ each[2]),
+    ]
+    bitwise = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+    with world() as (rank, size):
+        values = torch.tensor([[3, 1, 6], [3, 5, 6], [3, 3, 0]])  # sums that three divides
+        for dtype in SUMMED:
+            for op, reduced in operations:
+                if (op in bitwise and dtype.is_floating_point) or (
+                    op == dist.ReduceOp.AVG and not dtype.is_floating_point
+                ):
+                    continue
+                expected = reduced(values if op in bitwise else values.double()).to(dtype)
+                mine = values[rank].to(dtype)
+                tensor = mine.clone()
+                dist.all_reduce(tensor, op)
+                same(tensor, expected)
+                tensor = mine.clone()
+                dist.reduce(tensor, 2, op)
+                same(tensor, expected if rank == 2 else mine)
+                piece = torch.empty(1, dtype=dtype)
+                dist.reduce_scatter(piece, list(mine.split(1)), op)
+                same(piece, expected[rank : rank + 1])
+                dist.reduce_scatter_tensor(piece, mine, op)
+                same(piece, expected[rank : rank + 1])
+        assert size == 3
+
+
+def test_every_reduction_of_every_dtype() -> None:
+    ranks.run(3, every_reduction)
+
+
+def sixteen_bits() -> None:
+    """One more than it has bits for: a sum that was rounded at every step would stay where it is."""
+    with world() as (rank, size):
+        for dtype, large in ((torch.bfloat16, 256.0), (torch.float16, 2048.0)):
+            for count in (size, 50_000 * size):
+                mine = torch.full((count,), large if rank == 0 else 1.0, dtype=dtype)
+                expected = torch.full((count,), large + size - 1, dtype=dtype)
+                tensor = mine.clone()
+                dist.all_reduce(tensor)
+                same(tensor, expected)
+                tensor = mine.clone()
+                dist.reduce(tensor, 1)
+                same(tensor, expected if rank == 1 else mine)
+                piece = torch.empty(count // size, dtype=dtype)
+                dist.reduce_scatter_tensor(piece, mine)
+                same(piece, expected[: count // size])
+                strided = torch.stack([mine, mine], 1)[:, 0]
+                dist.all_reduce(strided)
+                same(strided.contiguous(), expected)
+
+
+def test_sums_of_16_bits_are_rounded_once() -> None:
+    ranks.run(3, sixteen_bits)
+
+
+def layouts(rank: int) -> list[Callable[[], torch.Tensor]]:
+    value = 3.0**rank
+    return [
+        lambda: torch.full((4, 6), value).t()[:, ::2],
+        lambda: torch.full((2, 3), value)[:, 1],
+        lambda: torch.tensor(value),
+        lambda: torch.empty(0, 2),
+    ]
+
+
+def odd_everywhere() -> None:
+    with world() as (rank, size):
+        total, left, right = sum(3.0**r for r in range(size)), (rank - 1) % size, (rank + 1) % size
+
+        def holds(tensor: torch.Tensor, value: float) -> None:
+            assert torch.equal(tensor, torch.full(tensor.shape, value)), (tensor.stride(), tensor, value)
+
+        for make in layouts(rank):
+
+            def boxes(make: Callable[[], torch.Tensor] = make) -> list[torch.Tensor]:
+                return [make().fill_(0) for _ in range(size)]
+
+            def each(make: Callable[[], torch.Tensor] = make) -> list[torch.Tensor]:
+                return [make().fill_(3.0**rank + r) for r in range(size)]
+
+            mine = make()
+            dist.all_reduce(mine)
+            holds(mine, total)
+            for root in range(size):
+                mine = make()
+                dist.reduce(mine, root)
+                holds(mine, total if rank == root else 3.0**rank)
+                mine = make()
+                dist.broadcast(mine, root)
+                holds(mine, 3.0**root)
+                gathered = boxes() if rank == root else None
+                dist.gather(make(), gathered, dst=root)
+                for r, box in enumerate(gathered or []):
+                    holds(box, 3.0**r)
+                box = make().fill_(0)
+                dist.scatter(box, each() if rank == root else None, src=root)
+                holds(box, 3.0**root + rank)
+            received = boxes()
+            dist.all_gather(received, make())
+            for r, box in enumerate(received):
+                holds(box, 3.0**r)
+            received = boxes()
+            dist.all_to_all(received, each())
+            for r, box in enumerate(received):
+                holds(box, 3.0**r + rank)
+            box = make().fill_(0)
+            dist.reduce_scatter(box, each())
+            holds(box, total + size * rank)
+            box = make().fill_(0)
+            sent = dist.isend(make(), right)
+            dist.recv(box, left)
+            assert sent is not None
+            sent.wait()
+            holds(box, 3.0**left)
+
+
+def test_strided_zero_dimensional_and_empty_tensors_in_every_operation() -> None:
+    ranks.run(3, odd_everywhere)
+
+
+def futures_of_all() -> None:
+    with world() as (rank, size):
+        total = sum(3.0**r for r in range(size))
+        one, many = filled(rank), torch.cat([filled(rank) for _ in range(size)])
+        boxes, whole, piece = [torch.empty(3) for _ in range(size)], torch.empty(3 * size), torch.empty(3)
+        calls: dict[str, tuple[Callable[[], dist.Work | None], Callable[[], torch.Tensor], float]] = {
+            "all_reduce": (lambda: dist.all_reduce(one, async_op=True), lambda: one, total),
+            "broadcast": (lambda: dist.broadcast(piece.fill_(3.0**rank), 1, async_op=True), lambda: piece, 3.0),
+            "reduce": (lambda: dist.reduce(piece.fill_(3.0**rank), 0, async_op=True), lambda: piece, -1.0),
+            "all_gather": (lambda: dist.all_gather(boxes, filled(rank), async_op=True), lambda: boxes[1], 3.0),
+            "all_gather_into_tensor": (
+                lambda: dist.all_gather_into_tensor(whole, filled(rank), async_op=True),
+                lambda: whole[3:6],
+                3.0,
+            ),
+            "gather": (
+                lambda: dist.gather(filled(rank), boxes if rank == 0 else None, dst=0, async_op=True),
+                lambda: boxes[1],
+                3.0,
+            ),
+            "scatter": (
+                lambda: dist.scatter(piece, [filled(1)] * size if rank == 1 else None, src=1, async_op=True),
+                lambda: piece,
+                3.0,
+            ),
+            "reduce_scatter": (
+                lambda: dist.reduce_scatter(piece, list(many.split(3)), async_op=True),
+                lambda: piece,
+                total,
+            ),
+            "reduce_scatter_tensor": (
+                lambda: dist.reduce_scatter_tensor(piece, many, async_op=True),
+                lambda: piece,
+                total,
+            ),
+            "all_to_all": (lambda: dist.all_to_all(boxes, list(many.split(3)), async_op=True), lambda: boxes[1], 3.0),
+            "all_to_all_single": (
+                lambda: dist.all_to_all_single(whole, many, async_op=True),
+                lambda: whole[3:6],
+                3.0,
+            ),
+        }
+        for name, (call, result, value) in calls.items():
+            work = call()
+            assert work is not None
+            seen: list[float] = []
+            after = work.get_future().then(lambda _, result=result, seen=seen: seen.append(result()[0].item()))
+            work.wait()
+            after.wait()
+            expected = (total if rank == 0 else 3.0**rank) if name == "reduce" else value
+            assert seen == [expected], name
+        barrier = dist.barrier(async_op=True)
+        assert barrier is not None
+        barrier.get_future().wait()
+
+        parts = [torch.empty(1), torch.empty(2)]
+        with dist.distributed_c10d._coalescing_manager(group=dist.group.WORLD):
+            for part in parts:
+                dist.reduce_scatter_tensor(part, torch.full((part.numel() * size,), 3.0**rank))
+        assert [part[0].item() for part in parts] == [total, total]
+
+
+def test_a_future_of_every_collective() -> None:
+    ranks.run(2, futures_of_all)
 
 
 def odd_shapes() -> None:
@@ -382,6 +581,88 @@ def test_groups_within_one_that_has_a_bound_device() -> None:
 
 def test_beside_gloo_as_the_default_group() -> None:
     ranks.run(3, beside_gloo)
+
+
+def called_hpcomm() -> None:
+    with world() as (rank, size):
+        default = dist.group.WORLD
+        assert default is not None
+        for group in (default, dist.new_group(), dist.new_group([rank], use_local_synchronization=True)):
+            assert group.name() == dist.get_backend(group) == "hpcomm"
+            assert type(group) is dist.ProcessGroup  # torch.compile up to 2.12 takes no other
+            assert dist.distributed_c10d._resolve_process_group(group.group_name) is group
+            assert {device.type for device in group._device_types} == {"cpu", "cuda"}
+        ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+        assert ddp._get_ddp_logging_data()["backend_name"] == "hpcomm"
+        compiled = torch.compile(grouped_sum, backend="aot_eager", fullgraph=True)
+        same(compiled(torch.ones(2), default), torch.full((2,), float(size * size)))
+
+
+def grouped_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    from torch.distributed import _functional_collectives as functional
+
+    summed = functional.all_reduce(tensor * dist.get_world_size(group), "sum", group)
+    return summed + 0  # what is returned has arrived
+
+
+def test_groups_are_called_by_the_name_of_the_backend() -> None:
+    ranks.run(2, called_hpcomm, timeout=90)
+
+
+def _new_process_group_helper(backend: str, device_id: torch.device | None, made: Any, options: Any) -> Any:
+    """Called like torch's function of this name, whose arguments say what a plugin is not told."""
+    return in_named_group(made, "hpcomm", options, sys._getframe())
+
+
+def bound_to_a_device() -> None:
+    with world() as (rank, size):
+        made = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        options = SimpleNamespace(
+            store=dist.PrefixStore("cpu/", dist.HashStore()), group_rank=rank, group_size=size, timeout=timedelta(1)
+        )
+        device = torch.device("cuda", 0)
+        group = _new_process_group_helper("hpcomm", device, made, options)
+        assert group.name() == "hpcomm"
+        assert group.bound_device_id == device
+        assert _new_process_group_helper("cpu:hpcomm,cuda:nccl", device, made, options) is made
+        assert in_named_group(made, "hpcomm", options, sys._getframe()) is made  # called by whom it does not know
+
+
+def test_a_group_that_is_named_keeps_its_bound_device() -> None:
+    ranks.run(1, bound_to_a_device)
+
+
+def beside_other_backends(config: str) -> None:
+    dist.init_process_group(config)
+    group = dist.group.WORLD
+    assert group is not None
+    names = {device.type: group._get_backend(device).name() for device in group._device_types}
+    assert names == dict(pair.split(":") for pair in config.split(","))
+    if "cpu" in names:
+        tensor = torch.full((1,), 10.0 ** dist.get_rank())
+        dist.all_reduce(tensor)
+        assert tensor.item() == 11.0
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "config", ["cpu:hpcomm,cuda:gloo", "cpu:gloo,cuda:hpcomm", "cuda:hpcomm,cpu:gloo", "cpu:hpcomm", "cuda:hpcomm"]
+)
+def test_other_devices_keep_the_backend_that_was_asked_for(config: str) -> None:
+    ranks.run(2, beside_other_backends, config)
+
+
+def checked_by_torch() -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    with world() as (rank, _):
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        assert isinstance(backend, dist.distributed_c10d._ProcessGroupWrapper)
+        with pytest.raises(RuntimeError, match="Detected mismatch between collectives"):
+            dist.all_reduce(torch.zeros(2)) if rank == 0 else dist.broadcast(torch.zeros(2), 0)
+
+
+def test_torchs_own_checks_stay_in_detail_debug_mode() -> None:
+    ranks.run(2, checked_by_torch)
 
 
 def threads_of_ours() -> list[str]:

@@ -113,7 +113,18 @@ HpcommBackend::C10dWork HpcommBackend::compose(const Call& call, const Tensors& 
       const c10::InferenceMode mode(inference);
       const at::NoGradGuard no_grad;
       Step step(lane, mailbox, what, deadline);
-      body(step);
+      try {
+        body(step);
+      } catch (const Error& error) {
+        if (error.context().operation == what.operation) {
+          throw;
+        }
+        // It speaks of the step, which the program has not called.
+        ErrorContext context = what;
+        context.peer = error.context().peer;
+        throw Error(error.kind(), str(what.operation, " #", what.sequence, ": in its step ", error.what()),
+                    std::move(context));
+      }
     };
     return lane.run_in_order(std::move(what), std::move(run), options);
   });

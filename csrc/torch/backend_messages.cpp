@@ -54,14 +54,16 @@ HpcommBackend::C10dWork HpcommBackend::recvAnysource(Tensors& tensors, int tag) 
 
 namespace {
 
-// One byte of a monitored barrier; kept by the message that carries it.
+// A word of a monitored barrier; kept by the message that carries it. As an answer: kAllHere, kNotAllHere, or the rank
+// in the job whose process is gone.
 struct Note {
-  std::shared_ptr<std::uint8_t> byte = std::make_shared<std::uint8_t>(std::uint8_t{0});
+  std::shared_ptr<std::int32_t> word = std::make_shared<std::int32_t>(0);
 
-  [[nodiscard]] BufferView view() const { return {byte.get(), 1, 1, DType::kUInt8, {}}; }
+  [[nodiscard]] BufferView view() const { return {word.get(), sizeof *word, 1, DType::kInt32, {}}; }
 };
 
-constexpr std::uint8_t kAllHere = 1;
+constexpr std::int32_t kAllHere = -1;
+constexpr std::int32_t kNotAllHere = -2;
 
 }  // namespace
 
@@ -84,8 +86,17 @@ void HpcommBackend::monitoredBarrier(const c10d::BarrierOptions& barrier_options
     const auto options = [&](const Note& note, std::chrono::milliseconds timeout) {
       OpOptions mail;
       mail.timeout = timeout;
-      mail.keepalive = note.byte;
+      mail.keepalive = note.word;
       return mail;
+    };
+    // A rank that is gone is no rank that is late.
+    const auto fail = [&](std::int32_t gone, const std::string& text) {
+      ErrorContext context = what;
+      context.peer = std::max(gone, -1);
+      throw Error(gone >= 0 ? ErrorKind::kRankFailed : ErrorKind::kTimedOut, text, std::move(context));
+    };
+    const auto who_is_gone = [](const Error& error) {
+      return error.kind() == ErrorKind::kRankFailed && error.context().peer >= 0 ? error.context().peer : kNotAllHere;
     };
     // Rank 0 gives up first, so that the others hear from it.
     const auto patience = limit + std::chrono::seconds(5);
@@ -93,21 +104,26 @@ void HpcommBackend::monitoredBarrier(const c10d::BarrierOptions& barrier_options
       const Note here;
       const Note answer;
       std::string why;
+      std::int32_t gone = kNotAllHere;
       try {
         const MailPtr received = mailbox_->recv(answer.view(), 0, tag, options(answer, patience));
         wait_to_end(*mailbox_->send(here.view(), 0, tag, options(here, patience)), kNoTimeout);
         wait_to_end(*received, kNoTimeout);
-        if (*answer.byte == kAllHere) {
+        if (*answer.word == kAllHere) {
           return;
         }
-        why = "rank 0 reports that others did not reach it";
+        gone = *answer.word;
+        why = gone >= 0 ? str("rank 0 reports that rank ", gone, " is gone")
+                        : "rank 0 reports that others did not reach it";
       } catch (const Error& error) {
+        if (error.kind() == ErrorKind::kClosed) {
+          throw;
+        }
+        gone = who_is_gone(error);
         why = error.what();
       }
-      throw Error(ErrorKind::kTimedOut,
-                  str("Rank ", rank_, " successfully reached monitoredBarrier, but received errors while waiting for ",
-                      "send/recv from rank 0. Please check rank 0 logs for faulty rank.\n", why),
-                  what);
+      fail(gone, str("Rank ", rank_, " successfully reached monitoredBarrier, but received errors while waiting for ",
+                     "send/recv from rank 0. Please check rank 0 logs for faulty rank.\n", why));
     }
     const Deadline deadline = deadline_after(limit);
     std::vector<MailPtr> arrivals;
@@ -117,21 +133,26 @@ void HpcommBackend::monitoredBarrier(const c10d::BarrierOptions& barrier_options
     }
     std::string missing;
     std::string details;
+    std::int32_t gone = kNotAllHere;
     for (int peer = 1; peer < size_; ++peer) {
       const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
       try {
         wait_to_end(*arrivals[static_cast<std::size_t>(peer - 1)], std::max(left, std::chrono::milliseconds(1)));
       } catch (const Error& error) {
+        if (error.kind() == ErrorKind::kClosed) {
+          throw;
+        }
         if (missing.empty() || wait_all_ranks) {
           missing += str(missing.empty() ? "" : ", ", peer);
           details += str("\n", error.what());
+          gone = gone >= 0 ? gone : who_is_gone(error);
         }
       }
     }
     std::vector<MailPtr> answers;
     for (int peer = 1; peer < size_; ++peer) {
       const Note answer;
-      *answer.byte = missing.empty() ? kAllHere : 0;
+      *answer.word = missing.empty() ? kAllHere : gone;
       try {
         answers.push_back(mailbox_->send(answer.view(), peer, tag, options(answer, patience)));
       } catch (const Error&) {
@@ -139,10 +160,8 @@ void HpcommBackend::monitoredBarrier(const c10d::BarrierOptions& barrier_options
       }
     }
     if (!missing.empty()) {
-      throw Error(ErrorKind::kTimedOut,
-                  str("[Rank 0]: ", wait_all_ranks ? "Ranks " : "Rank ", missing,
-                      " failed to pass monitoredBarrier in ", limit.count(), " ms", details),
-                  what);
+      fail(gone, str("[Rank 0]: ", wait_all_ranks ? "Ranks " : "Rank ", missing, " failed to pass monitoredBarrier in ",
+                     limit.count(), " ms", details));
     }
     for (const MailPtr& answer : answers) {
       wait_to_end(*answer, kNoTimeout);

@@ -1,5 +1,6 @@
-// HpcommBackend as Python makes it: a plain torch.distributed Backend.
+// HpcommBackend as Python makes it: a plain torch.distributed Backend, and the group that has its name.
 #include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "torch/bindings.h"
 #include "torch/gil.h"
@@ -8,6 +9,19 @@
 namespace py = pybind11;
 
 namespace hpcomm {
+
+namespace {
+
+// torch's ProcessGroup, but for the name: c10d calls every plugin "custom", and DDP logs that. Python is not told of
+// the class: it sees a torch ProcessGroup, which is what torch.compile (up to 2.12) asks for with `type(...) is`.
+class NamedGroup final : public c10d::ProcessGroup {
+ public:
+  using ProcessGroup::ProcessGroup;
+
+  const std::string getBackendName() const override { return "hpcomm"; }
+};
+
+}  // namespace
 
 void bind_backend(py::module_& module) {
   py::class_<BackendJob, std::shared_ptr<BackendJob>>(module, "BackendJob")
@@ -30,6 +44,12 @@ void bind_backend(py::module_& module) {
         return make_backend(std::move(host), std::move(job));
       },
       py::arg("communicator"), py::arg("job"));
+  module.def(
+      "named_group",
+      [](c10::intrusive_ptr<c10d::Store> store, int rank, int size) -> c10::intrusive_ptr<c10d::ProcessGroup> {
+        return c10::make_intrusive<NamedGroup>(std::move(store), rank, size);
+      },
+      py::arg("store"), py::arg("rank"), py::arg("size"));
 }
 
 }  // namespace hpcomm

@@ -1,0 +1,309 @@
+"""Faults under plain torch.distributed programs on hpcomm: who is told what, in every operation of the backend."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from patience import left_in_shared_memory, shared_memory
+
+import hpcomm
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SHM = {"HPCOMM_CPU_TRANSPORT": "shm"}
+COUNT = 50_000
+
+
+def full(count: int = COUNT, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full((count,), 7, dtype=dtype)
+
+
+def parts() -> list[torch.Tensor]:
+    return [full() for _ in range(3)]
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def cpu_backend() -> dist.distributed_c10d.Backend:
+    return dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr,no-any-return]
+
+
+def uneven() -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
+    """Everybody sends r + 1 elements to rank r."""
+    mine = rank() + 1
+    return full(3 * mine), full(6), [mine] * 3, [1, 2, 3]
+
+
+def all_reduce_later() -> None:
+    dist.all_reduce(full(), async_op=True).wait()  # type: ignore[union-attr]
+
+
+def coalesced() -> None:
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
+        dist.all_reduce(full())
+        dist.all_reduce(full(3))
+    manager.wait()
+
+
+def batch() -> None:
+    operations = [dist.P2POp(dist.isend, full(), 1), dist.P2POp(dist.irecv, full(), 1)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+# Each waits for rank 1 of three, on ranks 0 and 2, and is called by the first word in messages.
+WAITS: dict[str, Callable[[], object]] = {
+    "all_reduce": lambda: dist.all_reduce(full()),
+    "all_reduce, waited for": all_reduce_later,
+    "all_reduce, coalesced": coalesced,
+    "all_reduce, sparse": lambda: dist.all_reduce(torch.sparse_coo_tensor([[0]], [1.0], (4,))),
+    "reduce": lambda: dist.reduce(full(), 1),
+    "broadcast": lambda: dist.broadcast(full(), 1),
+    "all_gather": lambda: dist.all_gather(parts(), full()),
+    "all_gather, one tensor": lambda: dist.all_gather_into_tensor(full(3 * COUNT), full()),
+    "gather": lambda: dist.gather(full(), parts() if rank() == 0 else None, dst=0),
+    "scatter": lambda: dist.scatter(full(), None, src=1),
+    "reduce_scatter": lambda: dist.reduce_scatter(full(), parts()),
+    "reduce_scatter, one tensor": lambda: dist.reduce_scatter_tensor(full(), full(3 * COUNT)),
+    "all_to_all": lambda: dist.all_to_all(parts(), parts()),
+    "all_to_all, uneven": lambda: dist.all_to_all_single(*uneven()),
+    "barrier": dist.barrier,
+    "monitored_barrier": lambda: cpu_backend().monitored_barrier(timedelta(seconds=20), wait_all_ranks=True),
+    "send": lambda: dist.send(full(100 * COUNT), 1),
+    "recv": lambda: dist.recv(full(), 1),
+    "recv, from anybody": lambda: dist.recv(full()),
+    "recv, in a batch": batch,
+}
+
+
+def operation_of(name: str) -> str:
+    return name.split(",", maxsplit=1)[0]
+
+
+def wait_for_rank_1(name: str, directory: str) -> tuple[str, int | None, str]:
+    dist.init_process_group("hpcomm", timeout=timedelta(seconds=20))
+    dist.barrier()
+    if rank() == 1:
+        time.sleep(60)
+    Path(directory, f"waits{rank()}").touch()
+    with pytest.raises(hpcomm.RankFailed) as caught:
+        WAITS[name]()
+    return caught.value.operation, caught.value.peer, str(caught.value)
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_killed_rank_is_named_in_every_operation(name: str, tmp_path: Path) -> None:
+    before = shared_memory()
+    with ranks.spawn(3, wait_for_rank_1, name, str(tmp_path), env=SHM) as job:
+        while len(list(tmp_path.glob("waits*"))) < 2:
+            time.sleep(0.01)
+        time.sleep(0.05)  # they sleep by now
+        job.kill(1, signal.SIGKILL)
+        outcomes = job.wait()
+    for index in (0, 2):
+        assert outcomes[index].ok, outcomes[index]
+        operation, peer, message = outcomes[index].value
+        assert (operation, peer) == (operation_of(name), 1), message
+        assert "heartbeat" not in message  # neither a time-out nor a silence: its connection ended
+    assert left_in_shared_memory(before) == set()
+
+
+def wait_for_a_stopped_rank(name: str, directory: str) -> None:
+    dist.init_process_group("hpcomm", timeout=timedelta(seconds=1.5))
+    pair = dist.new_group([0, 2], timeout=timedelta(seconds=20))
+    dist.barrier()
+    Path(directory, f"ready{rank()}").touch()
+    if rank() == 1:
+        time.sleep(60)
+    while not Path(directory, "stopped").exists():
+        time.sleep(0.01)
+    dist.barrier(pair)  # or one of them would miss the other within the limit
+    with pytest.raises(hpcomm.TimedOut, match="rank 1") as caught:
+        WAITS[name]()
+    assert caught.value.operation == operation_of(name)
+    ranks.tell("late")
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "gather", "all_to_all, uneven", "recv"])
+def test_a_stopped_rank_is_named_by_the_time_out(name: str, tmp_path: Path) -> None:
+    with ranks.spawn(3, wait_for_a_stopped_rank, name, str(tmp_path), env=SHM) as job:
+        while len(list(tmp_path.glob("ready*"))) < 3:
+            time.sleep(0.01)
+        job.kill(1, signal.SIGSTOP)
+        (tmp_path / "stopped").touch()
+        for index in (0, 2):
+            assert job.told(index) == "late"
+        job.kill(1, signal.SIGKILL)
+        outcomes = job.wait()
+    for index in (0, 2):
+        assert outcomes[index].ok, outcomes[index]
+
+
+def after_an_alarm(wait: Callable[[], object]) -> None:
+    """Within one pytest.raises(): on a slow machine the alarm may come before the wait."""
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    wait()
+
+
+def interrupted(name: str) -> None:
+    dist.init_process_group("hpcomm", timeout=timedelta(seconds=20))
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    if rank() == 0:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        with pytest.raises(KeyboardInterrupt):
+            after_an_alarm(WAITS[name])
+        store.set("interrupted", "")
+    else:
+        store.wait(["interrupted"])  # alive, and not there
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_ctrl_c_works_in_every_wait(name: str) -> None:
+    outcomes = ranks.run(3, interrupted, name, env=SHM, expect_failure=True)
+    assert outcomes[0].ok, outcomes[0]
+
+
+# What rank 1 does while the others do the first: the same with another shape, dtype, reduction or root, or another one.
+DISAGREE: dict[str, tuple[Callable[[torch.Tensor], object], Callable[[], object]]] = {
+    "shape": (dist.all_reduce, lambda: dist.all_reduce(full(5))),
+    "dtype": (dist.all_reduce, lambda: dist.all_reduce(full(4, torch.int32))),
+    "reduction": (dist.all_reduce, lambda: dist.all_reduce(full(4), dist.ReduceOp.MAX)),
+    "order": (dist.all_reduce, lambda: dist.broadcast(full(4), 1)),
+    "order, with a barrier": (dist.all_reduce, dist.barrier),
+    "order, with one of several steps": (dist.all_reduce, lambda: dist.gather(full(4), None, dst=0)),
+    "order, of two of several steps": (
+        lambda t: dist.gather(t, [full(4)] * 3 if rank() == 0 else None, dst=0),
+        lambda: dist.reduce(full(4), 0),
+    ),
+    "root": (lambda t: dist.broadcast(t, 0), lambda: dist.broadcast(full(4), 1)),
+    "root of a reduce": (lambda t: dist.reduce(t, 0), lambda: dist.reduce(full(4), 1)),
+    "reduction of a reduce": (lambda t: dist.reduce(t, 0), lambda: dist.reduce(full(4), 0, dist.ReduceOp.MAX)),
+    "dtype of a gather": (
+        lambda t: dist.gather(t, [full(4)] * 3 if rank() == 0 else None, dst=0),
+        lambda: dist.gather(full(4, torch.int32), None, dst=0),
+    ),
+    "shape of a scatter": (
+        lambda t: dist.scatter(t, [full(4)] * 3 if rank() == 0 else None, src=0),
+        lambda: dist.scatter(full(5), None, src=0),
+    ),
+    "shape of a reduce_scatter": (
+        lambda t: dist.reduce_scatter_tensor(t, full(12)),
+        lambda: dist.reduce_scatter_tensor(full(5), full(15)),
+    ),
+}
+
+
+def disagreeing(how: str) -> str:
+    dist.init_process_group("hpcomm", timeout=timedelta(seconds=20))
+    ours, theirs = DISAGREE[how]
+    mine = full(4)
+    with pytest.raises(hpcomm.SchemaMismatch) as caught:
+        theirs() if rank() == 1 else ours(mine)
+    assert bool((mine == 7).all()), "data has moved"
+    dist.all_reduce(mine)
+    assert bool((mine == 21).all())
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", DISAGREE)
+def test_a_mismatch_is_an_error_on_every_rank_and_the_group_goes_on(how: str) -> None:
+    for text in ranks.run(3, disagreeing, how, env=SHM):
+        assert re.search(r"rank 1\b", text), text
+        assert re.search(r"rank [02]\b", text), text
+
+
+def sleep_after_start(directory: str) -> None:
+    dist.init_process_group("hpcomm")
+    memory = cpu_backend().allocate_tensor(1 << 20, dtype=torch.float32, device=torch.device("cpu"))
+    dist.all_reduce(memory.fill_(1))
+    Path(directory, f"ready{rank()}").touch()
+    time.sleep(60)
+
+
+def test_nothing_is_left_when_all_ranks_are_killed(tmp_path: Path) -> None:
+    before = shared_memory()
+    with ranks.spawn(4, sleep_after_start, str(tmp_path), env=SHM) as job:
+        while len(list(tmp_path.glob("ready*"))) < 4:
+            time.sleep(0.01)
+        for index in range(4):
+            job.kill(index, signal.SIGKILL)
+        job.wait()
+    assert left_in_shared_memory(before) == set()
+
+
+def forks() -> None:
+    dist.init_process_group("hpcomm", timeout=timedelta(seconds=20))
+    dist.barrier()
+    calls: list[Callable[[], object]] = [
+        lambda: dist.all_reduce(full(4)),
+        lambda: dist.gather(full(4), [full(4)] * 2 if rank() == 0 else None, dst=0),
+        lambda: dist.send(full(4), 1 - rank()),
+        lambda: dist.irecv(full(4), 1 - rank()).wait(),  # type: ignore[union-attr]
+        lambda: cpu_backend().monitored_barrier(timedelta(seconds=5)),
+    ]
+    for number, call in enumerate(calls):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                call()
+            except hpcomm.Closed as error:
+                code = 0 if "forked child" in str(error) else 2
+            except BaseException as error:
+                print(f"call {number}: {type(error).__name__}: {error}", flush=True)
+            os._exit(code)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0, number
+    value = full(4)
+    dist.all_reduce(value)
+    assert bool((value == 14).all())
+    dist.destroy_process_group()
+
+
+def test_a_forked_child_is_told_and_its_parent_goes_on() -> None:
+    ranks.run(2, forks, env=SHM)
+
+
+def without_memory(limit: int) -> tuple[str, list[str]]:
+    """No file of this process may have more bytes, also none that is memory only."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dist.init_process_group("hpcomm", timeout=timedelta(seconds=20))
+    value = full(4)
+    dist.all_reduce(value)
+    assert bool((value == 14).all())
+    name = cpu_backend().name()
+    dist.destroy_process_group()
+    return name, [str(warning.message) for warning in caught if "shared memory" in str(warning.message)]
+
+
+def test_memory_that_is_not_there_is_an_error_at_construction_with_the_sizes() -> None:
+    for outcome in ranks.run(2, without_memory, 4096, env=SHM, expect_failure=True):
+        assert outcome.exception == "TransportError", outcome
+        assert "bytes of shared memory" in outcome.message
+        assert "available" in outcome.message
+
+
+def test_without_memory_auto_falls_back_to_gloo_with_one_warning() -> None:
+    first, second = ranks.run(2, without_memory, 4096)
+    assert (first[0], second[0]) == ("gloo", "gloo")
+    (warning,) = first[1] + second[1]
+    assert "bytes of shared memory" in warning
+    assert "gloo" in warning
