@@ -186,6 +186,10 @@ DISAGREE: dict[str, tuple[Callable[[torch.Tensor], object], Callable[[], object]
     "order": (dist.all_reduce, lambda: dist.broadcast(full(4), 1)),
     "order, with a barrier": (dist.all_reduce, dist.barrier),
     "order, with one of several steps": (dist.all_reduce, lambda: dist.gather(full(4), None, dst=0)),
+    "order, with one whose first step looks like it": (
+        lambda t: dist.all_gather_into_tensor(torch.empty(15, dtype=torch.int64), full(5, torch.int64)),
+        lambda: dist.gather(full(4), None, dst=0),
+    ),
     "order, of two of several steps": (
         lambda t: dist.gather(t, [full(4)] * 3 if rank() == 0 else None, dst=0),
         lambda: dist.reduce(full(4), 0),

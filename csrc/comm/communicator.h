@@ -44,6 +44,9 @@ struct OpOptions {
   // making one.
   Keepalive (*keep)(const void* held) = nullptr;
   const void* held = nullptr;
+  // The ranks agree by it on a collective that is made of several operations. Transports that compare calls never match
+  // it with one that is a call of its own.
+  bool opens_composed = false;
   // False: an operation that has ended well when its call returns gives null in place of a Work, which costs to make.
   bool wants_work = true;
 

@@ -156,7 +156,9 @@ std::vector<std::int64_t> Step::show(std::vector<std::int64_t> mine) {
   const auto view = [](std::vector<std::int64_t>& numbers) {
     return BufferView{numbers.data(), numbers.size() * sizeof(std::int64_t), numbers.size(), DType::kInt64, {}};
   };
-  communicator_.all_gather(view(all), view(mine), options())->wait();
+  OpOptions opening = options();
+  opening.opens_composed = true;
+  communicator_.all_gather(view(all), view(mine), opening)->wait();
   tag_ = tag_in(TagSpace::kComposed, static_cast<std::uint64_t>(all[mine.size() - 1]));
   for (int peer = size() - 1; peer >= 0; --peer) {
     all.erase(all.begin() + static_cast<std::ptrdiff_t>(mine.size()) * (peer + 1) - 1);

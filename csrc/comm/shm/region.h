@@ -20,6 +20,8 @@ namespace hpcomm::shm {
 
 // One operation as its ranks compare it before data moves.
 struct Descriptor {
+  static constexpr std::uint8_t kComposed = 0x80;  // of `kind`: OpOptions::opens_composed
+
   std::uint8_t kind = 0;
   std::uint8_t dtype = 0;
   std::uint8_t op = 0;

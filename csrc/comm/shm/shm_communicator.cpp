@@ -178,6 +178,9 @@ class ShmCommunicator final : public HostCommunicator {
   [[nodiscard]] static shm::Descriptor describe(const Operation& operation) noexcept {
     shm::Descriptor descriptor;
     descriptor.kind = static_cast<std::uint8_t>(operation.kind);
+    if (operation.options.opens_composed) {
+      descriptor.kind |= shm::Descriptor::kComposed;
+    }
     descriptor.dtype = static_cast<std::uint8_t>(operation.input.dtype);
     descriptor.op = static_cast<std::uint8_t>(operation.op);
     descriptor.root = operation.peer;
@@ -194,6 +197,10 @@ class ShmCommunicator final : public HostCommunicator {
   }
 
   [[nodiscard]] static std::string text_of(const shm::Descriptor& descriptor) {
+    if ((descriptor.kind & shm::Descriptor::kComposed) != 0) {
+      return str("a collective of several steps, such as gather, scatter, reduce or all_to_all (", descriptor.count,
+                 " numbers to agree on)");
+    }
     const auto kind = static_cast<Operation::Kind>(descriptor.kind);
     if (kind == Operation::Kind::kBarrier) {
       return operation_name(kind);
