@@ -3,14 +3,15 @@
     python -m benchmarks.pack                                # 1 MB to 64 MB, 4 to 4,096 tensors, with and without cast
     python -m benchmarks.pack --totals 16 --rounds 25 --json result.json
 
-One process, one thread. Variants take turns in every round: hpcomm's kernels, with the addresses in a list as the
-Reducer and the Channel have them; the same from Python, where every tensor of every call is looked up first; a
-_foreach_copy_ of the same tensors; and one copy_ of as many bytes, which is the memory-copy rate of this machine at
-this moment. A rate counts the bytes that are read and those that are written; the share is ours over that of the copy,
-the median of the rounds' own. Float32 tensors, as they are or as bfloat16 in the buffer (--wires: or as another type).
-Sets of buffers are used in turn, so that 64 MB do not come from a cache. Before each block its sets are gone through
-once, untimed: else the first of a variant would come from memory after another variant's buffers and from a cache after
-its own. Contents are compared with torch's before and after the timing. GPUs: benchmarks.gpu.
+One process, one thread. Variants take turns in every round, in another order each time, as equal code is up to a
+seventh slower right behind the copy: hpcomm's kernels, with the addresses in a list as the Reducer and the Channel have
+them; the same from Python, where every tensor of every call is looked up first; a _foreach_copy_ of the same tensors;
+and one copy_ of as many bytes, which is the memory-copy rate of this machine at this moment. A rate counts the bytes
+that are read and those that are written; the share is ours over that of the copy, the median of the rounds' own.
+Float32 tensors, as they are or as bfloat16 in the buffer (--wires: or as another type). Sets of buffers are used in
+turn, so that 64 MB do not come from a cache. Before each block its sets are gone through once, untimed: else the first
+of a variant would come from memory after another variant's buffers and from a cache after its own. Contents are
+compared with torch's before and after the timing. GPUs: benchmarks.gpu.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import statistics
 import sys
 import time
@@ -103,7 +105,7 @@ def measure(sets: list[Tensors], rounds: int) -> dict[str, list[float]]:
     rates: dict[str, list[float]] = {name: [] for name in variants}
     turns: dict[str, int] = {}
     for i in range(rounds + 1):  # the first to find out how many fill a block
-        for name, step in variants.items():
+        for name, step in random.Random(i).sample([*variants.items()], len(variants)):
             number = turns.get(name, len(sets))
             for one in sets[:number]:
                 step(one)
