@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
+import signal
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -10,10 +15,13 @@ import ranks
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import hpcomm
+from hpcomm.ddp import native
 
 _SMALL = 0.0001  # MiB: a bucket for each layer
+_PEER = 10  # a Control channel of these tests
 
 
 class Branches(nn.Module):
@@ -257,3 +265,145 @@ def copies_a_sharded_one() -> None:
 
 def test_a_copy_of_a_sharded_wrapper_trains_by_itself() -> None:
     ranks.run(2, copies_a_sharded_one)
+
+
+def freezes_all(everywhere: bool) -> None:
+    with hpcomm.init(dp=2) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(Branches(), mesh=mesh)
+        if everywhere or mesh.rank == 1:
+            wrapped.module.requires_grad_(False)
+        loss = wrapped(batch(mesh.rank, 0).requires_grad_()).sum()
+        words = 'rank 0 has "hpcomm\'s reducer", rank 1 has .*no parameter requires a gradient'
+        refused = not everywhere and mesh.rank == 0
+        with pytest.raises(hpcomm.SchemaMismatch, match=words) if refused else contextlib.nullcontext():
+            loss.backward()
+        mesh.control.exchange([0, 1], _PEER, b"", 20)
+        if everywhere:  # torch's hooks are still there
+            wrapped.module.requires_grad_(True)
+            wrapped(batch(mesh.rank, 1)).square().sum().backward()
+            assert_averaged(wrapped.module, 1)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_all_parameters_may_be_frozen_before_the_first_step(everywhere: bool) -> None:
+    ranks.run(2, freezes_all, everywhere)
+
+
+def freezes_all_and_adds() -> None:
+    """The wrapper has parameters that it did not have when it was made, and no other."""
+    dist.init_process_group("gloo")
+    wrapped = hpcomm.DistributedDataParallel(Branches(), bucket_cap_mb=_SMALL)
+    wrapped.module.requires_grad_(False)
+    torch.manual_seed(7)
+    wrapped.module.layers[0] = nn.Linear(8, 8, dtype=torch.float64)
+    for step in range(2):
+        wrapped.zero_grad()
+        wrapped(batch(dist.get_rank(), step)).square().sum().backward()
+        added = wrapped.module.layers[0]
+        losses = [wrapped.module(batch(rank, step)).square().sum() for rank in range(2)]
+        for parameter, gradient in zip(
+            added.parameters(), torch.autograd.grad(sum(losses) / 2, list(added.parameters())), strict=True
+        ):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_all_may_be_frozen_but_a_layer_that_is_new() -> None:
+    ranks.run(2, freezes_all_and_adds)
+
+
+def has_torchs_reducer(how: str) -> None:
+    with hpcomm.init(dp=2) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(Branches(), mesh=mesh)
+        if mesh.rank == 0 and how == "hook":
+            wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+        if mesh.rank == 0 and how == "static":
+            wrapped._set_static_graph()
+        loss = wrapped(batch(mesh.rank, 0)).sum()
+        if mesh.rank == 1:
+            with pytest.raises(
+                hpcomm.SchemaMismatch, match="rank 0 has \"torch's reducer .*, rank 1 has \"hpcomm's red"
+            ):
+                loss.backward()
+        mesh.control.exchange([0, 1], _PEER, b"", 20)
+
+
+@pytest.mark.parametrize("how", ["hook", "static"])
+def test_a_rank_with_another_reducer_is_told_of(how: str) -> None:
+    ranks.run(2, has_torchs_reducer, how)
+
+
+def forgets_a_wrapper() -> None:
+    """A forward does not need the other ranks, also when they have dropped theirs."""
+    dist.init_process_group("gloo")
+    wrapped = hpcomm.DistributedDataParallel(Branches())
+    if dist.get_rank() == 0:
+        del wrapped
+    else:
+        while not wrapped._hpcomm_lane.control.has_left(0):
+            time.sleep(0.01)
+        wrapped(batch(1, 0))
+    dist.barrier()
+
+
+def test_a_forward_without_the_other_wrappers() -> None:
+    ranks.run(2, forgets_a_wrapper)
+
+
+def tells_twice() -> None:
+    """A Ctrl-C came when the other one was told: the forward is repeated."""
+    dist.init_process_group("gloo")
+    wrapped = hpcomm.DistributedDataParallel(Branches(), bucket_cap_mb=_SMALL)
+    if dist.get_rank() == 0:
+
+        class Interrupted(native.Meeting):
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                raise KeyboardInterrupt
+
+        meeting, native.Meeting = native.Meeting, Interrupted
+        with pytest.raises(KeyboardInterrupt):
+            wrapped(batch(0, 0))
+        native.Meeting = meeting
+    for step in range(3):
+        wrapped.zero_grad()
+        wrapped(batch(dist.get_rank(), step)).square().sum().backward()
+        assert_averaged(wrapped.module, step)
+
+
+def test_a_first_forward_may_be_repeated() -> None:
+    ranks.run(2, tells_twice)
+
+
+def hears_behind_an_interrupt() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(Branches(), mesh=mesh)
+        if mesh.rank == 0:
+            loss = wrapped(batch(0, 0)).square().sum()
+
+            def press() -> None:
+                time.sleep(0.3)
+                os.kill(os.getpid(), signal.SIGINT)
+                mesh.control.send(1, _PEER, b"pressed")
+
+            thread = threading.Thread(target=press)
+            thread.start()
+            with pytest.raises(KeyboardInterrupt):
+                loss.backward()
+            thread.join()
+            wrapped.zero_grad()
+        else:
+
+            class Late(native.Meeting):
+                def __init__(self, *args: Any) -> None:
+                    mesh.control.receive(0, _PEER, 20)
+                    super().__init__(
+                        *args
+                    )  # comes before the other one looks for signals, but for one time in a hundred
+
+            native.Meeting = Late
+        wrapped(batch(mesh.rank, 0)).square().sum().backward()
+        assert_averaged(wrapped.module, 0)
+
+
+def test_what_is_heard_behind_a_ctrl_c_is_kept() -> None:
+    ranks.run(2, hears_behind_an_interrupt)

@@ -7,6 +7,7 @@ import itertools
 import json
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,24 +71,44 @@ def next_wrapper_channel(lane: Communicator) -> int:
     return first + next(_wrappers.setdefault(lane, itertools.count())) % first
 
 
+def order_channel(wrapper_channel: int) -> int:
+    """Where the order of a wrapper's buckets is told: a rank whose first forward is repeated has told twice there, and
+    the second time is not for who listens to the order.
+    """
+    return wrapper_channel - ControlChannel.WRAPPER + ControlChannel.BUCKET_ORDER
+
+
 def tell_all(lane: Communicator, channel: int, body: bytes) -> bytes:
     """What rank 0 of ``lane`` says, on all of them (collective)."""
     return lane.control.exchange(lane.ranks, channel, body if lane.rank == 0 else b"", lane.timeout)[0]
 
 
-def said_by_first(lane: Communicator, channel: int, body: bytes) -> bytes:
-    """What rank 0 of ``lane`` says: each rank calls it at a time of its own, and rank 0 does not wait."""
-    if lane.rank != 0:
-        return lane.control.receive(lane.ranks[0], channel, lane.timeout)
-    for peer in lane.ranks[1:]:
-        lane.control.send(peer, channel, body)
-    return body
+def said_by_first(lane: Communicator, channel: int, body: bytes, heard: dict[int, bytes]) -> bytes:
+    """What rank 0 of ``lane`` says: each rank calls it at a time of its own, and rank 0 does not wait.
+
+    Args:
+        heard: empty at first; a call that was interrupted goes on with what it has.
+    """
+    first = lane.ranks[0]
+    if lane.rank == 0 and not heard:
+        heard[first] = body
+        for peer in lane.ranks[1:]:
+            lane.control.send(peer, channel, body)
+    hear(lane, channel, [first], heard)
+    return heard[first]
+
+
+def hear(lane: Communicator, channel: int, peers: Sequence[int], heard: dict[int, bytes]) -> None:
+    """Adds what ``peers`` say to ``heard``, unless it is there."""
+    missing = [peer for peer in peers if peer not in heard]
+    # One call, in which no Python runs: a message that came just behind a Ctrl-C is kept before the error is raised.
+    heard.update(zip(missing, map(lane.control.receive, missing, repeat(channel), repeat(lane.timeout)), strict=True))
 
 
 class Meeting:
     """What the ranks of a wrapper must have alike, and who lacks a core: told when the reducer is made, heard at the
     first reduction. In between nobody waits, as the first forwards of several wrappers may come in another order on
-    another rank.
+    another rank. Where torch's reducer works, it is told as well and never heard: another rank may have hpcomm's.
 
     Args:
         channel: of the wrapper.
@@ -95,15 +116,15 @@ class Meeting:
         lacks_core: the lane of this rank has no core of its own.
     """
 
-    def __init__(self, lane: Communicator, channel: int, topic: str, lines: Sequence[str], lacks_core: bool) -> None:
+    def __init__(self, lane: Communicator, channel: int, lines: Sequence[str], lacks_core: bool) -> None:
         self._lane = lane
         self._channel = channel
-        self._topic = topic
         mine = json.dumps([list(lines), core(lane, lacks_core)]).encode()
         self._told = {lane.ranks[lane.rank]: mine}
         for peer in lane.ranks:
             if peer not in self._told:
-                lane.control.send(peer, channel, mine)
+                with contextlib.suppress(HpcommError):  # one that has left: a forward does not need it, hear() does
+                    lane.control.send(peer, channel, mine)
 
     def hear(self) -> bool:
         """Whether nobody has a core left.
@@ -112,11 +133,9 @@ class Meeting:
             SchemaMismatch: on every rank, and again when it is called again.
         """
         lane = self._lane
-        for peer in lane.ranks:
-            if peer not in self._told:  # after a Ctrl-C it goes on
-                self._told[peer] = lane.control.receive(peer, self._channel, lane.timeout)
+        hear(lane, self._channel, lane.ranks, self._told)  # after a Ctrl-C it goes on
         told = [json.loads(self._told[peer]) for peer in lane.ranks]
-        found = disagreement(self._topic, lane.ranks, [lines for lines, _ in told], lane.control.rank)
+        found = disagreement("gradient reduction", lane.ranks, [lines for lines, _ in told], lane.control.rank)
         if found is not None:
             with contextlib.suppress(HpcommError):  # nobody leaves before everybody knows, see agree()
                 lane.control.exchange(lane.ranks, self._channel, b"", min(lane.timeout, _PATIENCE))

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcomm import _C
-from hpcomm.ddp.lane import Meeting, said_by_first
+from hpcomm.ddp.choice import Under
+from hpcomm.ddp.lane import Meeting, order_channel, said_by_first
 from hpcomm.ddp.steplog import StepLog
 from hpcomm.errors import InvalidArgument
 
@@ -72,7 +73,8 @@ class NativeReducer:
         self._logger = logger
         self._find_unused = find_unused
         self._lane = lane
-        self._channel = channel
+        self._order_channel = order_channel(channel)
+        self._order: dict[int, bytes] = {}  # that rank 0 told
         self._names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
         modules: dict[str, int] = {}
@@ -108,13 +110,14 @@ class NativeReducer:
         self._by_hand: collections.Counter[int] = collections.Counter()  # of a bucket, in start() and finish()
         if lane.size > 1:
             alike = [
+                Under.NATIVE.value,
                 f"find_unused_parameters={find_unused} shard_optimizer={shard} check_finite={check_finite}",
                 *(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in named_parameters),
                 str(self._native.plan.hash),
             ]
             # Casts are packed on the lane, which had better begin early.
             lacks_core = wire is None and self._native.lacks_core
-            self._native.meet(Meeting(lane, channel, "gradient buckets", alike, lacks_core).hear)
+            self._native.meet(Meeting(lane, channel, alike, lacks_core).hear)
 
     def __getattr__(self, name: str) -> Any:
         # Only what is not found here: torch's log, and what debuggers ask.
@@ -163,17 +166,17 @@ class NativeReducer:
     def _learn_order(self) -> bool:
         if not self._native.ready_order():
             return False
-        self._learns = False
         seen = self._native.ready_order()
         body = json.dumps(seen).encode()
         # As torch's reducer does, though it goes through Control: a rank that dies is named.
         with torch.profiler.record_function(f"{self._events}:broadcast"):
-            order = json.loads(said_by_first(self._lane, self._channel, body))
+            order = json.loads(said_by_first(self._lane, self._order_channel, body, self._order))
         plan = _C.ddp_bucket_plan(self._parameters, order, self._limits, self._wire, self._modules)
         if plan.hash != self._native.plan.hash:  # alike on all ranks: both are functions of what rank 0 saw
             self._native.replan(plan)
             self._buckets = len(plan.buckets)
         self._rebuilt = self._log_of(plan, seen)
+        self._learns = False
         return True
 
     def _log_of(self, plan: BucketPlan, seen: list[int]) -> dict[str, int | str]:

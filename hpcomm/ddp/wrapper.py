@@ -18,6 +18,7 @@ from torch.nn.utils import stateless
 from hpcomm import _C
 from hpcomm.ddp.choice import Choice, Under, choose_lane, choose_reducer
 from hpcomm.ddp.lane import (
+    Meeting,
     agree_among,
     backend_name,
     describe_parameters,
@@ -156,13 +157,15 @@ class DistributedDataParallel(_StockDDP):
     def _choose(self) -> None:
         if self._hpcomm_choice is not None:
             return
+        parameters = self._named_for_reducer()
+        if not parameters:
+            self._leave(Choice(Under.TORCH, "no parameter requires a gradient"))
+            return
         if self._hpcomm_lane is None:  # unpickled
-            parameter = next(p for p in self._module_parameters if p.requires_grad)
-            self._hpcomm_lane = lane_over(self.process_group, parameter.device)
+            self._hpcomm_lane = lane_over(self.process_group, parameters[0][1].device)
             self._hpcomm_channel = next_wrapper_channel(self._hpcomm_lane)
         choice = choose_reducer(self)
         if choice.under is Under.NATIVE:
-            parameters = self._named_for_reducer()
             self.reducer: Any = NativeReducer(
                 self.reducer,
                 self.logger,
@@ -184,7 +187,13 @@ class DistributedDataParallel(_StockDDP):
         else:
             self._require_no_native_option(choice)
             _install(self, self._hpcomm_lane, self._events())
+            self._tell(choice)
         self._hpcomm_choice = choice
+
+    def _tell(self, choice: Choice) -> None:
+        """Ranks that have hpcomm's reducer, and would wait for this one's part."""
+        if self._hpcomm_lane is not None:
+            Meeting(self._hpcomm_lane, self._hpcomm_channel, [str(choice)], lacks_core=False)
 
     def _named_for_reducer(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Those that torch's reducer would have. In a forward of ``torch.func.functional_call`` the module has other
@@ -201,7 +210,7 @@ class DistributedDataParallel(_StockDDP):
         """What the profiler's events are called after: the backend of the group that the caller gave."""
         if self._hpcomm_on_mesh:
             return "hpcomm"
-        return backend_name(self.process_group, next(p.device for p in self._module_parameters if p.requires_grad))
+        return backend_name(self.process_group, next(p.device for p in self._module_parameters))
 
     def _leave(self, choice: Choice) -> None:
         """Torch's reducer from now on, made anew as when a wrapper is unpickled (local)."""
@@ -218,6 +227,8 @@ class DistributedDataParallel(_StockDDP):
         if before is None or before.under is not Under.TORCH:
             if choice.under is Under.HOOK and self._hpcomm_lane is not None:
                 _install(self, self._hpcomm_lane, self._events())
+            if before is None:
+                self._tell(choice)
             self._hpcomm_choice = choice
 
     def _require_no_native_option(self, choice: Choice) -> None:
