@@ -43,7 +43,7 @@ SHELL := bash
 .NOTPARALLEL:
 MAKEFLAGS += --no-builtin-rules
 .DEFAULT_GOAL := help
-.PHONY: help build test demo lint format sanitize tsan asan wheel cuda-build cuda-wheel compat gpu-test gpu-bench clean check-machine FORCE
+.PHONY: help build test demo lint format sanitize tsan asan wheel cuda-build cuda-wheel compat gpu-test gpu-bench figures clean check-machine FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -112,6 +112,10 @@ cuda-wheel: $(MADE_TORCH) $(MADE_TOOLS)
 
 compat: | check-machine ## build and try hpcomm under every torch of COMPAT, one after the other (gigabytes each)
 	PIP_ARGS='$(PIP_ARGS)' '$(PYTHON)' scripts/compat.py $(COMPAT)
+
+figures: build ## take the CPU figures of README anew: half an hour on a machine that does nothing else
+	$(REQUIREMENTS) bench | $(PIP) --quiet -r /dev/stdin
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python scripts/cpu_figures.py --run
 
 # With the Python, torch, nvcc, CMake and ninja that are there: no .venv, no network. docs/how-to/check-a-gpu.md
 GPU := GPU_NCCL='$(GPU_NCCL)' GPU_MINUTES='$(GPU_MINUTES)' OUT='$(OUT)' '$(PYTHON)' scripts/gpu.py

@@ -58,7 +58,8 @@ def main() -> None:
     elif arguments.memory and not arguments.variant:
         seen = peak_memory(arguments.ranks, chosen(arguments.models), sys.argv[1:], deadline(arguments))
         if arguments.json:
-            Path(arguments.json).write_text(json.dumps({"question": "ddp", **seen}, indent=1) + "\n")
+            document = {"question": "ddp", "arguments": vars(arguments), **seen}
+            Path(arguments.json).write_text(json.dumps(document, indent=1) + "\n")
     elif "RANK" not in os.environ:
         run_ranks(arguments.ranks, ["-m", "benchmarks.ddp", *sys.argv[1:]], mpiexec=None, deadline=deadline(arguments))
     else:

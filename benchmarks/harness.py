@@ -81,7 +81,10 @@ def save(path: str | None, question: str, mesh: hpcomm.Mesh, content: Mapping[st
 
 
 def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
+    """With family and model where they are told: a virtual machine's name may hide the generation."""
+    entries = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    told: dict[str, str] = {}
+    for key, _, value in entries:
+        told.setdefault(key.strip(), value.strip())
+    name = told.get("model name", platform.processor())
+    return f"{name} (family {told['cpu family']}, model {told['model']})" if "cpu family" in told else name

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from blocks import replaced
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
 README = ROOT / "README.md"
-BEGIN = "<!-- GPU figures: written by scripts/gpu_table.py -->"
-END = "<!-- end of GPU figures -->"
+BLOCK = "GPU figures"
 NONE = "not yet measured"
 
 
@@ -152,23 +153,10 @@ def tests(results: Path) -> str:
     return f"Tests on a GPU (`make gpu-test`): {counts}; {title(document)}, commit {document['environment']['commit']}."
 
 
-def replaced(text: str, block: str) -> str:
-    """``text`` with ``block`` between its two comments.
-
-    Raises:
-        ValueError: a comment is missing, or there more than once.
-    """
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"{README.name} has to have {BEGIN!r} and {END!r} once each")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n\n{block}\n\n{END}{after}"
-
-
 def main(arguments: Sequence[str]) -> int:
     """The command; its exit code."""
     text = README.read_text()
-    new = replaced(text, render(RESULTS))
+    new = replaced(text, BLOCK, render(RESULTS))
     if "--check" in arguments:
         if new != text:
             print("README.md has other GPU figures than benchmarks/results: run scripts/gpu_table.py", file=sys.stderr)

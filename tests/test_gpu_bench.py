@@ -22,6 +22,7 @@ for folder in (ROOT, ROOT / "scripts"):  # `pytest` alone, other than `python -m
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
+import blocks  # noqa: E402
 import check_gpu  # noqa: E402
 import gpu as gpu_command  # noqa: E402
 import gpu_table  # noqa: E402
@@ -422,7 +423,8 @@ def test_tests_that_hang_end_the_session(tmp_path: Path) -> None:
 
 def test_the_readme_has_the_figures_that_the_results_say() -> None:
     text = gpu_table.README.read_text()
-    assert gpu_table.replaced(text, gpu_table.render(gpu_table.RESULTS)) == text, "run scripts/gpu_table.py"
+    block = gpu_table.render(gpu_table.RESULTS)
+    assert blocks.replaced(text, gpu_table.BLOCK, block) == text, "run scripts/gpu_table.py"
 
 
 def test_the_table_shows_targets_misses_and_what_was_not_measured(tmp_path: Path) -> None:
@@ -471,4 +473,4 @@ def test_every_row_of_the_table_is_a_target_of_a_benchmark() -> None:
 
 def test_a_readme_without_the_comments_is_refused() -> None:
     with pytest.raises(ValueError, match="once each"):
-        gpu_table.replaced("nothing here", "block")
+        blocks.replaced("nothing here", gpu_table.BLOCK, "block")
