@@ -32,6 +32,7 @@ MODULES = (
     "communicator",
     "channel",
     "job",
+    "named_group",
     "backend",
     "mesh",
     "ddp.lane",

@@ -41,6 +41,12 @@ class Choice(NamedTuple):
         return f"{self.under.value}: {self.why}"
 
 
+def has_sparse(module: torch.nn.Module) -> bool:
+    """Whether a layer of ``module`` is known to make sparse gradients."""
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return any(part.sparse for part in module.modules() if isinstance(part, kinds))
+
+
 def choose_lane(parameters: list[tuple[str, torch.nn.Parameter]], sparse: bool) -> Choice | None:
     """A reason to make no gradient lane at all, so that torch reduces over the process group; None without one.
 

@@ -49,6 +49,22 @@ class BucketSizes(NamedTuple):
         return [min(FIRST_BYTES, cap), cap]
 
 
+def sizes_for(cap_mb: float | str | None, each: list[float] | None, lane: Communicator | None) -> BucketSizes:
+    """What torch's arguments ask for (collective over ``lane`` when it is to be measured).
+
+    Args:
+        cap_mb: torch's ``bucket_cap_mb``, in MiB; or "auto".
+        each: torch's ``bucket_cap_mb_list``.
+    """
+    if each:
+        return BucketSizes(tuple(int(size * MIB) for size in each))
+    if isinstance(cap_mb, str):
+        return BucketSizes(None, measure(lane) if lane is not None and lane.size > 1 else None)
+    if cap_mb is None:
+        return BucketSizes((FIRST_BYTES, DEFAULT_BYTES))
+    return BucketSizes((int(cap_mb * MIB),))
+
+
 def best_bytes(total: int, cost: LinkCost) -> int:
     """The bucket size for which waiting is least.
 

@@ -16,7 +16,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from torch.nn.utils import stateless
 
 from hpcomm import _C
-from hpcomm.ddp.choice import Choice, Under, choose_lane, choose_reducer
+from hpcomm.ddp.choice import Choice, Under, choose_lane, choose_reducer, has_sparse
 from hpcomm.ddp.lane import (
     Meeting,
     agree_among,
@@ -28,7 +28,7 @@ from hpcomm.ddp.lane import (
 )
 from hpcomm.ddp.native import NativeReducer
 from hpcomm.ddp.sharded import ShardedParameters
-from hpcomm.ddp.sizes import DEFAULT_BYTES, FIRST_BYTES, MIB, BucketSizes, measure
+from hpcomm.ddp.sizes import sizes_for
 from hpcomm.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class DistributedDataParallel(_StockDDP):
         managed = [
             (name, p) for name, p in module.named_parameters() if p.requires_grad and name not in ignored | delayed
         ]
-        without_lane = choose_lane(managed, _has_sparse(module))
+        without_lane = choose_lane(managed, has_sparse(module))
         lane = None
         if without_lane is None and managed:
             lane = (
@@ -130,7 +130,7 @@ class DistributedDataParallel(_StockDDP):
         with _ignoring(module, ignored):
             super().__init__(module, **kwargs)
         self._hpcomm_own = [(name, p) for name, p in module.named_parameters() if name not in ignored]
-        self._hpcomm_sizes = _sizes(bucket_cap_mb, kwargs.get("bucket_cap_mb_list"), lane)
+        self._hpcomm_sizes = sizes_for(bucket_cap_mb, kwargs.get("bucket_cap_mb_list"), lane)
         self._hpcomm_grad_dtype = grad_dtype
         self._hpcomm_check_finite = check_finite
         self._hpcomm_shard = shard_optimizer
@@ -448,7 +448,7 @@ def attach(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
         raise InvalidArgument(f"attach() takes a DistributedDataParallel, got {type(ddp).__name__}")
     device = device_of(ddp)
     managed = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
-    without_lane = choose_lane(managed, _has_sparse(ddp.module))
+    without_lane = choose_lane(managed, has_sparse(ddp.module))
     if without_lane is not None:
         raise InvalidArgument(f"attach(): {without_lane.why}; leave it to torch's reducer")
     _install(ddp, lane_over(ddp.process_group, device), backend_name(ddp.process_group, device))
@@ -493,18 +493,3 @@ def _in_functional_call() -> bool:
     """Parameters that it puts into a module look like those that a program has put there for good."""
     codes = {inspect.unwrap(call).__code__ for call in (torch.func.functional_call, stateless.functional_call)}
     return any(frame.f_code in codes for frame, _ in traceback.walk_stack(None))
-
-
-def _has_sparse(module: torch.nn.Module) -> bool:
-    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    return any(part.sparse for part in module.modules() if isinstance(part, kinds))
-
-
-def _sizes(bucket_cap_mb: float | str | None, each: list[float] | None, lane: Communicator | None) -> BucketSizes:
-    if each:
-        return BucketSizes(tuple(int(size * MIB) for size in each))
-    if isinstance(bucket_cap_mb, str):
-        return BucketSizes(None, measure(lane) if lane is not None and lane.size > 1 else None)
-    if bucket_cap_mb is None:
-        return BucketSizes((FIRST_BYTES, DEFAULT_BYTES))
-    return BucketSizes((int(bucket_cap_mb * MIB),))
