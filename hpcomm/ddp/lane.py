@@ -112,7 +112,7 @@ class Meeting:
 
     Args:
         channel: of the wrapper.
-        lines: as :func:`agree_among` compares them.
+        lines: the reducer, and what :func:`agree_among` would compare. Only ranks with equal reducers hear.
         lacks_core: the lane of this rank has no core of its own.
     """
 
@@ -137,8 +137,10 @@ class Meeting:
         told = [json.loads(self._told[peer]) for peer in lane.ranks]
         found = disagreement("gradient reduction", lane.ranks, [lines for lines, _ in told], lane.control.rank)
         if found is not None:
+            mine = told[lane.rank][0][0]
+            hearing = [rank for rank, (lines, _) in zip(lane.ranks, told, strict=True) if lines[0] == mine]
             with contextlib.suppress(HpcommError):  # nobody leaves before everybody knows, see agree()
-                lane.control.exchange(lane.ranks, self._channel, b"", min(lane.timeout, _PATIENCE))
+                lane.control.exchange(hearing, self._channel, b"", min(lane.timeout, _PATIENCE))
             raise found
         return nobody_has_a_core_left([its for _, its in told])
 
