@@ -1,7 +1,9 @@
 """What all benchmarks share: the environment, variants timed in turn in one run, and the table.
 
-A sample is one step, timed on every rank between two barriers; its time is that of the slowest rank. Variants take
-turns step by step, so that a machine that slows down slows all of them. Medians are quoted, with the quartiles.
+A sample is one step, timed on every rank between two barriers, from the first rank's start to the last one's end: with
+more ranks than cores some start only when others have computed, and a step whose ranks do not wait for each other would
+look shorter than the cores allow if each rank's own time counted. Variants take turns step by step, so that a machine
+that slows down slows all of them. Medians are quoted, with the quartiles.
 """
 
 from __future__ import annotations
@@ -43,9 +45,9 @@ def environment(mesh: hpcomm.Mesh) -> dict[str, Any]:
 def measure(
     mesh: hpcomm.Mesh, variants: Mapping[Name, Step], *, rounds: int, warmup: int, settle: int = 0
 ) -> dict[Name, list[float]]:
-    """Seconds of the slowest rank, per variant and round (collective).
+    """Seconds from the first rank's start to the last one's end, per variant and round (collective).
 
-    Each timed step follows ``settle`` untimed ones of its variant, as it does in training: what another variant left in
+    All ranks are on one host, and read one clock. Each timed step follows ``settle`` untimed ones of its variant, as it does in training: what another variant left in
     caches, and in the scheduler's account of who used the cores, is not this one's.
     """
     samples: dict[Name, list[float]] = {name: [] for name in variants}
@@ -56,10 +58,10 @@ def measure(
             mesh.barrier()
             start = time.perf_counter()
             step()
-            slowest = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-            mesh.world.all_reduce(slowest, "max")
+            readings = torch.tensor([time.perf_counter(), -start], dtype=torch.float64)
+            mesh.world.all_reduce(readings, "max")
             if i >= warmup:
-                samples[name].append(slowest.item())
+                samples[name].append(readings.sum().item())
     return samples
 
 
