@@ -273,6 +273,73 @@ def test_named_tuples_and_dataclasses_are_trees_everywhere() -> None:
     ranks.run(2, own_classes)
 
 
+class Stretches(nn.Module):
+    """Changes what it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2).sub_(0.1)
+
+
+def chain_in_place() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [
+        nn.Linear(8, 8),
+        nn.ReLU(inplace=True),
+        nn.Linear(8, 8),
+        Stretches(),
+        nn.Linear(8, 8),
+        nn.ELU(inplace=True),
+    ]
+    return nn.Sequential(*layers, nn.Linear(8, 4)).double()
+
+
+def in_place() -> None:
+    with hpcomm.init(pp=2) as mesh:
+        numbers = torch.Generator().manual_seed(1)
+        x, y = torch.randn(6, 8, dtype=torch.float64, generator=numbers), torch.arange(6) % 4
+        reference = chain_in_place()
+        loss = CROSS(reference(x), y)
+        loss.backward()
+        for schedule, places in (("1f1b", [3]), ("zb1p", [1]), ("interleaved_1f1b", [1, 3, 5]), ("zbv", [1, 3, 5])):
+            pipe = hpcomm.Pipeline(
+                chain_in_place(), mesh=mesh, num_microbatches=2, loss_fn=CROSS, schedule=schedule, split_at=places
+            )
+            for _ in range(2):
+                pipe.zero_grad()
+                torch.testing.assert_close(pipe.step(x, target=y), loss.detach())
+                for name, parameter in pipe.named_parameters():
+                    torch.testing.assert_close(parameter.grad, reference.get_parameter(name).grad, msg=name)
+                torch.testing.assert_close(pipe.eval_step(x, target=y), loss.detach())
+
+
+def test_a_stage_may_begin_with_a_layer_that_works_in_place() -> None:
+    ranks.run(2, in_place)
+
+
+class Adds(nn.Module):
+    def forward(self, x: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
+        return x + skipped
+
+
+def in_place_beside_a_skip() -> None:
+    with hpcomm.init(pp=3) as mesh:
+        layers = {
+            "a": nn.Linear(8, 8),
+            "b": nn.ReLU(inplace=True),
+            "c": nn.Linear(8, 8),
+            "d": Adds(),
+            "e": nn.Linear(8, 4),
+        }
+        chain = hpcomm.Chain(layers, skips={"d": ["a"]})
+        pipe = hpcomm.Pipeline(chain, mesh=mesh, num_microbatches=2, loss_fn=CROSS, split_at=[1, 3])
+        with pytest.raises(RuntimeError, match="in-place"):
+            pipe.step(torch.randn(6, 8), target=torch.arange(6) % 4)
+
+
+def test_a_value_that_another_stage_takes_as_well_is_not_changed_unseen() -> None:
+    ranks.run(3, in_place_beside_a_skip)
+
+
 def accumulated() -> None:
     with hpcomm.init(dp=2, pp=2) as mesh:
         for schedule in ("zbv", "looped_bfs"):

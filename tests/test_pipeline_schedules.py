@@ -238,7 +238,7 @@ def buffers(depths: list[int]) -> list[int]:
     with hpcomm.init(pp=2) as mesh:
         for depth in depths:
             plan = compile_plan("1f1b", pp=2, num_microbatches=8, slot_depth=depth)
-            link = Link(source=0, target=1, output=None, skips=(), loads=False)
+            link = Link(source=0, target=1, output=None, skips=(), loads=False, lone=False)
             runner._edges(plan, mesh, plan.actions(mesh.rank), [link], "per_message")
     return made
 

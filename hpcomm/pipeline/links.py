@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from hpcomm.tree import mapped
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ class Link(NamedTuple):
     output: str | None  # the source's last layer, if the link carries its output
     skips: tuple[str, ...]  # layers whose outputs it carries
     loads: bool  # what the first stage's rank loaded for the target: no gradient comes back for that
+    lone: bool  # whether the target's first layer is the only one that takes the output
 
     @property
     def differentiable(self) -> bool:
@@ -45,6 +48,8 @@ class Link(NamedTuple):
             known.update(zip(self.skips, values, strict=True))
         if self.output is not None:
             known[self.output] = output
+        if self.lone and isinstance(output, torch.Tensor) and output.requires_grad and torch.is_grad_enabled():
+            output = _Changeable.apply(output)
         return output, loaded
 
     @property
@@ -74,6 +79,7 @@ def links_of(stages: Sequence[Sequence[Call]], loaders: Sequence[int] = ()) -> l
     for target in loaders:
         if target != 0:
             carried.setdefault((0, target), [])
+    skipped = {name for calls in stages for call in calls for name in call.skips}
     return [
         Link(
             source,
@@ -81,6 +87,7 @@ def links_of(stages: Sequence[Sequence[Call]], loaders: Sequence[int] = ()) -> l
             stages[source][-1].name if target == source + 1 else None,
             tuple(names),
             source == 0 and target in loaders,
+            target == source + 1 and stages[source][-1].name not in skipped,
         )
         for (source, target), names in sorted(carried.items())
     ]
@@ -98,3 +105,18 @@ def loaders_of(calls: Sequence[Sequence[Call]], keywords: Sequence[str]) -> list
 def handed_over(tree: Any) -> Any:
     """A message to a stage of the same rank: its tensors as leaves of the next stage's graph, without a copy."""
     return mapped(tree, lambda tensor: tensor.detach().requires_grad_() if tensor.requires_grad else tensor)
+
+
+class _Changeable(torch.autograd.Function):
+    """The same memory as no leaf: a first layer may work in place, as ``ReLU(inplace=True)`` does.
+
+    Only of a tensor that nobody else takes. In one process they would see the change; here they have it as it was sent.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
