@@ -49,7 +49,7 @@ class Link(NamedTuple):
         if self.output is not None:
             known[self.output] = output
         if self.lone and isinstance(output, torch.Tensor) and output.requires_grad and torch.is_grad_enabled():
-            output = _Changeable.apply(output)
+            output = _Changeable.apply(output)  # type: ignore[no-untyped-call]
         return output, loaded
 
     @property
