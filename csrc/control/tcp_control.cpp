@@ -3,6 +3,7 @@
 
 #include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -17,6 +18,27 @@
 #include "base/fork.h"
 
 namespace hpcomm::control {
+
+namespace {
+
+// In the midst of a long message more of it comes, or fits, within microseconds: to fall asleep and be woken for each
+// 100 KB took a fifth of the time of 25 MB over loopback, and 119 changes of threads where there are 45.
+constexpr auto kAwake = std::chrono::microseconds(50);
+
+// Until one of `fds` is ready, or `until`.
+void rest(std::vector<pollfd>& fds, bool in_midst, Deadline until) {
+  if (in_midst) {
+    for (const Deadline awake = Clock::now() + kAwake; Clock::now() < awake; ::sched_yield()) {
+      if (::poll(fds.data(), fds.size(), 0) != 0) {
+        return;
+      }
+    }
+  }
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
+  (void)::poll(fds.data(), fds.size(), static_cast<int>(std::max<decltype(left)>(left, 0)));
+}
+
+}  // namespace
 
 std::shared_ptr<Control> TcpControl::make(int rank, std::vector<Fd> connections, std::vector<std::string> surplus,
                                           std::chrono::milliseconds heartbeat) {
@@ -286,6 +308,7 @@ void TcpControl::run() {
     tell_lenders();
     fds.assign(1, pollfd{wake_.get(), POLLIN, 0});
     ranks.assign(1, -1);
+    bool in_midst = false;  // of a long message, in either direction
     {
       std::lock_guard lock(mutex_);
       if (stop_) {
@@ -300,13 +323,13 @@ void TcpControl::run() {
         const Peer& peer = peers_[r];
         if (peer.fd.valid() && peer.state != PeerState::kLost) {
           const short events = static_cast<short>(POLLIN | (peer.outgoing.empty() ? 0 : POLLOUT));
+          in_midst = in_midst || !peer.outgoing.empty() || !peer.incoming->landing().empty();
           fds.push_back({peer.fd.get(), events, 0});
           ranks.push_back(static_cast<int>(r));
         }
       }
     }
-    const auto rest = std::chrono::ceil<std::chrono::milliseconds>(next_beat - Clock::now()).count();
-    (void)::poll(fds.data(), fds.size(), static_cast<int>(std::max<decltype(rest)>(rest, 0)));
+    rest(fds, in_midst, next_beat);
     // One time for the whole round: were this thread stopped further down, the next round would see that first.
     const Deadline now = Clock::now();
     heartbeat_.woke(now);
