@@ -60,7 +60,7 @@ FILES = (
     File("p2p-gloo-cpu-2-ranks", "Messages over gloo",
          "python -m benchmarks.p2p --transport gloo --vs channel,send,batch,cat --rounds 5", cpu_tables.messages),
     File("pack-cpu", "Pack kernels",
-         "python -m benchmarks.pack --totals 1,16", cpu_tables.pack),
+         "python -m benchmarks.pack --totals 1,16 --rounds 5", cpu_tables.pack),
     File("pipeline-linear-cpu-dp2-pp2", "Pipelines, 2 replicas of 2 stages",
          f"{PIPELINE} 4 -m benchmarks.pipeline --dp 2 --models linear --schedules 1f1b --rounds 20",
          cpu_tables.pipeline),
