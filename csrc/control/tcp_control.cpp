@@ -1,9 +1,7 @@
 // One I/O thread reads all peers; senders write to the socket themselves when nothing is queued before them.
 #include "control/tcp_control.h"
 
-#include <poll.h>
 #include <pthread.h>
-#include <sched.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -18,27 +16,6 @@
 #include "base/fork.h"
 
 namespace hpcomm::control {
-
-namespace {
-
-// In the midst of a long message more of it comes, or fits, within microseconds: to fall asleep and be woken for each
-// 100 KB took a fifth of the time of 25 MB over loopback, and 119 changes of threads where there are 45.
-constexpr auto kAwake = std::chrono::microseconds(50);
-
-// Until one of `fds` is ready, or `until`.
-void rest(std::vector<pollfd>& fds, bool in_midst, Deadline until) {
-  if (in_midst) {
-    for (const Deadline awake = Clock::now() + kAwake; Clock::now() < awake; ::sched_yield()) {
-      if (::poll(fds.data(), fds.size(), 0) != 0) {
-        return;
-      }
-    }
-  }
-  const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
-  (void)::poll(fds.data(), fds.size(), static_cast<int>(std::max<decltype(left)>(left, 0)));
-}
-
-}  // namespace
 
 std::shared_ptr<Control> TcpControl::make(int rank, std::vector<Fd> connections, std::vector<std::string> surplus,
                                           std::chrono::milliseconds heartbeat) {
