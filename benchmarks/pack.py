@@ -1,7 +1,7 @@
 """How fast are many tensors packed into one buffer, and taken out again? Against a copy of as many bytes. On the CPU.
 
     python -m benchmarks.pack                                # 1 MB to 64 MB, 4 to 4,096 tensors, with and without cast
-    python -m benchmarks.pack --totals 16 --rounds 25 --json result.json
+    python -m benchmarks.pack --totals 16 --allocations 9 --rounds 5 --json result.json
 
 One process, one thread. Variants take turns in every round, in another order each time, as equal code is up to a
 seventh slower right behind the copy: hpcomm's kernels, with the addresses in a list as the Reducer and the Channel have
@@ -10,8 +10,11 @@ and one copy_ of as many bytes, which is the memory-copy rate of this machine at
 that are read and those that are written; the share is ours over that of the copy, the median of the rounds' own.
 Float32 tensors, as they are or as bfloat16 in the buffer (--wires: or as another type). Sets of buffers are used in
 turn, so that 64 MB do not come from a cache. Before each block its sets are gone through once, untimed: else the first
-of a variant would come from memory after another variant's buffers and from a cache after its own. Contents are
-compared with torch's before and after the timing. GPUs: benchmarks.gpu.
+of a variant would come from memory after another variant's buffers and from a cache after its own. Where the kernel
+places memory decides how caches serve it, for as long as it is there: a share differs more from one allocation to the
+next than from round to round within one. So all memory of a case, the copy's as well, is taken anew several times,
+while what was taken before is still there; a share is the median over the rounds of all allocations, and its quartiles
+are printed. Contents are compared with torch's before and after the timing, in each allocation. GPUs: benchmarks.gpu.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from typing import Any
 import torch
 
 import hpcomm
+from benchmarks.collectives import positive
 from benchmarks.harness import environment
 from hpcomm import _C
 
@@ -91,38 +95,54 @@ class Tensors:
         return count + sum(not torch.equal(t, e.float()) for t, e in zip(self.tensors, expected, strict=True))
 
 
-def measure(sets: list[Tensors], rounds: int) -> dict[str, list[float]]:
-    """Bytes per second of each variant and round."""
-    variants: dict[str, Callable[[Tensors], None]] = {
-        "pack": Tensors.pack,
-        "unpack": Tensors.unpack,
-        "python pack": Tensors.python_pack,
-        "python unpack": Tensors.python_unpack,
-        "foreach pack": Tensors.foreach_pack,
-        "foreach unpack": Tensors.foreach_unpack,
-        "copy": Tensors.copy,
-    }
-    rates: dict[str, list[float]] = {name: [] for name in variants}
-    turns: dict[str, int] = {}
-    for i in range(rounds + 1):  # the first to find out how many fill a block
-        for name, step in random.Random(i).sample([*variants.items()], len(variants)):
-            number = turns.get(name, len(sets))
-            for one in sets[:number]:
-                step(one)
-            start = time.perf_counter()
-            for one in itertools.islice(itertools.cycle(sets), number):
-                step(one)
-            seconds = (time.perf_counter() - start) / number
-            if i == 0:
-                turns[name] = max(2, int(BLOCK / seconds))
-            else:
-                one = sets[0]
-                rates[name].append((one.copied if name == "copy" else one.moved) / seconds)
-    return rates
+VARIANTS: dict[str, Callable[[Tensors], None]] = {
+    "pack": Tensors.pack,
+    "unpack": Tensors.unpack,
+    "python pack": Tensors.python_pack,
+    "python unpack": Tensors.python_unpack,
+    "foreach pack": Tensors.foreach_pack,
+    "foreach unpack": Tensors.foreach_unpack,
+    "copy": Tensors.copy,
+}
 
 
-def share(rates: dict[str, list[float]], name: str) -> float:
-    return statistics.median(a / b for a, b in zip(rates[name], rates["copy"], strict=True))
+class Blocks:
+    """The rates of one case, over several allocations of its memory."""
+
+    def __init__(self) -> None:
+        self.rates: dict[str, list[float]] = {name: [] for name in VARIANTS}  # bytes per second, by round
+        self._turns: dict[str, int] = {}
+
+    def measure(self, sets: list[Tensors], rounds: int) -> None:
+        """Adds ``rounds`` rounds on these buffers."""
+        if not self._turns:
+            for name in VARIANTS:  # how many fill a block
+                self._turns[name] = max(2, int(BLOCK / self._seconds(name, sets, len(sets))))
+        for _ in range(rounds):
+            number = len(self.rates["copy"])
+            for name in random.Random(number).sample([*VARIANTS], len(VARIANTS)):
+                moved = sets[0].copied if name == "copy" else sets[0].moved
+                self.rates[name].append(moved / self._seconds(name, sets, self._turns[name]))
+
+    @staticmethod
+    def _seconds(name: str, sets: list[Tensors], number: int) -> float:
+        step = VARIANTS[name]
+        for one in sets[:number]:
+            step(one)
+        start = time.perf_counter()
+        for one in itertools.islice(itertools.cycle(sets), number):
+            step(one)
+        return (time.perf_counter() - start) / number
+
+
+def shares(rates: dict[str, list[float]], name: str) -> list[float]:
+    """Of the copy rate of the same round."""
+    return [a / b for a, b in zip(rates[name], rates["copy"], strict=True)]
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    return low, middle, high
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -130,7 +150,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--totals", default="1,16,64", help="MB in all, with commas (1,16,64)")
     parser.add_argument("--counts", default=",".join(map(str, COUNTS)), help="numbers of tensors, with commas")
     parser.add_argument("--wires", default="float32,bfloat16", help="types in the buffer (float32,bfloat16)")
-    parser.add_argument("--rounds", type=int, default=11, help="blocks of each variant (11)")
+    parser.add_argument("--allocations", type=positive, default=5, help="how often all memory is taken anew (5)")
+    parser.add_argument("--rounds", type=positive, default=3, help="blocks of each variant in an allocation (3)")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     return parser.parse_args(argv)
 
@@ -143,25 +164,35 @@ def run(arguments: argparse.Namespace) -> int:
     with hpcomm.init() as mesh:
         described = environment(mesh)
     print("".join(f"# {key:<18} {value}\n" for key, value in described.items()))
-    print(f"{'':<30}{'':>10}{'kernels':>16}{'from Python':>16}{'foreach':>16}   shares of the copy rate")
-    print(f"{'':<30}{'copy GB/s':>10}" + f"{'pack':>8}{'unpack':>8}" * 3)
+    print(f"{'':<30}{'':>10}{'kernels':>32}{'from Python':>16}{'foreach':>16}   shares of the copy rate")
+    print(f"{'':<30}{'copy GB/s':>10}{'pack':>16}{'unpack':>16}" + f"{'pack':>8}{'unpack':>8}" * 2)
     for total in (int(float(text) * MB) for text in arguments.totals.split(",")):
         for number in map(int, arguments.counts.split(",")):
             for wire_name in arguments.wires.split(","):
                 wire = getattr(torch, wire_name)
                 cast = "" if wire == torch.float32 else f", as {wire_name}"
-                sets = [Tensors(total, number, wire) for _ in range(max(1, min(4, 256 * MB // total)))]
-                wrong += sum(one.wrong(1) for one in sets)
-                rates = measure(sets, arguments.rounds)
-                wrong += sum(one.wrong(2) for one in sets)
-                shares = {name: share(rates, name) for name in rates}
+                blocks = Blocks()
+                sets: list[Tensors] = []
+                for _ in range(arguments.allocations):
+                    # The last ones go when these are there: else they would get the same memory.
+                    sets = [Tensors(total, number, wire) for _ in range(max(1, min(4, 256 * MB // total)))]
+                    wrong += sum(one.wrong(1) for one in sets)
+                    blocks.measure(sets, arguments.rounds)
+                    wrong += sum(one.wrong(2) for one in sets)
+                rates = blocks.rates
+                spans = {name: quartiles(shares(rates, name)) for name in rates}
                 name = f"{number} x {total / number / 1024:g} KB" + cast
                 cells = "".join(
-                    f"{100 * shares[way + end]:>6.0f} %"
-                    for way, end in itertools.product(("", "python ", "foreach "), ("pack", "unpack"))
+                    f"{100 * middle:>5.0f} % {100 * low:>3.0f}-{100 * high:<3.0f} "
+                    for low, middle, high in (spans["pack"], spans["unpack"])
+                ) + "".join(
+                    f"{100 * spans[way + end][1]:>6.0f} %"
+                    for way, end in itertools.product(("python ", "foreach "), ("pack", "unpack"))
                 )
                 print(f"{name:<30}{statistics.median(rates['copy']) / 1e9:>10.2f}{cells}", flush=True)
-                rows.append({"case": name, "total": total, "tensors": number, "rates": rates, "shares": shares})
+                medians = {name: span[1] for name, span in spans.items()}
+                rows.append({"case": name, "total": total, "tensors": number, "rates": rates, "shares": medians,
+                             "quartiles": {name: (span[0], span[2]) for name, span in spans.items()}})  # fmt: skip
     print(f"\n# tensors that were wrong: {wrong}")
     if arguments.json:
         document = {"question": "pack", "environment": described, "arguments": vars(arguments), "rows": rows}

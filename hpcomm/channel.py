@@ -192,10 +192,11 @@ class Receiver:
 class Channel:
     """Messages between this rank and ``peer``, in order in each direction.
 
-    A message is any tree of dicts, lists, tuples, named tuples, dataclasses, None, numbers and strings around tensors
-    of any shape and dtype (of whole bytes, not quantised) on the communicator's device. Parameters arrive as plain
-    tensors; other classes derived from ``torch.Tensor`` are refused. Small tensors travel packed into one payload,
-    tensors of ``direct_from`` bytes and more as they are; the structure goes ahead, and only when it changed.
+    A message is any tree of dicts, OrderedDicts, lists, tuples, named tuples, dataclasses, None, numbers and strings
+    around tensors of any shape and dtype (of whole bytes, not quantised) on the communicator's device. Parameters
+    arrive as plain tensors; other classes derived from ``torch.Tensor`` are refused. Small tensors travel packed into
+    one payload, tensors of ``direct_from`` bytes and more as they are; the structure goes ahead, and only when it
+    changed.
 
     Args:
         communicator: a communicator that both ranks belong to, e.g. ``mesh.pp``.
@@ -282,6 +283,8 @@ class Channel:
     def recv(self, timeout: float = -1.0) -> Any:
         """Waits for the next message. Its tensors live in a receive slot that is used again when they are gone.
 
+        After TimedOut within a given ``timeout`` the next call goes on waiting for that message.
+
         Raises:
             TimedOut: nothing came within ``timeout`` seconds (the communicator's own limit when negative).
             SchemaMismatch: the message is not what :meth:`expect` said, or holds a class that this program has not; or
@@ -289,7 +292,7 @@ class Channel:
             ProtocolError: what came is no message of this edge.
             RankFailed, PeerError: the peer is gone or raised.
         """
-        return self._take() if timeout < 0 else self._receiver.recv().wait(timeout)
+        return self._take() if timeout < 0 else self._take(-1, timeout)
 
     def irecv(self) -> Pending:
         """Asks for the next message without waiting."""

@@ -17,6 +17,7 @@ import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from hpcomm import _C
+from hpcomm.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from hpcomm.channel import Channel
@@ -40,6 +41,7 @@ def send(channel: Channel, tree: object) -> torch.Tensor:
 
     Raises:
         SchemaMismatch: in the backward, when the receiver's backwards run in another order than the sender's.
+        InvalidArgument: in a backward through the backward (``create_graph=True``), which would need both ranks.
     """
     structure, tensors = _C.flatten(tree)
     if not torch.is_grad_enabled():
@@ -73,10 +75,24 @@ class _Send(torch.autograd.Function):
         return torch.zeros((), device=tensors[0].device if tensors else None)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients = iter(ctx.channel._receiver.take(ctx.number))
+        taken = [None if g is None else g.detach() for g in ctx.channel._receiver.take(ctx.number)]
+        if torch.is_grad_enabled():  # create_graph=True; once_differentiable takes what came for a constant
+            taken = [None if g is None else _Last.apply(g.requires_grad_()) for g in taken]  # type: ignore[no-untyped-call]
+        gradients = iter(taken)
         return None, None, *(next(gradients) if needed else None for needed in ctx.needs_input_grad[2:])
+
+
+class _Last(torch.autograd.Function):
+    """A gradient that came from the other rank: how it depends on this rank's tensors is not known here."""
+
+    @staticmethod
+    def forward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(_: Any, *__: torch.Tensor) -> torch.Tensor:
+        raise InvalidArgument("hpcomm.nn.send: derivatives of derivatives are not sent between ranks")
 
 
 class _Recv(torch.autograd.Function):

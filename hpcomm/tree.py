@@ -7,6 +7,7 @@ and nothing else, and no code of a class runs when one of its objects is built.
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,9 +23,9 @@ __all__: list[str] = []
 def flatten(tree: object) -> tuple[bytes, list[torch.Tensor]]:
     """The structure of ``tree``, and its tensors in order, contiguous.
 
-    Lists, tuples, dicts (in insertion order, keys str or int), named tuples, dataclasses, None, bool, int, float,
-    complex and str come back as they were. Classes are known to the other rank by module and name; both must have
-    imported them.
+    Lists, tuples, dicts and OrderedDicts (in their order, keys str or int), named tuples, dataclasses, None, bool, int,
+    float, complex and str come back as they were. Classes are known to the other rank by module and name; both must
+    have imported them.
 
     Raises:
         InvalidArgument: a leaf or container that cannot travel, with its place in the tree.
@@ -66,7 +67,7 @@ def rebuilt(tree: Any, parts: Sequence[Any]) -> Any:
     """
     kind = type(tree)
     if isinstance(tree, dict):
-        return dict(zip(tree, parts, strict=True))
+        return (OrderedDict if kind is OrderedDict else dict)(zip(tree, parts, strict=True))
     if isinstance(tree, (list, tuple)):
         return tuple.__new__(kind, parts) if hasattr(tree, "_fields") else kind(parts)
     made = object.__new__(kind)

@@ -226,12 +226,21 @@ def headers(document: Document) -> Section:
     return Section(rows(["", "a header, both sides", "another schema, beyond that"], body), aims, [])
 
 
+def _share(row: Mapping[str, Any], name: str) -> str:
+    """The median, and the quartiles where the results have them: older ones do not."""
+    text = f"{row['shares'][name]:.0%}"
+    if name not in row.get("quartiles", {}):
+        return text
+    low, high = row["quartiles"][name]
+    return f"{text} ({low:.0%}-{high:.0%})"
+
+
 def pack(document: Document) -> Section:
     """benchmarks.pack: shares of the copy rate."""
     body, aims = [], []
     for row in document["rows"]:
         shares = row["shares"]
-        body.append([row["case"], *(f"{shares[name]:.0%}" for name in shares if name != "copy")])
+        body.append([row["case"], *(_share(row, name) for name in shares if name != "copy")])
         aims += [Aim(f"{way} {row['case']}", "80% of the copy rate", f"{shares[way]:.0%}", shares[way] >= 0.8)
                  for way in ("pack", "unpack")]  # fmt: skip
     names = [name for name in document["rows"][0]["shares"] if name != "copy"]

@@ -294,10 +294,15 @@ def test_headers_are_timed_and_right(tmp_path: Path) -> None:
         ]
 
 
-def test_packing_is_timed_and_right() -> None:
+def test_packing_is_timed_and_right(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.pack", "--totals", "0.125", "--counts", "4,64", "--rounds", "2"]
+    command += ["--allocations", "3", "--json", str(tmp_path / "pack.json")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "64 x 2 KB, as bfloat16" in ended.stdout
     assert "# tensors that were wrong: 0" in ended.stdout
+    for row in json.loads((tmp_path / "pack.json").read_text())["rows"]:
+        assert {len(rates) for rates in row["rates"].values()} == {3 * 2}
+        for name, (low, high) in row["quartiles"].items():
+            assert low <= row["shares"][name] <= high

@@ -60,6 +60,8 @@ def test_what_misses_its_aim_is_said() -> None:
     }
     shares = {"pack": 0.79, "unpack": 0.8, "copy": 1.0}
     assert [aim.met for aim in cpu_tables.pack({"rows": [{"case": "x", "shares": shares}]}).aims] == [False, True]
+    spread = {"case": "x", "shares": shares, "quartiles": {"pack": (0.7, 0.85)}}
+    assert "79% (70%-85%) | 80%" in "\n".join(cpu_tables.pack({"rows": [spread]}).table)
     step = {"stock": [0.02, 0.03], "hpcomm": [0.02, 0.03], "compute only": [0.01, 0.02],
             "floor: pack and reduce": [0.006, 0.006]}  # fmt: skip
     ddp = cpu_tables.ddp({"arguments": {"ranks": 2}, "seconds": {"8 x Linear(1024), batch 32": step}})

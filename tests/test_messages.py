@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict, defaultdict
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hpcomm
-from hpcomm.tree import flatten, tensors_of, unflatten
+from hpcomm.tree import flatten, mapped, tensors_of, unflatten
 
 
 class Pair(NamedTuple):
@@ -62,6 +63,7 @@ TREES = st.recursive(
         st.builds(Frozen, inner),
         st.builds(Outer.Inner, inner),
         st.dictionaries(st.one_of(st.text(), st.integers()), inner, max_size=3),
+        st.dictionaries(st.one_of(st.text(), st.integers()), inner, max_size=3).map(OrderedDict),
     ),
     max_leaves=12,
 )
@@ -108,6 +110,9 @@ def test_tensors_travel_dense_and_keep_requires_grad() -> None:
         ("\ud800", "characters that UTF-8 cannot hold"),
         (torch.Size([1]), "Size cannot be sent"),
         (Hidden, "type cannot be sent"),
+        (defaultdict(list, a=[1]), "defaultdict cannot be sent"),
+        (OrderedDict(a=[1, {2}]), r"message\['a'\]\[1\]: set cannot be sent"),
+        (OrderedDict({(1, 2): 3}), "a dict key of type tuple"),
     ],
 )
 def test_what_cannot_travel_is_named(tree: object, words: str) -> None:
@@ -182,6 +187,21 @@ def test_a_class_name_that_is_no_text(tree: Any) -> None:
         unflatten(structure.replace(name, b"\x80" * len(name)), tensors)
 
 
+def test_an_ordered_dict_keeps_its_order() -> None:
+    """Which is not that in which its keys were set, once one was moved."""
+    ordered = OrderedDict((name, torch.full((2,), float(i))) for i, name in enumerate("abc"))
+    ordered.move_to_end("a")
+    ordered.move_to_end("c", last=False)
+    got = unflatten(*flatten({"h": ordered}))["h"]
+    assert type(got) is OrderedDict
+    assert list(got) == list("cba")
+    assert all(map(torch.equal, got.values(), ordered.values()))
+    assert list(map(float, (tensor[0] for tensor in tensors_of(ordered)))) == [2.0, 1.0, 0.0]
+    halved = mapped(ordered, lambda tensor: tensor / 2)
+    assert type(halved) is OrderedDict
+    assert list(halved) == list("cba")
+
+
 def test_deep_nesting_is_refused() -> None:
     deep: Any = None
     for _ in range(300):
@@ -193,6 +213,6 @@ def test_deep_nesting_is_refused() -> None:
 
 
 def test_announced_counts_allocate_nothing() -> None:
-    for kind in b"lumS":
+    for kind in b"lumoS":
         with pytest.raises(hpcomm.ProtocolError, match="cut short"):
             unflatten(bytes([kind]) + b"\xff\xff\xff\x7f", [])

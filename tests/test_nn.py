@@ -152,3 +152,97 @@ def another_order() -> None:
 
 def test_backwards_in_another_order_are_not_mixed_up() -> None:
     ranks.run(2, another_order)
+
+
+def backward_again() -> None:
+    """A graph that is kept sends its gradients once for each backward, on both sides as often."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        if mesh.rank == 0:
+            x = torch.full((3,), 2.0, requires_grad=True)
+            token = hpcomm.nn.send(channel, [x * 5, x])
+            for i in range(3):
+                token.backward(retain_graph=i < 2)
+                assert torch.equal(x.grad, torch.full((3,), (i + 1) * (5 * 7.0 + 11)))
+            y = torch.ones(2, requires_grad=True)
+            hpcomm.nn.send(channel, {"y": y}).backward()  # the next message is in step
+            assert torch.equal(y.grad, torch.full((2,), 13.0))
+        else:
+            a, b = hpcomm.nn.recv(channel)
+            loss = (a * 7).sum() + (b * 11).sum()
+            for i in range(3):
+                loss.backward(retain_graph=i < 2)
+            (hpcomm.nn.recv(channel)["y"] * 13).sum().backward()
+
+
+@pytest.mark.parametrize("env", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_a_graph_that_is_kept_may_go_backward_again(env: dict[str, str]) -> None:
+    ranks.run(2, backward_again, env=env)
+
+
+def derivatives_of_derivatives() -> None:
+    """They would need a graph across the ranks: an error, no wrong number, and the channel stays in step."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        if mesh.rank == 0:
+            x = torch.full((3,), 2.0, requires_grad=True)
+            token = hpcomm.nn.send(channel, x**2)
+            (gradient,) = torch.autograd.grad(token, x, create_graph=True)
+            assert torch.equal(gradient.detach(), torch.full((3,), 4 * 3 * 16.0))  # 2x of 3 (x^2)^2
+            with pytest.raises(hpcomm.InvalidArgument, match="derivatives of derivatives are not sent"):
+                gradient.sum().backward()
+        else:
+            h = hpcomm.nn.recv(channel)
+            (h**3).sum().backward()
+        work = channel.send(mesh.rank)
+        assert channel.recv() == 1 - mesh.rank
+        work.wait()
+
+
+def test_derivatives_of_derivatives_are_refused() -> None:
+    ranks.run(2, derivatives_of_derivatives)
+
+
+def changed_in_place() -> None:
+    """A stage may begin with an operation in place, and one tensor may stand in a tree twice."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        if mesh.rank == 0:
+            x = torch.tensor([-1.0, 2.0, 3.0], requires_grad=True)
+            h = x * 2
+            hpcomm.nn.send(channel, {"h": h, "again": h, "other": x * 3}).backward()
+            assert torch.equal(x.grad, torch.tensor([0.0, 2 * 5.0, 2 * 5.0]) + 2 * 7 + 3 * 4)
+        else:
+            got = hpcomm.nn.recv(channel)
+            h = torch.nn.functional.relu(got["h"], inplace=True)
+            assert torch.equal(h.detach(), torch.tensor([0.0, 4.0, 6.0]))
+            assert torch.equal(got["again"].detach(), torch.tensor([-2.0, 4.0, 6.0]))
+            other = got["other"]
+            other *= 4
+            ((h * 5).sum() + (got["again"] * 7).sum() + other.sum()).backward()
+
+
+@pytest.mark.parametrize("env", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_what_was_received_may_be_changed_in_place(env: dict[str, str]) -> None:
+    ranks.run(2, changed_in_place, env=env)
+
+
+def no_gradient_at_all() -> None:
+    """A backward that reaches one of a message's tensors sends None for all others; complex numbers have gradients."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        if mesh.rank == 0:
+            tensors = [torch.full((2,), 1.0 + i, requires_grad=True) for i in range(4)]
+            z = torch.tensor([1 + 2j, 3 - 1j], requires_grad=True)
+            hpcomm.nn.send(channel, [*tensors, z, torch.arange(3)]).backward()
+            assert [tensor.grad is None for tensor in tensors] == [True, True, False, True]
+            assert torch.equal(tensors[2].grad, torch.zeros(2))
+            assert torch.equal(z.grad, 2 * z.detach())
+        else:
+            got = hpcomm.nn.recv(channel)
+            ((got[2] * 0).sum() + (got[4].abs() ** 2).sum()).backward()
+
+
+@pytest.mark.parametrize("env", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_most_tensors_have_no_gradient(env: dict[str, str]) -> None:
+    ranks.run(2, no_gradient_at_all, env=env)

@@ -1,7 +1,6 @@
 // One I/O thread reads all peers; senders write to the socket themselves when nothing is queued before them.
 #include "control/tcp_control.h"
 
-#include <poll.h>
 #include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -286,6 +285,7 @@ void TcpControl::run() {
     tell_lenders();
     fds.assign(1, pollfd{wake_.get(), POLLIN, 0});
     ranks.assign(1, -1);
+    bool in_midst = false;  // of a long message, in either direction
     {
       std::lock_guard lock(mutex_);
       if (stop_) {
@@ -300,13 +300,13 @@ void TcpControl::run() {
         const Peer& peer = peers_[r];
         if (peer.fd.valid() && peer.state != PeerState::kLost) {
           const short events = static_cast<short>(POLLIN | (peer.outgoing.empty() ? 0 : POLLOUT));
+          in_midst = in_midst || !peer.outgoing.empty() || !peer.incoming->landing().empty();
           fds.push_back({peer.fd.get(), events, 0});
           ranks.push_back(static_cast<int>(r));
         }
       }
     }
-    const auto rest = std::chrono::ceil<std::chrono::milliseconds>(next_beat - Clock::now()).count();
-    (void)::poll(fds.data(), fds.size(), static_cast<int>(std::max<decltype(rest)>(rest, 0)));
+    rest(fds, in_midst, next_beat);
     // One time for the whole round: were this thread stopped further down, the next round would see that first.
     const Deadline now = Clock::now();
     heartbeat_.woke(now);

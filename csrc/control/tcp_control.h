@@ -1,6 +1,8 @@
 // Control over one TCP connection per peer, made by ControlListener. Private to this folder.
 #pragma once
 
+#include <poll.h>
+
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -95,6 +97,8 @@ class TcpControl final : public Control {
   void deliver_all(int peer);
   void deliver(int peer, Inflow::Arrival arrival);
   [[nodiscard]] Buffer place_of(int peer, std::uint64_t channel, std::size_t bytes);
+  // Until one of `fds` is ready, or `until`; `in_midst` of a long message, in either direction.
+  static void rest(std::vector<pollfd>& fds, bool in_midst, Deadline until);
   void flush(Peer& peer);
   void send_frame(Peer& peer, FrameKind kind, std::uint64_t channel, std::string_view body);
   void tell_all(FrameKind kind, std::uint64_t channel, std::string_view body);

@@ -1,10 +1,12 @@
 // What a TcpControl reads from its sockets and writes to them. control/inflow.h and control/outbox.h know its order.
+#include <sched.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <utility>
 
@@ -20,8 +22,23 @@ constexpr std::size_t kMostAtOnce = std::size_t{1} << 20;
 constexpr std::size_t kBehind = 4096;
 // Of a message's parts in one call.
 constexpr std::size_t kMostParts = 16;
+// In the midst of a long message more of it comes, or fits, within microseconds: to fall asleep and be woken for each
+// 100 KB took a fifth of the time of 25 MB over loopback, and 119 changes of threads where there are 45.
+constexpr auto kAwake = std::chrono::microseconds(50);
 
 }  // namespace
+
+void TcpControl::rest(std::vector<pollfd>& fds, bool in_midst, Deadline until) {
+  if (in_midst) {
+    for (const Deadline awake = Clock::now() + kAwake; Clock::now() < awake; ::sched_yield()) {
+      if (::poll(fds.data(), fds.size(), 0) != 0) {
+        return;
+      }
+    }
+  }
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
+  (void)::poll(fds.data(), fds.size(), static_cast<int>(std::max<decltype(left)>(left, 0)));
+}
 
 void TcpControl::read_from(int rank) {
   // On the stack: it stays in a cache. Only long bodies are read straight to where they will be.

@@ -68,7 +68,8 @@ class Walk {
         }
         return;
       }
-      case Node::kDict: {
+      case Node::kDict:
+      case Node::kOrderedDict: {
         const std::uint32_t count = reader_.count();
         for (std::uint32_t i = 0; i < count; ++i) {
           const std::string key = dict_key();
@@ -120,6 +121,7 @@ class Walk {
       case Node::kList:
       case Node::kTuple:
       case Node::kDict:
+      case Node::kOrderedDict:
       case Node::kNamedTuple:
       case Node::kDataclass:
         break;

@@ -19,13 +19,14 @@ enum class Node : char {
   kInteger = 'I',     // signed, 8 bytes
   kBigInteger = 'L',  // hexadecimal as Python prints it, with a length before
   kReal = 'F',
-  kComplex = 'C',     // two reals
-  kText = 'S',        // UTF-8, with a length before it
-  kList = 'l',        // a count, then nodes
-  kTuple = 'u',       // likewise
-  kDict = 'm',        // a count, then a key (kText, an integer, kTrue or kFalse) and a node, so many times
-  kNamedTuple = 'n',  // the name of the class (module:qualified name) with its length, a count, nodes
-  kDataclass = 'D',   // likewise, and before each node the name of its field with a length
+  kComplex = 'C',      // two reals
+  kText = 'S',         // UTF-8, with a length before it
+  kList = 'l',         // a count, then nodes
+  kTuple = 'u',        // likewise
+  kDict = 'm',         // a count, then a key (kText, an integer, kTrue or kFalse) and a node, so many times
+  kOrderedDict = 'o',  // likewise
+  kNamedTuple = 'n',   // the name of the class (module:qualified name) with its length, a count, nodes
+  kDataclass = 'D',    // likewise, and before each node the name of its field with a length
 };
 
 // Deeper trees are refused on both ends: walking one takes a stack frame a level.

@@ -2,6 +2,7 @@
 #include "engine/window.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <exception>
 #include <optional>
@@ -22,6 +23,11 @@ constexpr std::uint64_t kMostAsked = std::uint64_t{32} << 20;
 // After a long message, so many are asked for: to ask costs as much as a short one.
 constexpr int kAsks = 4;
 
+// What a sender waits for word from a receiver that is about to ask: a fiftieth of what such a message takes.
+Deadline patience(std::uint64_t bytes) {
+  return Clock::now() + std::chrono::microseconds(bytes / (std::uint64_t{128} << 10));
+}
+
 struct News {
   std::uint64_t freed = 0;
   std::uint64_t asked = 0;
@@ -41,10 +47,10 @@ std::uint64_t Window::cost(const Parcel& parcel) noexcept {
   return std::max<std::uint64_t>(parcel.bytes(), kLeastCost);
 }
 
-bool Window::hear() {
+bool Window::hear(Deadline until) {
   std::optional<std::string> text;
   try {
-    text = control_.try_receive(peer_, channel_, Deadline{});
+    text = control_.try_receive(peer_, channel_, until);
   } catch (const Error&) {
     // The job has failed, or the peer has left: sending says so.
   }
@@ -70,6 +76,12 @@ bool Window::take(const Parcel& parcel, std::uint64_t sequence) {
   }
   if (!is_short(parcel)) {
     while (asked_ != sequence + 1 && hear()) {
+    }
+    // Where messages go back and forth, the receiver's word follows its own message, which this one answers. If it
+    // asked for the last long one, be it too late, it is worth waiting for: else half of them would take the slow way.
+    const bool asks = last_long_ > 0 && asked_ >= last_long_;
+    last_long_ = sequence + 1;
+    for (const Deadline until = patience(parcel.bytes()); asks && asked_ != sequence + 1 && hear(until);) {
     }
     return asked_ == sequence + 1;
   }

@@ -9,6 +9,7 @@
 
 #include "comm/communicator.h"
 #include "engine/parcel.h"
+#include "stream/event.h"
 
 namespace hpcomm {
 
@@ -18,7 +19,7 @@ class Window {
   // `edge` is the edge's id, `peer` the other end's rank in the communicator; `slots` as both ends were given it.
   Window(const Communicator& communicator, int peer, std::uint64_t edge, std::size_t slots);
 
-  // At the sender: takes room for message `sequence`; false when it has to go another way.
+  // At the sender: takes room for message `sequence`; false when it has to go another way. May wait for a moment.
   [[nodiscard]] bool take(const Parcel& parcel, std::uint64_t sequence);
   // At the receiver: message `sequence` is waited for. Says so if the last ones were long.
   void ask(std::uint64_t sequence) noexcept;
@@ -33,8 +34,8 @@ class Window {
 
  private:
   [[nodiscard]] bool is_short(const Parcel& parcel) const noexcept { return parcel.bytes() <= most_; }
-  // At the sender: false when there is none.
-  [[nodiscard]] bool hear();
+  // At the sender: false when nothing came until then.
+  [[nodiscard]] bool hear(Deadline until = {});
   void tell() noexcept;
   [[nodiscard]] static std::uint64_t cost(const Parcel& parcel) noexcept;
 
@@ -44,10 +45,11 @@ class Window {
   const std::uint64_t most_;        // bytes of a message that nobody has asked for
   const std::uint64_t most_asked_;  // and of one that the receiver waits for
   const std::uint64_t room_;
-  std::uint64_t used_ = 0;   // by all messages so far
-  std::uint64_t freed_ = 0;  // of it, as the receiver has said
-  std::uint64_t asked_ = 0;  // 1 + the last message that the receiver has said to wait for; 0: none
-  int asks_ = 0;             // at the receiver: for so many more messages
+  std::uint64_t used_ = 0;       // by all messages so far
+  std::uint64_t freed_ = 0;      // of it, as the receiver has said
+  std::uint64_t asked_ = 0;      // 1 + the last message that the receiver has said to wait for; 0: none
+  std::uint64_t last_long_ = 0;  // at the sender: 1 + the last message that had to be asked for; 0: none
+  int asks_ = 0;                 // at the receiver: for so many more messages
 };
 
 }  // namespace hpcomm

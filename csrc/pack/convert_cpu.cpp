@@ -46,9 +46,18 @@ template <typename From, typename Wide>
 constexpr std::size_t kAhead = 24;
 constexpr std::size_t kHead = 256;  // bytes of a long one; of a short one at most twice as many
 constexpr std::size_t kLong = std::size_t{1} << 10;
-constexpr std::size_t kVeryLong = std::size_t{16} << 10;  // the hardware is better at it from here on
 constexpr std::size_t kLargeTarget = 2048;
 constexpr std::size_t kLine = 64;
+
+// The hardware is better at it from here on, in bytes of the source. The loop of one instruction outruns the hardware
+// for longer: 16 MB in tensors of 16 KB are packed at 76 % of the copy rate without, at 98 % with. Those of 32 KB gain
+// a twentieth there, and lose a sixth where 1 MB lies in a cache; so do loops that widen at 16 KB.
+template <typename How>
+constexpr std::size_t kVeryLong = std::size_t{16} << 10;
+#if defined(__x86_64__)
+template <>
+constexpr std::size_t kVeryLong<Narrow> = std::size_t{32} << 10;
+#endif
 
 [[gnu::always_inline]] inline void prefetch(const void* begin, std::size_t bytes) noexcept {
   const auto address = reinterpret_cast<std::uintptr_t>(begin);  // a number: it may be null
@@ -106,7 +115,7 @@ template <typename How>
   const std::size_t source_size = How::source_size(items->source_dtype);
   const std::size_t large = kLargeTarget / How::target_size(items->target_dtype);
   const std::size_t long_count = kLong / source_size;
-  const std::size_t very_long_count = kVeryLong / source_size;
+  const std::size_t very_long_count = kVeryLong<How> / source_size;
   for (std::size_t i = 0; i < count; ++i) {
     const CopyItem& item = items[i];
     if (item.source == nullptr || kind_of(item) != kind || item.count >= most) {

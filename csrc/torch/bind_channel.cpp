@@ -4,6 +4,10 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <chrono>
+#include <map>
+#include <mutex>
+
 #include "comm/communicator_allocator.h"
 #include "engine/edge.h"
 #include "engine/structure.h"
@@ -117,6 +121,21 @@ class WireTypes {
   std::vector<std::optional<DType>> each_;
 };
 
+// One call at a time, whichever thread calls. Who waits for another thread's call does so without the GIL: that one may
+// need it.
+class Turn {
+ public:
+  explicit Turn(std::mutex& mutex) : lock_(mutex, std::try_to_lock) {
+    if (!lock_.owns_lock()) {
+      const WithoutGil scope;
+      lock_.lock();
+    }
+  }
+
+ private:
+  std::unique_lock<std::mutex> lock_;
+};
+
 class TreeSender {
  public:
   TreeSender(EdgeConfig config, std::uint64_t direct_from)
@@ -125,7 +144,8 @@ class TreeSender {
 
   WorkPtr send(const py::object& tree, int microbatch, const py::object& wire) {
     const FlatTree flat = flatten(tree);
-    const WireTypes wires(wire, flat);
+    const WireTypes wires(wire, flat);  // calls the program, which may send as well
+    const Turn turn(mutex_);
     const c10::Device device = torch_device(edge_.device());
     SchemaWriter writer(schema_, flat.structure, direct_from_, flat.tensors.size());
     std::vector<Source> sources;
@@ -157,9 +177,13 @@ class TreeSender {
   }
 
   [[nodiscard]] std::size_t slot_bytes() const { return edge_.slot_bytes(); }
-  [[nodiscard]] bool is_under_way() const { return edge_.is_under_way(); }
+  [[nodiscard]] bool is_under_way() const {
+    const Turn turn(mutex_);
+    return edge_.is_under_way();
+  }
 
  private:
+  mutable std::mutex mutex_;
   SendEdge edge_;
   const std::uint64_t direct_from_;
   std::string schema_;  // of the message at hand; kept for its memory
@@ -247,16 +271,27 @@ class TreeReceiver {
 
   // On a GPU the host waits for the header here.
   Receipt recv(int microbatch) {
+    if (auto late = first_overdue()) {
+      return *late;
+    }
     const WithoutGil scope;
+    const auto turn = take_turn();
     return edge_.recv(microbatch);
   }
 
-  // The next message, received by this thread where nothing is before it. Tensors are made while it is on its way.
-  py::object take(int microbatch) {
+  // The next message; within `timeout` seconds, if that is not negative. Without a limit it is received by this thread
+  // where nothing is before it, and tensors are made while it is on its way.
+  py::object take(int microbatch, double timeout) {
+    if (timeout >= 0 || !overdue_.empty()) {
+      const Receipt receipt = recv(microbatch);
+      wait(receipt, timeout);
+      return to_tree(*receipt.message);
+    }
     Drafting drafting(edge_.device());
     Receipt receipt;
     {
       const WithoutGil scope;
+      const auto turn = take_turn();
       OpOptions options;
       options.inline_when_idle = true;
       options.poll = check_signals;
@@ -264,7 +299,7 @@ class TreeReceiver {
                            {[&](const KnownPtr& known) { drafting.idle(known); },
                             [&](const Incoming& message) { drafting.placed(message); }});
     }
-    wait_for(*receipt.work, -1);
+    wait(receipt, -1);
     return drafting.finish(*receipt.message);
   }
 
@@ -280,7 +315,47 @@ class TreeReceiver {
   }
 
  private:
+  // Threads take turns, each with the next message. A signal's handler may come within its thread's own.
+  std::unique_lock<std::recursive_timed_mutex> take_turn() {
+    std::unique_lock lock(mutex_, std::try_to_lock);
+    while (!lock.owns_lock() && !lock.try_lock_for(kSignalPoll)) {
+      check_signals();
+    }
+    return lock;
+  }
+
+  // A receipt keeps its place in the line also when its caller waits no longer: the next call goes on with it, or its
+  // message would be lost.
+  void wait(const Receipt& receipt, double timeout) {
+    try {
+      wait_for(*receipt.work, timeout);
+    } catch (...) {
+      if (!has_failed(*receipt.work)) {  // it may have come just now
+        overdue_.emplace(receipt.work->what().sequence, receipt);
+      }
+      throw;
+    }
+  }
+
+  static bool has_failed(const Work& work) {
+    try {
+      (void)work.wait_until({});
+      return false;
+    } catch (...) {
+      return true;
+    }
+  }
+
+  std::optional<Receipt> first_overdue() {
+    const auto node = overdue_.empty() ? decltype(overdue_)::node_type() : overdue_.extract(overdue_.begin());
+    return node.empty() ? std::nullopt : std::optional(std::move(node.mapped()));
+  }
+
+  static constexpr auto kSignalPoll = std::chrono::milliseconds(20);
+
+  std::recursive_timed_mutex mutex_;
   RecvEdge edge_;
+  std::map<long long, Receipt> overdue_;  // by sequence number; with the GIL
 };
 
 }  // namespace
@@ -335,7 +410,7 @@ void bind_channel(py::module_& module) {
            py::arg("communicator"), py::arg("peer"), py::arg("frozen"), py::kw_only(), slots, slot_bytes, max_bytes,
            movable)
       .def("recv", &TreeReceiver::recv, py::arg("microbatch") = -1)
-      .def("take", &TreeReceiver::take, py::arg("microbatch") = -1)
+      .def("take", &TreeReceiver::take, py::arg("microbatch") = -1, py::arg("timeout") = -1.0)
       .def("expect", &TreeReceiver::expect, py::arg("tree"));
 }
 

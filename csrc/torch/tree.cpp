@@ -71,6 +71,9 @@ class Flattener {
     if (PyDict_CheckExact(node)) {
       return put_dict(node, depth);
     }
+    if (PyODict_CheckExact(node)) {
+      return put_ordered_dict(node, depth);
+    }
     if (PyTuple_Check(node) && PyObject_HasAttrString(node, "_fields")) {
       put(Node::kNamedTuple);
       put_class(node);
@@ -156,18 +159,33 @@ class Flattener {
     PyObject* value = nullptr;
     Py_ssize_t position = 0;
     while (PyDict_Next(dict, &position, &key, &value) != 0) {
-      if (PyUnicode_CheckExact(key)) {
-        put(Node::kText);
-        put_text(key);
-      } else if (PyBool_Check(key)) {
-        put(key == Py_True ? Node::kTrue : Node::kFalse);
-      } else if (PyLong_CheckExact(key)) {
-        put_integer(key);
-      } else {
-        refuse(str("a dict key of type ", Py_TYPE(key)->tp_name, "; keys are str or int"));
-      }
-      below(value, depth, [key] { return str("[", py::repr(py::handle(key)).cast<std::string>(), "]"); });
+      put_entry(key, value, depth);
     }
+  }
+
+  // Its order is not always that of the dict beneath.
+  void put_ordered_dict(PyObject* dict, int depth) {
+    const auto items = py::reinterpret_steal<py::list>(PyMapping_Items(dict));
+    put(Node::kOrderedDict);
+    put_count(static_cast<Py_ssize_t>(items.size()));
+    make_room(static_cast<Py_ssize_t>(items.size()), depth);
+    for (const py::handle item : items) {
+      put_entry(PyTuple_GET_ITEM(item.ptr(), 0), PyTuple_GET_ITEM(item.ptr(), 1), depth);
+    }
+  }
+
+  void put_entry(PyObject* key, PyObject* value, int depth) {
+    if (PyUnicode_CheckExact(key)) {
+      put(Node::kText);
+      put_text(key);
+    } else if (PyBool_Check(key)) {
+      put(key == Py_True ? Node::kTrue : Node::kFalse);
+    } else if (PyLong_CheckExact(key)) {
+      put_integer(key);
+    } else {
+      refuse(str("a dict key of type ", Py_TYPE(key)->tp_name, "; keys are str or int"));
+    }
+    below(value, depth, [key] { return str("[", py::repr(py::handle(key)).cast<std::string>(), "]"); });
   }
 
   void put_dataclass(PyObject* node, int depth) {
@@ -285,6 +303,17 @@ class Builder {
         for (std::uint32_t i = 0; i < count; ++i) {
           const py::object key = build();
           dict[key] = build();
+        }
+        return dict;
+      }
+      case Node::kOrderedDict: {
+        const std::uint32_t count = reader_.count();
+        const py::object dict = checked(PyODict_New());
+        for (std::uint32_t i = 0; i < count; ++i) {
+          const py::object key = build();
+          if (PyODict_SetItem(dict.ptr(), key.ptr(), build().ptr()) != 0) {
+            throw py::error_already_set();
+          }
         }
         return dict;
       }

@@ -161,7 +161,7 @@ std::size_t put_structure(Random& random, std::string& bytes, int depth) {
       put_count(bytes, count);
       return children(count, [] {});
     case 8:
-      bytes.push_back('m');
+      bytes.push_back(random() % 2 == 0 ? 'm' : 'o');
       put_count(bytes, count);
       return children(count, [&] {
         bytes.push_back('S');

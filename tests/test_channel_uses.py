@@ -1,0 +1,421 @@
+"""What programs do with channels: special values, thousands of leaves, threads, Ctrl-C, gradients twice, wrong use."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import ranks
+import torch
+
+import hpcomm
+
+TRANSPORTS = {"shm": {}, "gloo": {"HPCOMM_CPU_TRANSPORT": "gloo"}, "one slot": {"HPCOMM_EMULATE": "nccl"}}
+WIRES = [
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+]  # fmt: skip
+
+
+def send_until_told(channel: hpcomm.Channel, tree: object, microbatch: int = -1) -> None:
+    """What has left before the receiver looks at it is refused at a later one."""
+    for _ in range(2000):
+        channel._sender.send(tree, microbatch).wait()
+        time.sleep(0.01)
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def special(dtype: torch.dtype, rank: int) -> torch.Tensor:
+    """What casts treat apart: zeros, NaN, infinities, what is too large or too small for a narrower type, ties."""
+    values = [0.0, -0.0, float("nan"), float("inf"), float("-inf"), 1.0 + rank]
+    for narrow in WIRES:
+        info = torch.finfo(narrow)
+        for value in (info.max, info.smallest_normal, info.tiny * info.eps, 1 + info.eps / 2, 1 + 1.5 * info.eps):
+            values += [value, -value, value * 2, value / 2, value * (1 + 2.0**-20)]
+    return torch.tensor(values, dtype=torch.float64).to(dtype)
+
+
+def special_values() -> None:
+    """As torch casts, from dense memory and from strides alike."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+
+        def tree(rank: int) -> list[torch.Tensor]:
+            dense = [special(dtype, rank) for dtype in WIRES]
+            wide = [torch.stack((values, values)).t() for values in dense]
+            return [*dense, *(two[:, 0] for two in wide)]
+
+        for wire in WIRES:
+            work = channel.send(tree(mesh.rank), wire_dtype=wire)
+            got = channel.recv()
+            work.wait()
+            for number, (tensor, sent) in enumerate(zip(got, tree(1 - mesh.rank), strict=True)):
+                expected = sent.to(wire).to(sent.dtype)
+                assert tensor.dtype == expected.dtype
+                a, b = tensor.double(), expected.double()
+                same = (a == b) & (torch.signbit(a) == torch.signbit(b)) | (a.isnan() & b.isnan())
+                at = int((~same).nonzero()[0]) if not same.all() else 0
+                how = "strided" if number >= len(WIRES) else "dense"
+                assert bool(same.all()), f"{sent.dtype} as {wire}, {how}: {sent[at]} came as {a[at]}, torch has {b[at]}"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_nan_infinities_and_what_does_not_fit_are_cast_as_by_torch(transport: str) -> None:
+    ranks.run(2, special_values, env=TRANSPORTS[transport])
+
+
+# --- trees -----------------------------------------------------------------------------------------------------------
+
+
+def ten_thousand_leaves() -> None:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+
+        def tree(rank: int, turn: int) -> Any:
+            base = torch.arange(30_000.0) + 100_000.0 * rank + turn
+            leaves = [base[i : i + 1 + (i + turn) % 4] for i in range(10_000)]
+            return {"rows": [{f"k{j}": leaves[100 * i + j] for j in range(100)} for i in range(100)], "turn": turn}
+
+        for turn in (0, 0, 1):  # a new schema, the same, another
+            work = channel.send(tree(mesh.rank, turn))
+            got = channel.recv()
+            work.wait()
+            expected = tree(1 - mesh.rank, turn)
+            assert got["turn"] == turn
+            for row, wanted in zip(got["rows"], expected["rows"], strict=True):
+                assert list(row) == list(wanted)
+                assert all(torch.equal(a, b) for a, b in zip(row.values(), wanted.values(), strict=True))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ten_thousand_leaves(transport: str) -> None:
+    ranks.run(2, ten_thousand_leaves, env=TRANSPORTS[transport])
+
+
+@dataclasses.dataclass
+class Boundary:
+    hidden: torch.Tensor
+    mask: torch.Tensor | None = None
+    cache: Boundary | None = None
+    step: int = dataclasses.field(default=0, kw_only=True)
+
+
+def optional_fields() -> None:
+    """A field that is a tensor in one message and None in the next."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+
+        def message(rank: int, turn: int) -> Boundary:
+            base = torch.full((3,), 10.0**rank + turn)
+            made = Boundary(base, step=turn)
+            if turn % 2:
+                made.mask = base > 5
+            if turn % 3 == 1:
+                made.cache = Boundary(base * 2, None if turn % 2 else base.int(), step=rank)
+            return made
+
+        for turn in range(12):
+            work = channel.send(message(mesh.rank, turn))
+            got, expected = channel.recv(), message(1 - mesh.rank, turn)
+            work.wait()
+            assert hpcomm._C.flatten(got)[0] == hpcomm._C.flatten(expected)[0]
+            for a, b in zip(hpcomm._C.flatten(got)[1], hpcomm._C.flatten(expected)[1], strict=True):
+                assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_fields_that_come_and_go(transport: str) -> None:
+    ranks.run(2, optional_fields, env=TRANSPORTS[transport])
+
+
+def a_frozen_layout() -> None:
+    """A frozen schema fixes dtypes, shapes, wire types and what requires a gradient; not where a tensor lies."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, schema="frozen")
+        base = torch.arange(12.0).view(3, 4) + 100 * mesh.rank
+        theirs = torch.arange(12.0).view(3, 4) + 100 * (1 - mesh.rank)
+
+        def exchange(tree: Any) -> Any:
+            work = channel.send(tree)
+            got = channel.recv()
+            work.wait()
+            return got
+
+        assert torch.equal(exchange([base, base[0]])[0], theirs)
+        wide = torch.stack((base, base), 2)[..., 1]
+        assert not wide.is_contiguous()
+        for turn, tensor in enumerate((wide, base.t().contiguous().t(), base)):
+            got = exchange([tensor, base[0] + turn])
+            assert torch.equal(got[0], theirs)
+            assert torch.equal(got[1], theirs[0] + turn)
+        for tree, wire, words in (
+            ([base.double(), base[0]], None, r"message\[0\]: float64\[3, 4\] instead of float32\[3, 4\]"),
+            ([base.t(), base[0]], None, r"message\[0\]: float32\[4, 3\] instead of float32\[3, 4\]"),
+            ([base.clone().requires_grad_(), base[0]], None, r"message\[0\]"),
+            ([base, base[0]], torch.bfloat16, r"message\[0\]"),
+        ):
+            with pytest.raises(hpcomm.SchemaMismatch, match=rf"edge {mesh.rank}->{1 - mesh.rank}.*{words}"):
+                channel.send(tree, wire_dtype=wire)
+        assert torch.equal(exchange([base, base[0]])[0], theirs)  # nothing of that was issued
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_frozen_schema_does_not_fix_strides(transport: str) -> None:
+    ranks.run(2, a_frozen_layout, env=TRANSPORTS[transport])
+
+
+def what_requires_a_gradient() -> None:
+    """The bit travels, the graph does not: what comes is a leaf."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+
+        def tree(rank: int) -> list[torch.Tensor]:
+            leaf = torch.full((4,), 10.0**rank, requires_grad=True)
+            view = (leaf * 3).view(2, 2).t()
+            with torch.no_grad():
+                plain = leaf * 2
+            return [leaf, leaf * 2, view, leaf.detach(), plain, torch.empty(0, requires_grad=True)]
+
+        for scope in (torch.enable_grad(), torch.no_grad()):
+            with scope:
+                work = channel.send(tree(mesh.rank))
+                got = channel.recv()
+                work.wait()
+            with torch.enable_grad():
+                expected = tree(1 - mesh.rank)
+            assert all(tensor.is_leaf and tensor.grad_fn is None for tensor in got)
+            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+            wanted = [True, torch.is_grad_enabled(), True, False, False, True]
+            if isinstance(scope, torch.enable_grad):
+                assert [tensor.requires_grad for tensor in got] == wanted
+            else:
+                assert [tensor.requires_grad for tensor in got] == [True, False, False, False, False, True]
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_requires_grad_of_tensors_that_are_no_leaves(transport: str) -> None:
+    ranks.run(2, what_requires_a_gradient, env=TRANSPORTS[transport])
+
+
+def others_than_expected() -> None:
+    """Each kind of difference, told on both ends with edge, microbatch and leaf."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        x = torch.full((3,), 10.0**mesh.rank)
+        wanted = {"a": x, "h": [x.int(), None]}
+        for number, (tree, words) in enumerate(
+            (
+                ({"a": x, "h": [x.double(), None]}, r"message\['h'\]\[0\]: float64\[3\] instead of int32\[3\]"),
+                ({"a": x.view(1, 3), "h": [x.int(), None]}, r"message\['a'\]: float32\[1, 3\] instead of float32\[3\]"),
+                ({"a": x, "h": [None, None]}, r"message\['h'\]\[0\]: int32\[3\] is missing"),
+                ({"a": x, "h": [x.int(), x]}, r"message\['h'\]\[1\]: float32\[3\], where nothing is expected"),
+                ({"b": x, "h": [x.int(), None]}, r"message\['b'\] where message\['a'\] is expected"),
+                ({"a": [x], "h": [x.int(), None]}, r"message\['a'\]\[0\] where message\['a'\] is expected"),
+            ),
+            start=3,
+        ):
+            channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+            told = rf"edge 0->1, microbatch {number}: this rank expects another message: {words}"
+            if mesh.rank == 1:
+                channel.expect(wanted)
+                with pytest.raises(hpcomm.SchemaMismatch, match=told):
+                    channel._receiver.take(number)
+            else:
+                with pytest.raises(hpcomm.SchemaMismatch, match=f"rank 1 refused a message of this rank: {told}"):
+                    send_until_told(channel, tree, number)
+            mesh.barrier()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_both_ends_are_told_edge_microbatch_and_leaf(transport: str) -> None:
+    ranks.run(2, others_than_expected, env=TRANSPORTS[transport])
+
+
+# --- threads and signals ---------------------------------------------------------------------------------------------
+
+
+def many_threads(number: int, messages: int) -> None:
+    """They may not know in which order they come; every message comes once and whole."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        failures: list[BaseException] = []
+        seen: list[tuple[int, int]] = []
+
+        def guarded(what: Any, *args: Any) -> threading.Thread:
+            def call() -> None:
+                try:
+                    what(*args)
+                except BaseException as error:
+                    failures.append(error)
+
+            thread = threading.Thread(target=call)
+            thread.start()
+            return thread
+
+        def send(thread: int) -> None:
+            for i in range(messages):
+                size = 1 + (i % 5) * 300
+                value = 1000.0 * thread + i + 0.5 * mesh.rank
+                tree = {"who": (thread, i), "x": torch.full((size,), value), f"t{thread}": torch.full((7,), value)}
+                channel.send(tree).wait()
+
+        def receive(count: int) -> None:
+            for _ in range(count):
+                got = channel.recv()
+                thread, i = got["who"]
+                value = 1000.0 * thread + i + 0.5 * (1 - mesh.rank)
+                assert got["x"].shape == (1 + (i % 5) * 300,)
+                assert bool((got["x"] == value).all())
+                assert bool((got[f"t{thread}"] == value).all())
+                seen.append((thread, i))
+
+        threads = [guarded(send, thread) for thread in range(number)]
+        threads += [guarded(receive, messages) for _ in range(number)]
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+        assert sorted(seen) == [(thread, i) for thread in range(number) for i in range(messages)]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_threads_may_share_a_channel(transport: str) -> None:
+    ranks.run(2, many_threads, 3, 100 if transport == "one slot" else 400, env=TRANSPORTS[transport])
+
+
+def interrupted(how: str) -> None:
+    """Ctrl-C while a rank waits for a message: the wait ends, and the message comes when it is asked for again."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, schema="frozen" if how == "frozen" else "per_message")
+        mesh.world.barrier()
+        if mesh.rank == 0:
+            assert mesh.control.receive(1, 997, 30) == b"interrupted"
+            for i in range(3):
+                channel.send([torch.full((5,), 10.0 + i), torch.full((1 << 19,), float(i))]).wait()
+        else:
+            before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+            pending = channel.irecv() if how == "asked before" else None
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            limits = [30.0] if how == "with a limit" else []
+            with pytest.raises(KeyboardInterrupt):
+                channel.recv(*limits) if pending is None else pending.wait()
+            signal.signal(signal.SIGALRM, before)
+            mesh.control.send(0, 997, b"interrupted")  # no barrier: it would come behind the receipt, on one slot
+            for i in range(3):
+                got = pending.wait() if pending is not None and i == 0 else channel.recv()
+                assert torch.equal(got[0], torch.full((5,), 10.0 + i))
+                assert torch.equal(got[1], torch.full((1 << 19,), float(i)))
+
+
+@pytest.mark.parametrize(
+    ("transport", "how"),
+    [
+        (transport, how)
+        for transport in TRANSPORTS
+        for how in ("recv", "frozen", "asked before", "with a limit")
+        # There the caller is the receiver, and what it was at is not taken up again: the next test.
+        if transport != "shm" or how not in ("recv", "frozen")
+    ],
+)
+def test_an_interrupted_recv_may_be_repeated(transport: str, how: str) -> None:
+    ranks.run(2, interrupted, how, env=TRANSPORTS[transport])
+
+
+def interrupted_on_shared_memory() -> None:
+    """That direction of the channel is over on this rank; the other one, and the mesh, go on."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        mesh.world.barrier()
+        if mesh.rank == 1:
+            before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                channel.recv()
+            signal.signal(signal.SIGALRM, before)
+            for _ in range(2):
+                with pytest.raises(hpcomm.Closed, match="interrupted on this rank"):
+                    channel.recv()
+            channel.send(torch.full((3,), 10.0)).wait()
+        else:
+            assert torch.equal(channel.recv(), torch.full((3,), 10.0))
+        mesh.world.barrier()
+
+
+def test_ctrl_c_in_recv_on_shared_memory_ends_that_direction() -> None:
+    ranks.run(2, interrupted_on_shared_memory, env={"HPCOMM_CPU_TRANSPORT": "shm"})
+
+
+def recv_in_a_loop(channel: hpcomm.Channel) -> Any:
+    while True:
+        with contextlib.suppress(hpcomm.TimedOut):
+            return channel.recv(timeout=0.001)
+
+
+def asked_again_and_again() -> None:
+    """A recv with a limit, in a loop until something comes: nothing is lost, and the order stays."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        sizes = [3, 3, 300, 1 << 19, 0, 7]
+        if mesh.rank == 0:
+            for i, size in enumerate(sizes):
+                assert mesh.control.receive(1, 998, 30) == b"again"  # the receiver has timed out
+                channel.send({"i": i, "x": torch.full((size,), float(i)), "y": torch.ones(2)}).wait()
+        else:
+            for i, size in enumerate(sizes):
+                with pytest.raises(hpcomm.TimedOut):
+                    channel.recv(timeout=0.0 if i % 2 else 0.02)
+                if i % 3 == 1:
+                    with pytest.raises(hpcomm.TimedOut):
+                        channel.recv(timeout=0.01)
+                mesh.control.send(0, 998, b"again")
+                if i == 3:
+                    got = channel.irecv().wait()
+                elif i % 2:
+                    got = channel.recv()
+                else:
+                    got = recv_in_a_loop(channel)
+                assert got["i"] == i
+                assert torch.equal(got["x"], torch.full((size,), float(i)))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_recv_that_timed_out_loses_nothing(transport: str) -> None:
+    ranks.run(2, asked_again_and_again, env=TRANSPORTS[transport])
+
+
+# --- wrong use -------------------------------------------------------------------------------------------------------
+
+
+def wrong_peers() -> None:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        for peer in (-1, mesh.rank, 2, 1 << 20):
+            with pytest.raises(hpcomm.InvalidArgument, match=f"Channel: rank {mesh.rank} of 2 has no peer {peer}"):
+                hpcomm.Channel(mesh.pp, peer)
+        for options in ({"slots": 0}, {"slots": -1}, {"slot_bytes": -1}, {"max_bytes": -5}, {"direct_from": -1}):
+            with pytest.raises((hpcomm.InvalidArgument, TypeError)):
+                hpcomm.Channel(mesh.pp, 1 - mesh.rank, **options)
+        # A refused argument leaves the ranks in step: the next channel connects.
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+
+        def fails(place: str, tensor: torch.Tensor) -> torch.dtype:
+            raise LookupError(place)
+
+        with pytest.raises(LookupError, match=r"message\['h'\]"):
+            channel.send({"h": torch.ones(3)}, wire_dtype=fails)
+        for answer, words in ((torch.int32, "no real floating point"), ("bfloat16", "expected a torch.dtype")):
+            with pytest.raises(hpcomm.InvalidArgument, match=words):
+                channel.send({"h": torch.ones(3)}, wire_dtype=lambda _, __, answer=answer: answer)
+        with pytest.raises(hpcomm.InvalidArgument, match="wire_dtype"):
+            channel.send({"h": torch.ones(3)}, wire_dtype="bfloat16")
+        work = channel.send({"h": torch.full((3,), 10.0**mesh.rank)})
+        assert torch.equal(channel.recv()["h"], torch.full((3,), 10.0 ** (1 - mesh.rank)))
+        work.wait()
+
+
+def test_wrong_arguments_leave_the_ranks_in_step() -> None:
+    ranks.run(2, wrong_peers)
