@@ -1,4 +1,4 @@
-"""torchrun starts the workers again: the new ones find each other, and nothing of the old ones is in their way."""
+"""Workers that are started again: they find each other, and nothing of the old ones is in their way."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from patience import left_in_shared_memory, shared_memory
 from test_examples import kill_tree
 
 import hpcomm
+from hpcomm.communicator import own_store
 
 HERE = Path(__file__).resolve().parent
 WORLD = 3
@@ -76,3 +79,27 @@ def test_workers_that_are_started_again(tmp_path: Path) -> None:
     assert "rank 1 is gone: its process ended" in text  # in the first attempt
     assert hpcomm.RankFailed.__name__ in text
     assert left_in_shared_memory(before) == set()
+
+
+def started_together(store: dist.Store) -> set[str]:
+    """The names that three ranks, as threads, agree on."""
+    with ThreadPoolExecutor(WORLD) as threads:
+        starts = [threads.submit(own_store, store, rank, WORLD, timeout=20.0) for rank in range(WORLD)]
+        return {start.result()[1] for start in starts}
+
+
+def test_what_an_earlier_start_left_is_not_believed() -> None:
+    store = dist.HashStore()
+    for rank in (1, 2):
+        with pytest.raises(hpcomm.TimedOut, match="rank 0 did not come"):
+            own_store(store, rank, WORLD, timeout=0.05)
+    first = started_together(store)
+    assert len(first) == 1
+    # The words of all are there, and a roster, but nobody who reads it.
+    with pytest.raises(hpcomm.TimedOut, match="rank 1 did not come"):
+        own_store(store, 0, WORLD, timeout=0.05)
+    with pytest.raises(hpcomm.TimedOut, match="rank 0 did not come"):
+        own_store(store, 2, WORLD, timeout=0.05)
+    second = started_together(store)
+    assert len(second) == 1
+    assert first != second
