@@ -263,9 +263,9 @@ def own_store(store: Store, rank: int, size: int, *, timeout: float) -> tuple[Pr
     words = [f"word/{r}" for r in range(size)]
     seen = [f"seen/{r}" for r in range(size)]
     mine = secrets.token_hex(8)
-    place.set(words[rank], mine)
     name, roster = "", [""] * size
     with _store_errors("the other ranks" if rank == 0 else "rank 0"):
+        place.set(words[rank], mine)
         for _ in _looks(timeout):
             if rank == 0:
                 found = [_now(place, word) for word in words]
