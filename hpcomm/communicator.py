@@ -293,7 +293,7 @@ def _now(store: Store, key: str) -> str:
 
 
 def _looks(timeout: float) -> Iterator[None]:
-    """Turns of a loop that looks into a store, until the time is over."""
+    """Turns of a loop that looks into a store, until the time is over. torch's own wait sees Ctrl-C only at its end."""
     deadline = time.monotonic() + timeout
     pause = 0.001
     yield
