@@ -76,8 +76,6 @@ def test_workers_that_are_started_again(tmp_path: Path) -> None:
         attempt, name, found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert (attempt, name) == (2, "hpcomm")
         assert found == [[111.0 + WORLD * attempt, 11.0 if rank < 2 else 0.0]] * 5
-    assert "rank 1 is gone: its process ended" in text  # in the first attempt
-    assert hpcomm.RankFailed.__name__ in text
     assert left_in_shared_memory(before) == set()
 
 
