@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import ipaddress
 import itertools
 import os
 import re
 import secrets
 import socket
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from hpcomm import _C
 from hpcomm.control_channels import ControlChannel
@@ -33,6 +36,9 @@ DEFAULT_HEARTBEAT_TIMEOUT = 20.0  # seconds
 LONGEST_HEARTBEAT_TIMEOUT = 86400.0  # seconds
 
 MIN_SECRET = 16  # characters
+
+# Seconds between two looks into the store.
+_LONGEST_PAUSE = 0.05
 
 _LIMITS = re.compile(r"(?P<lane>\*|\w+)=(?P<min>\d{1,4})-(?P<max>\d{1,4})(/(?P<cluster>\d))?")
 
@@ -93,7 +99,7 @@ def job_secret() -> bytes | None:
 
 
 def start_control(store: Store, rank: int, size: int, *, timeout: float, names: Sequence[int] | None = None) -> Control:
-    """Connects the Control of all ``size`` ranks that share ``store`` (collective).
+    """Connects the Control of all ``size`` ranks that share ``store``, one of :func:`own_store` (collective).
 
     Over TCP; between ranks that share memory, messages travel through that, unless ``HPCOMM_CPU_TRANSPORT=gloo``.
     With ``names`` its ranks are called by these numbers, which grow: those of a larger job that they are part of. A job
@@ -112,17 +118,18 @@ def start_control(store: Store, rank: int, size: int, *, timeout: float, names: 
     if secret is not None:
         # Who can read the store still cannot join; what comes from there keeps jobs with the same secret apart.
         token = hmac.digest(secret, b"hpcomm job" + token, "sha256")
+    host = _listen_host(store, rank, size, timeout)
     called = list(range(size)) if names is None else list(names)
     rank, size = called[rank], called[-1] + 1
-    listener = _C.ControlListener(_listen_host(), rank, size, token)
+    listener = _C.ControlListener(host, rank, size, token)
     store.set(f"control/{rank}", listener.address)
     addresses = [""] * size
     for r in called:
         addresses[r] = _get(store, f"control/{r}", f"rank {r}", timeout).decode()
     control = listener.connect(addresses, timeout, heartbeat)
     # All ranks take part, whatever they chose: whether they agree on it is asked through this Control.
-    host = f"none, rank {rank} uses gloo" if transport == "gloo" else os.environ.get("HPCOMM_HOST", "")
-    return _C.near_control(control, _C.Neighbourhood(control, timeout, host, called), timeout)
+    apart = f"none, rank {rank} uses gloo" if transport == "gloo" else os.environ.get("HPCOMM_HOST", "")
+    return _C.near_control(control, _C.Neighbourhood(control, timeout, apart, called), timeout)
 
 
 def first_communicator(
@@ -241,26 +248,141 @@ def disagreement(
     return None
 
 
+def own_store(store: Store, rank: int, size: int, *, timeout: float) -> tuple[PrefixStore, str]:
+    """A part of ``store`` that only this start of these ranks has, and its name, the same on all (collective).
+
+    A store may outlive those who met there: torchrun keeps one for all its restarts, whose ranks died at different
+    points. So nobody believes what lies there, unless it names something new: each rank writes a random word, rank 0
+    answers with a roster of these and a name, and renews both when a word changes. Whoever finds its own word in the
+    roster says that it has seen this name. When all have, it is the one.
+
+    Raises:
+        TimedOut: a rank did not come within ``timeout`` seconds.
+    """
+    place = PrefixStore("hpcomm/start", store)
+    words = [f"word/{r}" for r in range(size)]
+    seen = [f"seen/{r}" for r in range(size)]
+    mine = secrets.token_hex(8)
+    name, roster = "", [""] * size
+    with _store_errors("the other ranks" if rank == 0 else "rank 0"):
+        place.set(words[rank], mine)
+        for _ in _looks(timeout):
+            if rank == 0:
+                found = [_now(place, word) for word in words]
+                if found != roster and all(found):
+                    name, roster = secrets.token_hex(8), found
+                    place.set("roster", " ".join([name, *roster]))
+                    place.set(seen[0], name)
+                if name and all(_now(place, one) == name for one in seen):
+                    place.set("agreed", name)
+                    return PrefixStore(f"hpcomm/{name}", store), name
+            else:
+                given, *theirs = _now(place, "roster").split() or [""]
+                if given != name and theirs[rank : rank + 1] == [mine]:
+                    name = given
+                    place.set(seen[rank], name)
+                if name and _now(place, "agreed") == name:
+                    return PrefixStore(f"hpcomm/{name}", store), name
+        absent = [r for r in range(size) if not _now(place, words[r])]
+        late = [r for r in range(size) if rank == 0 and _now(place, seen[r]) != name]
+    raise _did_not_come(f"rank {[*absent, *late, 0][0]}", timeout)
+
+
+def _now(store: Store, key: str) -> str:
+    return bytes(store.get(key)).decode() if store.check([key]) else ""
+
+
+def _looks(timeout: float) -> Iterator[None]:
+    """Turns of a loop that looks into a store, until the time is over. torch's own wait sees Ctrl-C only at its end."""
+    deadline = time.monotonic() + timeout
+    pause = 0.001
+    yield
+    while time.monotonic() < deadline:
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE)
+        yield
+
+
+def _did_not_come(who: str, timeout: float) -> TimedOut:
+    return TimedOut(
+        f"{who} did not come within {timeout:.0f} s while the job was starting; is it running?", operation="init"
+    )
+
+
+@contextlib.contextmanager
+def _store_errors(who: str) -> Iterator[None]:
+    try:
+        yield
+    except HpcommError:
+        raise
+    except RuntimeError as error:
+        raise TransportError(
+            f"waiting for {who} while the job was starting: the store through which ranks find each other has gone "
+            f"({error}); look at the output of the process that had it, rank 0 or torchrun",
+            operation="init",
+        ) from error
+
+
 def _get(store: Store, key: str, who: str, timeout: float) -> bytes:
     try:
         store.wait([key], timedelta(seconds=timeout))
     except RuntimeError as error:
-        raise TimedOut(
-            f"{who} did not come within {timeout:.0f} s while the job was starting; is it running?", operation="init"
-        ) from error
+        with _store_errors(who):
+            there = store.check([key])
+        if not there:
+            raise _did_not_come(who, timeout) from error
     return bytes(store.get(key))
 
 
-def _listen_host() -> str:
-    """The numeric address of the interface that leads to ``MASTER_ADDR``: peers reach us where we reach it."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+def _listen_host(store: Store, rank: int, size: int, timeout: float) -> str:
+    """The numeric address of one interface, through which the others reach this rank (collective).
+
+    That which leads to where they all meet. A host's own name often leads to its loopback, as Debian has it: ranks
+    there take the interface that leads to a rank on another host.
+    """
+    master = _meeting_place(store)
+    mine = _interface_to(master)
+    store.set(f"host/{rank}", f"{mine} {_network()}")
+    if not _is_loopback(mine):
+        return mine
+    hosts = [_get(store, f"host/{r}", f"rank {r}", timeout).decode().split() for r in range(size)]
+    for address, _ in hosts:
+        if not _is_loopback(address):
+            return _interface_to(address)
+    for r, (_, network) in enumerate(hosts):
+        if network != hosts[rank][1]:
+            raise InvalidArgument(
+                f"rank {rank} and rank {r} run on different hosts, and {master!r}, where ranks meet, leads to no "
+                "interface between them; set MASTER_ADDR to an address of rank 0's host that all hosts can reach"
+            )
+    return mine
+
+
+def _meeting_place(store: Store) -> str:
+    """A host that every rank has reached, or ``MASTER_ADDR``."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, TCPStore) else os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+
+def _interface_to(host: str) -> str:
     try:
-        family, _, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # sends nothing: it only chooses the route
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise InvalidArgument(f"MASTER_ADDR={master!r} cannot be resolved or reached: {error}") from error
+        raise InvalidArgument(f"{host!r}, where ranks meet, cannot be resolved or reached: {error}") from error
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.split("%", maxsplit=1)[0]).is_loopback
+
+
+def _network() -> str:
+    """Two processes with the same one have the same loopback."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/net')}"  # noqa: PTH115
 
 
 def cpu_transport() -> str:
@@ -282,20 +404,20 @@ def _emulated(communicator: Communicator) -> Communicator:
     return communicator if rules is None else _C.emulated_communicator(communicator, rules)
 
 
-def _gloo_device() -> object:
-    """The interface that torch's own groups would use, or the one that leads to ``MASTER_ADDR``: the host's name may
-    resolve to an address that other hosts cannot reach.
+def _gloo_device(store: Store, rank: int, size: int, timeout: float) -> object:
+    """The interface that torch's own groups would use, or that of Control: the host's name may resolve to an address
+    that other hosts cannot reach.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         return ProcessGroupGloo.create_device(interface=interface)
-    return ProcessGroupGloo.create_device(hostname=_listen_host())
+    return ProcessGroupGloo.create_device(hostname=_listen_host(store, rank, size, timeout))
 
 
-def gloo_options(timeout: float, *, threads: int) -> ProcessGroupGloo._Options:  # type: ignore[name-defined]
-    """Options of a gloo backend of ours."""
+def gloo_options(store: Store, rank: int, size: int, *, timeout: float, threads: int) -> ProcessGroupGloo._Options:  # type: ignore[name-defined]
+    """Options of a gloo backend of ours, whose ranks share ``store`` (collective)."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [_gloo_device()]
+    options._devices = [_gloo_device(store, rank, size, timeout)]
     options._threads = threads
     options._timeout = timedelta(seconds=timeout)
     return options
@@ -303,8 +425,9 @@ def gloo_options(timeout: float, *, threads: int) -> ProcessGroupGloo._Options: 
 
 def _gloo_factory(store: Store, timeout: float) -> Callable[[str, int, int], Backend]:
     def make(name: str, rank: int, size: int) -> Backend:
-        options = gloo_options(timeout, threads=1)  # a lane runs one collective at a time
-        backend: Backend = ProcessGroupGloo(PrefixStore(f"gloo/{name}", store), rank, size, options)
+        private = PrefixStore(f"gloo/{name}", store)
+        options = gloo_options(private, rank, size, timeout=timeout, threads=1)  # a lane runs one collective at a time
+        backend: Backend = ProcessGroupGloo(private, rank, size, options)
         return backend
 
     return make

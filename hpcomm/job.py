@@ -14,6 +14,7 @@ from hpcomm.communicator import (
     cpu_transport,
     gloo_options,
     over_shared_memory,
+    own_store,
     start_control,
 )
 from hpcomm.errors import HpcommError, SchemaMismatch
@@ -70,9 +71,7 @@ class Job:
         self.root = root
         self.ranks = ranks
         self._transport = transport
-        # One key per job: a store may outlive a process group, and its keys with it.
-        generation = store.add(f"hpcomm/generation/{rank}", 1)
-        private = PrefixStore(f"hpcomm/{generation}", store)
+        private, _ = own_store(store, rank, len(ranks), timeout=timeout)
         names = sorted(ranks)  # torch's new_group() may keep an order of the caller's
         control = start_control(private, names.index(ranks[rank]), len(ranks), timeout=timeout, names=names)
         neighbourhood = _C.neighbourhood_of(control) if len(ranks) > 1 else None
@@ -125,8 +124,8 @@ def _leave() -> None:
 
 def _gloo_backend(options: Any, timeout: float) -> Backend:
     """The whole group on gloo: some of its ranks share no memory."""
-    backend = ProcessGroupGloo(
-        PrefixStore("gloo", options.store), options.group_rank, options.group_size, gloo_options(timeout, threads=2)
-    )
+    rank, size = options.group_rank, options.group_size
+    store, _ = own_store(PrefixStore("gloo", options.store), rank, size, timeout=timeout)
+    backend = ProcessGroupGloo(store, rank, size, gloo_options(store, rank, size, timeout=timeout, threads=2))
     backend._set_sequence_number_for_group()
     return backend

@@ -17,11 +17,19 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from hpcomm.channel import forget_parted, let_go
-from hpcomm.communicator import agree, cpu_transport, default_timeout, emulation, first_communicator, start_control
+from hpcomm.communicator import (
+    agree,
+    cpu_transport,
+    default_timeout,
+    emulation,
+    first_communicator,
+    own_store,
+    start_control,
+)
 from hpcomm.devices import pick_device
 from hpcomm.errors import InvalidArgument, PeerError, RankFailed, TimedOut
 
@@ -37,8 +45,6 @@ AXES = ("pp", "dp", "tp")  # outermost to innermost
 # names a group by its ranks, and one that is made after another of that name has been destroyed would read from the
 # store what that one left there; so the next mesh takes them, and they end with the default group.
 _idle: dict[tuple[tuple[int, ...], str], list[dist.ProcessGroup]] = {}
-# Default groups that this process has made. Their store may be one and the same, so each has keys of its own.
-_made = 0
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -97,9 +103,7 @@ class Mesh:
         self.rank = rank
         self.size = world
         self.coordinate = _coordinate(rank, sizes)
-        # One key per init() of this process group: a second mesh must not read the first one's addresses.
-        generation = store.add(f"hpcomm/generation/{rank}", 1)
-        private = PrefixStore(f"hpcomm/{generation}", store)
+        private, start = own_store(store, rank, world, timeout=timeout)
         self.control: Control = start_control(private, rank, world, timeout=timeout)
         terms = [f"{axis}={size}" for axis, size in sizes.items()] + [f"device={device.type}"] + emulation()
         terms.append(f"HPCOMM_CPU_TRANSPORT={cpu_transport()}")
@@ -108,7 +112,7 @@ class Mesh:
             private,
             self.control,
             range(world),
-            name=f"mesh{generation}",
+            name=f"mesh {start}",
             lane="world",
             timeout=timeout,
             device=device,
@@ -313,7 +317,6 @@ def init(
         SchemaMismatch: ranks passed different axes, or are on different kinds of device.
         TimedOut, RankFailed: a rank did not come.
     """
-    global _made  # noqa: PLW0603
     seconds = default_timeout() if timeout is None else timeout
     rank, world = _job()
     if (dp, pp, tp) == (1, 1, 1):
@@ -330,16 +333,16 @@ def init(
         else:
             try:
                 store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
+                store, _ = own_store(store, rank, world, timeout=seconds)
                 dist.init_process_group(
                     backend,
-                    store=PrefixStore(f"hpcomm/{_made}", store),
+                    store=store,
                     rank=rank,
                     world_size=world,
                     timeout=timedelta(seconds=seconds),
                 )
             except dist.DistError as error:
                 raise TimedOut(f"not all {world} ranks came within {seconds:.0f} s: {error}", rank=rank) from error
-            _made += 1
     return Mesh(sizes, _default_store(), rank, timeout=seconds, device=place, owns_group=owns_group)
 
 

@@ -178,6 +178,21 @@ def test_ctrl_c_works_in_every_wait(name: str) -> None:
     assert outcomes[0].ok, outcomes[0]
 
 
+def interrupted_at_the_start(folder: Path) -> None:
+    if int(os.environ["RANK"]) == 0:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        with pytest.raises(KeyboardInterrupt):  # not only when the time is over: the run has less
+            after_an_alarm(lambda: dist.init_process_group("hpcomm", timeout=timedelta(seconds=600)))
+        (folder / "interrupted").touch()
+    else:
+        while not (folder / "interrupted").exists():
+            time.sleep(0.01)
+
+
+def test_ctrl_c_ends_the_wait_for_a_rank_that_does_not_come(tmp_path: Path) -> None:
+    ranks.run(2, interrupted_at_the_start, tmp_path)
+
+
 # What rank 1 does while the others do the first: the same with another shape, dtype, reduction or root, or another one.
 DISAGREE: dict[str, tuple[Callable[[torch.Tensor], object], Callable[[], object]]] = {
     "shape": (dist.all_reduce, lambda: dist.all_reduce(full(5))),

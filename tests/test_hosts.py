@@ -81,6 +81,69 @@ def test_who_shares_memory_is_found_by_trying(tmp_path: Path) -> None:
     ]
 
 
+def sums(rank: int) -> list[float]:
+    """Over all ranks, and over those of both hosts that a group of two has."""
+    both = dist.new_group([0, 1])
+    numbers = [torch.tensor([10.0**rank]) for _ in range(2)]
+    dist.all_reduce(numbers[0])
+    if rank < 2:
+        dist.all_reduce(numbers[1], group=both)
+    return [number.item() for number in numbers]
+
+
+SUMS = [[111.0, 11.0], [111.0, 11.0], [111.0, 100.0]]
+
+
+def met_at_a_store(folder: Path) -> list[float]:
+    """Nothing in the environment says where rank 0 is."""
+    rank = at_home(folder)
+    del os.environ["MASTER_ADDR"], os.environ["GLOO_SOCKET_IFNAME"]
+    dist.init_process_group("hpcomm", init_method=f"tcp://{hosts.address(0)}:29500", rank=rank, world_size=WORLD)
+    found = sums(rank)
+    dist.destroy_process_group()
+    return found
+
+
+def test_the_address_of_the_store_says_which_interface(tmp_path: Path) -> None:
+    assert ranks.run(WORLD, met_at_a_store, tmp_path) == SUMS
+
+
+def met_by_name(folder: Path, transport: str) -> tuple[list[float], set[str]]:
+    """As Debian has it: a host's own name is that of its loopback."""
+    rank = at_home(folder)
+    own = "127.0.1.1" if rank != 1 else hosts.address(0)
+    hosts.know("first.test", own, folder / f"names{rank}")
+    os.environ.update(MASTER_ADDR="first.test", HPCOMM_CPU_TRANSPORT=transport)
+    del os.environ["GLOO_SOCKET_IFNAME"]
+    dist.init_process_group("hpcomm")
+    found = sums(rank)
+    listening = hosts.listening()
+    dist.barrier()
+    dist.destroy_process_group()
+    return found, listening
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_a_host_whose_own_name_leads_to_its_loopback_is_reached(transport: str, tmp_path: Path) -> None:
+    seen = ranks.run(WORLD, met_by_name, tmp_path, transport)
+    assert [found for found, _ in seen] == SUMS
+    assert seen[1][1] == {hosts.address(1)}
+
+
+def met_at_a_file(folder: Path) -> str:
+    rank = at_home(folder)
+    del os.environ["MASTER_ADDR"]
+    with pytest.raises(hpcomm.InvalidArgument) as caught:
+        dist.init_process_group("hpcomm", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    return str(caught.value)
+
+
+def test_hosts_that_know_no_way_to_each_other_are_told_what_to_set(tmp_path: Path) -> None:
+    for rank, message in enumerate(ranks.run(WORLD, met_at_a_file, tmp_path)):
+        assert f"rank {rank} and rank {(1, 0, 1)[rank]} run on different hosts" in message
+        assert "set MASTER_ADDR to an address of rank 0's host" in message
+
+
 def until_it_breaks(folder: Path, fault: Callable[[], None], when: int) -> None:
     rank = at_home(folder)
     mesh = hpcomm.init(dp=-1)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from hpcomm.communicator import agree, default_timeout, disagreement, first_communicator, start_control
+from hpcomm.communicator import agree, default_timeout, disagreement, first_communicator, own_store, start_control
 from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import HpcommError, InvalidArgument
 from hpcomm.seats import Seat, is_crowded, seat
@@ -167,16 +167,15 @@ def lane_over(group: dist.ProcessGroup, device: torch.device) -> Communicator:
     """A gradient lane for any ProcessGroup: a Control and a communicator of its own, found through its store."""
     rank, size = group.rank(), group.size()
     ranks = dist.get_process_group_ranks(group)
-    generation = PrefixStore("hpcomm/ddp", group.get_group_store()).add(f"{rank}", 1)
-    store = PrefixStore(f"hpcomm/ddp/{generation}", group.get_group_store())
     timeout = default_timeout()
+    store, start = own_store(PrefixStore("hpcomm/ddp", group.get_group_store()), rank, size, timeout=timeout)
     names = sorted(ranks)
     control = start_control(store, names.index(ranks[rank]), size, timeout=timeout, names=names)
     return first_communicator(
         store,
         control,
         ranks if size > 1 else [0],
-        name=f"ddp{generation}:{ranks}",
+        name=f"ddp {start}:{ranks}",
         lane="gradient",
         timeout=timeout,
         device=device,

@@ -1,0 +1,112 @@
+"""Workers that are started again: they find each other, and nothing of the old ones is in their way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from patience import left_in_shared_memory, shared_memory
+from test_examples import kill_tree
+
+import hpcomm
+from hpcomm.communicator import own_store
+
+HERE = Path(__file__).resolve().parent
+WORLD = 3
+LIMIT = 120.0  # seconds; ten times what it takes, and more
+PROGRAM = "import sys, pathlib, test_elastic as t; t.work(pathlib.Path(sys.argv[1]))"
+
+
+def work(folder: Path) -> None:
+    """Rank 1 is killed in the first two attempts: once in the middle, once before it has said anything to the store,
+    which torchrun keeps.
+    """
+    attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+    if (attempt, rank) == (1, 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.init_process_group("hpcomm", timeout=timedelta(seconds=30))
+    group = dist.new_group([0, 1])
+    cpu = torch.device("cpu")
+    backend = dist.group.WORLD._get_backend(cpu)  # type: ignore[union-attr]
+    memory = backend.allocate_tensor(1 << 16, dtype=torch.float32, device=cpu)
+    found = []
+    for step in range(5):
+        if (attempt, rank, step) == (0, 1, 2):
+            os.kill(os.getpid(), signal.SIGKILL)
+        number = torch.tensor([10.0**rank + attempt])
+        dist.all_reduce(number)
+        if rank < 2:
+            dist.all_reduce(memory.fill_(10.0**rank), group=group)
+        found.append([number.item(), memory[-1].item() if rank < 2 else 0.0])
+    (folder / f"{rank}.json").write_text(json.dumps([attempt, group_name(), found]))
+    dist.destroy_process_group()
+
+
+def group_name() -> str:
+    return str(dist.group.WORLD._get_backend(torch.device("cpu")).name())  # type: ignore[union-attr]
+
+
+def test_workers_that_are_started_again(tmp_path: Path) -> None:
+    before = shared_memory()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD)]
+    command += ["--max-restarts", "2", "--monitor-interval", "0.1", "--no-python"]
+    command += [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    path = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "HPCOMM_CPU_TRANSPORT": "shm"}
+    with (tmp_path / "log").open("w") as log:
+        agent = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        try:
+            code = agent.wait(timeout=LIMIT)
+        finally:
+            if agent.poll() is None:
+                kill_tree(agent.pid, signal.SIGABRT)
+                agent.wait()
+    text = (tmp_path / "log").read_text()
+    assert code == 0, text
+    for rank in range(WORLD):
+        attempt, name, found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert (attempt, name) == (2, "hpcomm")
+        assert found == [[111.0 + WORLD * attempt, 11.0 if rank < 2 else 0.0]] * 5
+    assert left_in_shared_memory(before) == set()
+
+
+def started_together(store: dist.Store) -> set[str]:
+    """The names that three ranks, as threads, agree on."""
+    with ThreadPoolExecutor(WORLD) as threads:
+        starts = [threads.submit(own_store, store, rank, WORLD, timeout=20.0) for rank in range(WORLD)]
+        return {start.result()[1] for start in starts}
+
+
+def test_what_an_earlier_start_left_is_not_believed() -> None:
+    store = dist.HashStore()
+    for rank in (1, 2):
+        with pytest.raises(hpcomm.TimedOut, match="rank 0 did not come"):
+            own_store(store, rank, WORLD, timeout=0.05)
+    first = started_together(store)
+    assert len(first) == 1
+    # The words of all are there, and a roster, but nobody who reads it.
+    with pytest.raises(hpcomm.TimedOut, match="rank 1 did not come"):
+        own_store(store, 0, WORLD, timeout=0.05)
+    with pytest.raises(hpcomm.TimedOut, match="rank 0 did not come"):
+        own_store(store, 2, WORLD, timeout=0.05)
+    second = started_together(store)
+    assert len(second) == 1
+    assert first != second
+
+
+def test_a_store_that_has_gone_is_not_a_rank_that_did_not_come() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=20))
+    client.set("is", "there")
+    del server
+    with pytest.raises(hpcomm.TransportError, match="the store through which ranks find each other has gone"):
+        own_store(client, 1, 2, timeout=20.0)
