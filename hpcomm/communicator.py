@@ -263,9 +263,9 @@ def own_store(store: Store, rank: int, size: int, *, timeout: float) -> tuple[Pr
     words = [f"word/{r}" for r in range(size)]
     seen = [f"seen/{r}" for r in range(size)]
     mine = secrets.token_hex(8)
-    place.set(words[rank], mine)
     name, roster = "", [""] * size
     with _store_errors("the other ranks" if rank == 0 else "rank 0"):
+        place.set(words[rank], mine)
         for _ in _looks(timeout):
             if rank == 0:
                 found = [_now(place, word) for word in words]
@@ -293,7 +293,7 @@ def _now(store: Store, key: str) -> str:
 
 
 def _looks(timeout: float) -> Iterator[None]:
-    """Turns of a loop that looks into a store, until the time is over. torch's own wait sees no Ctrl-C."""
+    """Turns of a loop that looks into a store, until the time is over."""
     deadline = time.monotonic() + timeout
     pause = 0.001
     yield
@@ -324,11 +324,14 @@ def _store_errors(who: str) -> Iterator[None]:
 
 
 def _get(store: Store, key: str, who: str, timeout: float) -> bytes:
-    with _store_errors(who):
-        for _ in _looks(timeout):
-            if store.check([key]):
-                return bytes(store.get(key))
-    raise _did_not_come(who, timeout)
+    try:
+        store.wait([key], timedelta(seconds=timeout))
+    except RuntimeError as error:
+        with _store_errors(who):
+            there = store.check([key])
+        if not there:
+            raise _did_not_come(who, timeout) from error
+    return bytes(store.get(key))
 
 
 def _listen_host(store: Store, rank: int, size: int, timeout: float) -> str:

@@ -103,3 +103,12 @@ def test_what_an_earlier_start_left_is_not_believed() -> None:
     second = started_together(store)
     assert len(second) == 1
     assert first != second
+
+
+def test_a_store_that_has_gone_is_not_a_rank_that_did_not_come() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=20))
+    client.set("is", "there")
+    del server
+    with pytest.raises(hpcomm.TransportError, match="the store through which ranks find each other has gone"):
+        own_store(client, 1, 2, timeout=20.0)
