@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ranks
@@ -19,9 +20,11 @@ import torch.distributed as dist
 from patience import left_in_shared_memory, shared_memory
 
 import hpcomm
+from hpcomm import _C
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+LISTENER = _C.ControlListener
 SHM = {"HPCOMM_CPU_TRANSPORT": "shm"}
 COUNT = 50_000
 
@@ -178,19 +181,41 @@ def test_ctrl_c_works_in_every_wait(name: str) -> None:
     assert outcomes[0].ok, outcomes[0]
 
 
-def interrupted_at_the_start(folder: Path) -> None:
+class LateListener:
+    """A rank that has said where it listens, and does not go on."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._listener = LISTENER(*arguments)
+        self.address = self._listener.address
+
+    def connect(self, *_: object) -> None:
+        until_interrupted()
+        raise InterruptedError("here as well")
+
+
+def until_interrupted() -> None:
+    while not Path(os.environ["FOLDER"], "interrupted").exists():
+        time.sleep(0.01)
+
+
+def interrupted_at_the_start(wait: str) -> None:
     if int(os.environ["RANK"]) == 0:
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         with pytest.raises(KeyboardInterrupt):  # not only when the time is over: the run has less
             after_an_alarm(lambda: dist.init_process_group("hpcomm", timeout=timedelta(seconds=600)))
-        (folder / "interrupted").touch()
+        Path(os.environ["FOLDER"], "interrupted").touch()
+    elif wait == "for a rank that does not come":
+        until_interrupted()
     else:
-        while not (folder / "interrupted").exists():
-            time.sleep(0.01)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hpcomm._C.ControlListener", LateListener)
+            with pytest.raises(InterruptedError):
+                dist.init_process_group("hpcomm", timeout=timedelta(seconds=600))
 
 
-def test_ctrl_c_ends_the_wait_for_a_rank_that_does_not_come(tmp_path: Path) -> None:
-    ranks.run(2, interrupted_at_the_start, tmp_path)
+@pytest.mark.parametrize("wait", ["for a rank that does not come", "for a rank that does not connect"])
+def test_ctrl_c_ends_the_start(wait: str, tmp_path: Path) -> None:
+    ranks.run(2, interrupted_at_the_start, wait, env={"FOLDER": str(tmp_path)})
 
 
 # What rank 1 does while the others do the first: the same with another shape, dtype, reduction or root, or another one.

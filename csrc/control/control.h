@@ -119,10 +119,13 @@ class ControlListener {
 
   // Connects to every lower rank and accepts every higher one. `addresses[r]` is rank r's, empty when the job has no
   // such rank. Strangers that connect meanwhile are dropped with a line on stderr for each kind of them. Throws
-  // kTimedOut with the ranks that are missing, kRankFailed when one goes away meanwhile. The listener is closed then:
-  // nobody can join later. `heartbeat` limits the silence of a peer; 0: for ever. The same on every rank.
+  // kTimedOut with the ranks that are missing, kRankFailed when one goes away meanwhile, kTransport when this process
+  // may open no more files. The listener is closed then: nobody can join later. `heartbeat` limits the silence of a
+  // peer; 0: for ever. The same on every rank. `poll`, if any, is called about twenty times a second; what it throws
+  // ends the start of all.
   [[nodiscard]] std::shared_ptr<Control> connect(const std::vector<std::string>& addresses, Deadline deadline,
-                                                 std::chrono::milliseconds heartbeat = kHeartbeatLimit);
+                                                 std::chrono::milliseconds heartbeat = kHeartbeatLimit,
+                                                 void (*poll)() = nullptr);
 
  private:
   control::Fd fd_;

@@ -41,13 +41,14 @@ struct Pending {
 class Rendezvous {
  public:
   Rendezvous(int listener, int rank, int size, const JobToken& token, std::chrono::milliseconds heartbeat,
-             const std::vector<std::string>& addresses, Deadline deadline)
+             const std::vector<std::string>& addresses, Deadline deadline, void (*poll)())
       : listener_(listener),
         rank_(rank),
         token_(token),
         heartbeat_(heartbeat),
         addresses_(addresses),
         deadline_(deadline),
+        poll_(poll),
         greeting_limit_(std::min<Clock::duration>(kGreetingLimit, (deadline - Clock::now()) / 4)),
         peers_(static_cast<std::size_t>(size)),
         log_(rank) {}
@@ -67,11 +68,18 @@ class Rendezvous {
                       {rank_, -1, -1, "init"});
         }
         poll_once();
+        if (poll_ != nullptr) {
+          poll_();
+        }
       }
     } catch (const Error& error) {
       tell_others(error);
       throw;
+    } catch (...) {
+      tell_others(Error(ErrorKind::kClosed, "it was interrupted while the job was starting"));
+      throw;
     }
+    pending_.clear();  // strangers; what follows needs a descriptor as well
     std::vector<Fd> connections;
     std::vector<std::string> surplus;
     for (Peer& peer : peers_) {
@@ -145,6 +153,9 @@ class Rendezvous {
     for (int i = 0; i < kAcceptsPerRound; ++i) {
       Fd fd = accept_one(listener_);
       if (!fd.valid()) {
+        if (errno == EMFILE || errno == ENFILE) {
+          make_room(errno);
+        }
         break;
       }
       Pending pending{std::move(fd), Handshake::accept(token_, rank_, static_cast<int>(peers_.size())),
@@ -155,15 +166,34 @@ class Rendezvous {
       }
     }
     // Somebody who opens connections and says nothing must not use up our descriptors; our peers greet at once.
-    const auto accepted = [](const Pending& pending) { return pending.rank < 0; };
-    const auto silent = [](const Pending& pending) { return pending.rank < 0 && !pending.handshake.greeted(); };
     while (std::count_if(pending_.begin(), pending_.end(), accepted) > kMaxSilent + std::ssize(peers_)) {
-      auto oldest = std::find_if(pending_.begin(), pending_.end(), silent);
-      if (oldest == pending_.end()) {
-        oldest = std::find_if(pending_.begin(), pending_.end(), accepted);
-      }
-      (void)refuse(*oldest, Refusal::kTooMany, "too many connections wait without a greeting");
-      pending_.erase(oldest);
+      drop_oldest();
+    }
+  }
+
+  static bool accepted(const Pending& pending) { return pending.rank < 0; }
+  static bool silent(const Pending& pending) { return accepted(pending) && !pending.handshake.greeted(); }
+
+  // Of those that we accepted; there is one.
+  void drop_oldest() {
+    auto oldest = std::find_if(pending_.begin(), pending_.end(), silent);
+    if (oldest == pending_.end()) {
+      oldest = std::find_if(pending_.begin(), pending_.end(), accepted);
+    }
+    (void)refuse(*oldest, Refusal::kTooMany, "too many connections wait without a greeting");
+    pending_.erase(oldest);
+  }
+
+  // There is no descriptor for a connection that waits to be accepted. Strangers give theirs; who has greeted may be a
+  // peer, and is done with it soon.
+  void make_room(int error) {
+    if (std::any_of(pending_.begin(), pending_.end(), silent)) {
+      drop_oldest();
+    } else if (std::none_of(pending_.begin(), pending_.end(), accepted)) {
+      throw Error(ErrorKind::kTransport,
+                  str("rank ", rank_, " can open no connection to ", missing_ranks(), ": ", std::strerror(error),
+                      "; a rank needs a descriptor for each of the ", peers_.size(), " ranks: raise `ulimit -n`"),
+                  {rank_, -1, -1, "init"});
     }
   }
 
@@ -298,6 +328,7 @@ class Rendezvous {
   std::chrono::milliseconds heartbeat_;
   const std::vector<std::string>& addresses_;
   Deadline deadline_;
+  void (*poll_)();
   Clock::duration greeting_limit_;
   std::vector<Peer> peers_;
   std::vector<Pending> pending_;
@@ -319,7 +350,7 @@ ControlListener::ControlListener(const std::string& host, int rank, int size, co
 ControlListener::~ControlListener() = default;
 
 std::shared_ptr<Control> ControlListener::connect(const std::vector<std::string>& addresses, Deadline deadline,
-                                                  std::chrono::milliseconds heartbeat) {
+                                                  std::chrono::milliseconds heartbeat, void (*poll)()) {
   HPCOMM_REQUIRE(addresses.size() == static_cast<std::size_t>(size_), "one address per rank: ", size_, ", got ",
                  addresses.size());
   HPCOMM_REQUIRE(fd_.valid(), "a listener connects once");
@@ -327,7 +358,7 @@ std::shared_ptr<Control> ControlListener::connect(const std::vector<std::string>
   if (size_ == 1) {
     return make_solo_control();
   }
-  return control::Rendezvous(listener.get(), rank_, size_, token_, heartbeat, addresses, deadline).run();
+  return control::Rendezvous(listener.get(), rank_, size_, token_, heartbeat, addresses, deadline, poll).run();
 }
 
 }  // namespace hpcomm

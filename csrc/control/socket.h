@@ -15,7 +15,7 @@ namespace hpcomm::control {
 [[nodiscard]] Fd start_connect(const std::string& address);
 // The error of a connection that poll reported writable; 0 when it stands.
 [[nodiscard]] int connect_error(int fd);
-// Non-blocking accept; invalid when nobody waits.
+// Non-blocking accept; invalid when nobody waits, or with another errno.
 [[nodiscard]] Fd accept_one(int listener);
 // Has the kernel give up a connection whose other host is silent; our own heartbeats, which say more, come first.
 // `limit` is theirs. Without it, a host that vanished would be tried again for a quarter of an hour.

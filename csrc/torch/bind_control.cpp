@@ -92,7 +92,7 @@ void bind_control(py::module_& module) {
           [](ControlListener& listener, const std::vector<std::string>& addresses, double timeout, double heartbeat) {
             const WithoutGil scope;
             const std::chrono::milliseconds limit(static_cast<std::int64_t>(heartbeat * 1000));
-            return released_without_gil(listener.connect(addresses, in_seconds(timeout), limit));
+            return released_without_gil(listener.connect(addresses, in_seconds(timeout), limit, &check_signals));
           },
           py::arg("addresses"), py::arg("timeout"), py::arg("heartbeat"));
 

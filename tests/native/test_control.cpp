@@ -14,7 +14,9 @@
 #include <vector>
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <netinet/in.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -380,6 +382,75 @@ TEST(control_start_does_not_run_out_of_descriptors) {
   });
   CHECK(most < 100);  // of 200 that it might have kept
   CHECK(captured.text().find("without a greeting") != std::string::npos);
+}
+
+// While it lives, this process may open `more` files.
+class FewFiles {
+ public:
+  explicit FewFiles(rlim_t more) {
+    CHECK_EQ(::getrlimit(RLIMIT_NOFILE, &before_), 0);
+    const int next = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
+    ::close(next);
+    const rlimit few{static_cast<rlim_t>(next) + more, before_.rlim_max};
+    CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
+  }
+  FewFiles(const FewFiles&) = delete;
+  FewFiles& operator=(const FewFiles&) = delete;
+  ~FewFiles() { ::setrlimit(RLIMIT_NOFILE, &before_); }
+
+ private:
+  rlimit before_{};
+};
+
+TEST(control_start_says_that_there_are_no_descriptors) {
+  ControlListener zero("127.0.0.1", 0, 2, JobToken{7});
+  const Stranger one(zero.address());
+  one.say(hello(1));
+  const FewFiles files(0);
+  const auto error = error_from([&] { (void)zero.connect({zero.address(), "127.0.0.1:1"}, soon()); });
+  check_kind(error, ErrorKind::kTransport, "no connection to rank 1");
+  check_kind(error, ErrorKind::kTransport, "ulimit -n");
+}
+
+TEST(control_start_drops_strangers_where_peers_need_their_descriptors) {
+  CapturedStderr captured;
+  ControlListener zero("127.0.0.1", 0, 2, JobToken{7});
+  std::vector<std::unique_ptr<Stranger>> strangers;
+  for (int i = 0; i < 8; ++i) {
+    strangers.push_back(std::make_unique<Stranger>(zero.address()));  // open, and silent
+  }
+  const Stranger one(zero.address());
+  const FewFiles files(2);
+  std::thread greeting([&] { CHECK(one.greet(1, 0)); });
+  const auto control = zero.connect({zero.address(), "127.0.0.1:1"}, soon());
+  greeting.join();
+  one.say(encode(FrameKind::kMessage, 5, "from rank 1"));
+  CHECK_EQ(control->receive(1, 5, soon()), "from rank 1");
+  CHECK(captured.text().find("without a greeting") != std::string::npos);
+}
+
+TEST(control_start_ends_with_what_its_poll_throws) {
+  ControlListener zero("127.0.0.1", 0, 3, JobToken{7});
+  const Stranger one(zero.address());
+  static std::atomic<bool> interrupt;
+  interrupt = false;
+  std::thread greeting([&] {
+    CHECK(one.greet(1, 0));
+    interrupt = true;
+    CHECK(one.read_until("interrupted while").find("while the job was starting") != std::string::npos);
+  });
+  bool thrown = false;
+  try {
+    (void)zero.connect({zero.address(), "127.0.0.1:1", "127.0.0.1:2"}, soon(), kHeartbeatLimit, [] {
+      if (interrupt) {
+        throw 7;
+      }
+    });
+  } catch (const int what) {
+    thrown = what == 7;
+  }
+  greeting.join();
+  CHECK(thrown);
 }
 
 TEST(control_start_refuses_a_second_rank_of_the_same_number) {
