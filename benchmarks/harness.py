@@ -47,8 +47,9 @@ def measure(
 ) -> dict[Name, list[float]]:
     """Seconds from the first rank's start to the last one's end, per variant and round (collective).
 
-    All ranks are on one host, and read one clock. Each timed step follows ``settle`` untimed ones of its variant, as it does in training: what another variant left in
-    caches, and in the scheduler's account of who used the cores, is not this one's.
+    All ranks are on one host, and read one clock. Each timed step follows ``settle`` untimed ones of its variant, as it
+    does in training: what another variant left in caches, and in the scheduler's account of who used the cores, is not
+    this one's.
     """
     samples: dict[Name, list[float]] = {name: [] for name in variants}
     for i in range(warmup + rounds):
