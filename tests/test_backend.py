@@ -29,6 +29,7 @@ from patience import with_patience
 from torch import nn
 
 import hpcomm
+from hpcomm import _build
 from hpcomm.named_group import in_named_group
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -575,6 +576,10 @@ def parts_of_a_group_with_a_bound_device() -> None:
         everybody.bound_device_id = None
 
 
+@pytest.mark.skipif(
+    _build.USE_CUDA and not torch.cuda.is_available(),
+    reason="built with CUDA, which connects that device: there is none",
+)
 def test_groups_within_one_that_has_a_bound_device() -> None:
     ranks.run(3, parts_of_a_group_with_a_bound_device)
 
