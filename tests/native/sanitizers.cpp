@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <exception>
 
@@ -30,18 +31,41 @@ namespace {
 
 // Tests capture stderr; a report that a test swallows is an exit status without a reason.
 const int report_fd = [] {
-  if (__sanitizer_set_report_fd == nullptr) {
-    return STDERR_FILENO;
-  }
   const int fd = ::fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 3);
   if (fd < 0) {
     return STDERR_FILENO;
   }
-  __sanitizer_set_report_fd(reinterpret_cast<void*>(static_cast<std::intptr_t>(fd)));
+  if (__sanitizer_set_report_fd != nullptr) {
+    // A descriptor of its own: UBSan beside AddressSanitizer closes it at its first report, and takes stderr instead.
+    const int given = ::fcntl(fd, F_DUPFD_CLOEXEC, 3);
+    __sanitizer_set_report_fd(reinterpret_cast<void*>(static_cast<std::intptr_t>(given < 0 ? fd : given)));
+  }
   return fd;
 }();
 
 }  // namespace
+
+extern "C" __attribute__((weak)) void __ubsan_get_current_report_data(const char** kind, const char** message,
+                                                                      const char** file, unsigned* line,
+                                                                      unsigned* column, char** address);
+HPCOMM_TEST_HOOK void __ubsan_on_report();
+void __ubsan_on_report() {
+  const char* kind = "";
+  const char* message = "";
+  const char* file = "";
+  unsigned line = 0;
+  unsigned column = 0;
+  char* address = nullptr;
+  __ubsan_get_current_report_data(&kind, &message, &file, &line, &column, &address);
+  ::dprintf(report_fd, "UndefinedBehaviorSanitizer: %s:%u:%u: %s (%s), in %s\n", file, line, column, message, kind,
+            hpcomm::check::running_test());
+}
+
+namespace hpcomm::check {
+
+bool under_ubsan() noexcept { return __ubsan_get_current_report_data != nullptr; }
+
+}  // namespace hpcomm::check
 
 #ifdef HPCOMM_UNDER_TSAN
 

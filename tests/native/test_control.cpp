@@ -384,7 +384,8 @@ TEST(control_start_does_not_run_out_of_descriptors) {
   CHECK(captured.text().find("without a greeting") != std::string::npos);
 }
 
-// While it lives, this process may open `more` files.
+// While it lives, this process may open `more` files. Not under UBSan: it looks at objects through a pipe, and takes a
+// pipe that it cannot open for a broken object.
 class FewFiles {
  public:
   explicit FewFiles(rlim_t more) {
@@ -403,6 +404,9 @@ class FewFiles {
 };
 
 TEST(control_start_says_that_there_are_no_descriptors) {
+  if (check::under_ubsan()) {
+    return;
+  }
   ControlListener zero("127.0.0.1", 0, 2, JobToken{7});
   const Stranger one(zero.address());
   one.say(hello(1));
@@ -413,6 +417,9 @@ TEST(control_start_says_that_there_are_no_descriptors) {
 }
 
 TEST(control_start_drops_strangers_where_peers_need_their_descriptors) {
+  if (check::under_ubsan()) {
+    return;
+  }
   CapturedStderr captured;
   ControlListener zero("127.0.0.1", 0, 2, JobToken{7});
   std::vector<std::unique_ptr<Stranger>> strangers;
