@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +12,7 @@ from hpcomm.ddp.sharded import give_gradients
 from hpcomm.errors import InvalidArgument, NumericsMismatch
 
 if TYPE_CHECKING:
+    from hpcomm.ddp import DistributedDataParallel
     from hpcomm.mesh import Mesh
     from hpcomm.pipeline import Pipeline
 
@@ -17,14 +20,18 @@ __all__: list[str] = []
 
 
 def clip_grad_norm_(
-    pipe: Pipeline, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    model: Pipeline | DistributedDataParallel,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scales the gradients of all stages so that their common norm is at most ``max_norm``.
+    """Scales the gradients of a whole model so that their common norm is at most ``max_norm``, where no rank has all.
 
-    Collective over ``mesh.pp``.
+    Collective: over ``mesh.pp`` for a Pipeline, else over the ranks of the wrapper.
 
     Args:
-        pipe: after a reducing :meth:`~hpcomm.Pipeline.step`.
+        model: a Pipeline after a reducing :meth:`~hpcomm.Pipeline.step`, or a
+            :class:`~hpcomm.DistributedDataParallel` with ``shard_optimizer`` after a backward and before the step.
         max_norm: the largest norm that is left as it is.
         norm_type: order of the norm; ``math.inf`` works.
         error_if_nonfinite: raise instead of scaling by a NaN or infinite norm.
@@ -34,22 +41,36 @@ def clip_grad_norm_(
         ``torch.nn.utils.clip_grad_norm_`` does on the whole model, and the same bits on every rank.
 
     Raises:
-        InvalidArgument: ``max_norm`` is negative, or this is no Pipeline.
+        InvalidArgument: ``max_norm`` is negative, ``norm_type`` is not positive, or ``model`` is another one: where
+            every rank has whole gradients, torch's function works.
         NumericsMismatch: the norm is not finite and ``error_if_nonfinite`` is set; gradients are untouched.
     """
-    if not hasattr(pipe, "owned_parameters"):
-        advice = (
-            "the gradients of a model under DistributedDataParallel are whole on every rank: "
-            "torch.nn.utils.clip_grad_norm_(model.parameters(), ...)"
-        )
-        if getattr(pipe, "_hpcomm_shard", False):  # torch's function would clip nothing, without a word
-            advice = (
-                "with shard_optimizer=True gradients are divided by the ranks and .grad stays None, so no rank knows "
-                "their norm: to clip, leave out shard_optimizer"
-            )
-        raise InvalidArgument(f"clip_grad_norm_: takes a Pipeline, got {type(pipe).__name__}; {advice}")
     if max_norm < 0:
         raise InvalidArgument(f"clip_grad_norm_: max_norm={max_norm}; not negative")
+    if not norm_type > 0:
+        raise InvalidArgument(f"clip_grad_norm_: norm_type={norm_type}; greater than 0")
+    sharded = getattr(model, "_hpcomm_shard", False)
+    if not sharded and not hasattr(model, "owned_parameters"):
+        raise InvalidArgument(
+            f"clip_grad_norm_: takes a Pipeline, got {type(model).__name__}; the gradients of a model under "
+            "DistributedDataParallel are whole on every rank: torch.nn.utils.clip_grad_norm_(model.parameters(), ...)"
+        )
+    parts: Callable[[float], _Parts] = getattr(model, "_gradient_norms", partial(_of_stages, model))
+    norms, gradients, rank = parts(norm_type)
+    total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise NumericsMismatch(f"clip_grad_norm_: the gradients' norm is {total.item()}", rank=rank)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.dtype))
+    return total
+
+
+_Parts = tuple[torch.Tensor, list[torch.Tensor], int]
+
+
+def _of_stages(pipe: Any, norm_type: float) -> _Parts:
+    """The norm of each gradient of the model, those that are here, and this rank (collective)."""
     place = {name: i for i, name in enumerate(pipe.parameter_names)}
     norms = torch.zeros(len(place), dtype=torch.float32, device=pipe.mesh.device)
     gradients = []
@@ -60,13 +81,7 @@ def clip_grad_norm_(
                 norms[place[name]] = torch.linalg.vector_norm(parameter.grad, norm_type)
     # Every entry comes from one rank and is zero elsewhere: the sum is exact.
     pipe.mesh.pp.all_reduce(norms)
-    total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise NumericsMismatch(f"clip_grad_norm_: the gradients' norm is {total.item()}", rank=pipe.mesh.rank)
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factor.to(gradient.dtype))
-    return total
+    return norms, gradients, pipe.mesh.rank
 
 
 class GradScaler(torch.amp.GradScaler):

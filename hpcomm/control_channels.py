@@ -24,5 +24,6 @@ class ControlChannel(enum.IntEnum):
     SEATS = 25  # on which core a rank sits
     REFERENCE = 26  # what one process found
     LEAVING = 27  # nothing more is received here
+    OPTIMIZER = 28  # what there is of a divided optimizer's state
     WRAPPER = 32768  # what its ranks have alike: the first of as many, one for each
     BUCKET_ORDER = 65536  # of a wrapper: as many again

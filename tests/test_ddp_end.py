@@ -16,8 +16,8 @@ from test_ddp import loss_of, model, one_process, shard
 from torch import nn
 
 import hpcomm
-from hpcomm.ddp import lane as lane_module
-from hpcomm.ddp.lane import nobody_has_a_core_left
+from hpcomm.ddp import meeting as meeting_module
+from hpcomm.ddp.meeting import nobody_has_a_core_left
 
 SMALL = 0.002  # MiB of a bucket: the model has several
 _PEER = 10  # a Control channel of these tests
@@ -25,7 +25,7 @@ _PEER = 10  # a Control channel of these tests
 
 def lacking(*answers: bool) -> None:
     """From now on, what ranks say when asked whether they lack cores: by rank, whatever cores the machine has."""
-    lane_module.core = lambda lane, _: (answers[lane.rank], ("here", [0], 1))
+    meeting_module.core = lambda lane, _: (answers[lane.rank], ("here", [0], 1))
 
 
 def last_made(wrapped: hpcomm.DistributedDataParallel) -> nn.Parameter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import pickle
 import signal
 import threading
 import time
@@ -278,6 +279,10 @@ def freezes_all(everywhere: bool) -> None:
         with pytest.raises(hpcomm.SchemaMismatch, match=words) if refused else contextlib.nullcontext():
             loss.backward()
         mesh.control.exchange([0, 1], _PEER, b"", 20)
+        if not everywhere and mesh.rank == 1:  # nothing of it is reduced, so it was not told in a backward
+            for _ in range(2):
+                with pytest.raises(hpcomm.SchemaMismatch, match=words):
+                    wrapped(batch(mesh.rank, 1))
         if everywhere:  # torch's hooks are still there
             wrapped.module.requires_grad_(True)
             wrapped(batch(mesh.rank, 1)).square().sum().backward()
@@ -319,11 +324,8 @@ def has_torchs_reducer(how: str) -> None:
         if mesh.rank == 0 and how == "static":
             wrapped._set_static_graph()
         loss = wrapped(batch(mesh.rank, 0)).sum()
-        if mesh.rank == 1:
-            with pytest.raises(
-                hpcomm.SchemaMismatch, match="rank 0 has \"torch's reducer .*, rank 1 has \"hpcomm's red"
-            ):
-                loss.backward()
+        with pytest.raises(hpcomm.SchemaMismatch, match="rank 0 has \"torch's reducer .*, rank 1 has \"hpcomm's red"):
+            loss.backward()
         mesh.control.exchange([0, 1], _PEER, b"", 20)
 
 
@@ -407,3 +409,182 @@ def hears_behind_an_interrupt() -> None:
 
 def test_what_is_heard_behind_a_ctrl_c_is_kept() -> None:
     ranks.run(2, hears_behind_an_interrupt)
+
+
+def changes_its_mind() -> None:
+    """One rank has run a forward with hpcomm's reducer before all get torch's: nobody takes that for a difference."""
+    dist.init_process_group("gloo")
+    wrapped = hpcomm.DistributedDataParallel(Branches())
+    if dist.get_rank() == 0:
+        wrapped(batch(0, 9))
+    wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
+    for step in range(3):
+        wrapped.zero_grad()
+        wrapped(batch(dist.get_rank(), step)).square().sum().backward()
+        assert_averaged(wrapped.module, step)
+        assert wrapped._hpcomm_attendance.is_over
+        assert not any(p._post_accumulate_grad_hooks for p in wrapped.parameters())
+
+
+def test_all_ranks_may_change_to_torchs_reducer_before_the_first_step() -> None:
+    ranks.run(2, changes_its_mind)
+
+
+def one_rank_backs_without_reducing() -> None:
+    """With torch's reducer, too, no rank waits for the others where nothing is reduced."""
+    dist.init_process_group("gloo")
+    wrapped = hpcomm.DistributedDataParallel(Branches())
+    if dist.get_rank() == 0:
+        with wrapped.no_sync():
+            loss = wrapped(batch(0, 9)).sum()
+        loss.backward()
+        wrapped.zero_grad()
+    dist.barrier()
+    wrapped(batch(dist.get_rank(), 1)).square().sum().backward()
+    assert_averaged(wrapped.module, 1)
+
+
+def test_torchs_reducer_waits_for_nobody_where_nothing_is_reduced() -> None:
+    ranks.run(2, one_rank_backs_without_reducing, env={"HPCOMM_DDP_REDUCER": "torch"})
+
+
+def copies(same_order: bool) -> None:
+    """Copies are told apart, also where a rank has one of its own that it never trains."""
+    dist.init_process_group("gloo")
+    pair = [hpcomm.DistributedDataParallel(Branches(), bucket_cap_mb=_SMALL) for _ in range(2)]
+    others = [copy.deepcopy(pair[0]), pickle.loads(pickle.dumps(pair[1]))]
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            copy.deepcopy(pair[0])(batch(0, 9))
+    turns = (0, 1) if same_order or dist.get_rank() == 0 else (1, 0)
+    if not same_order:
+        with pytest.raises(hpcomm.HpcommError):
+            others[turns[0]](batch(0, 9))
+        return
+    for step in range(3):
+        losses = [others[turn](batch(dist.get_rank(), step + turn)).square().sum() for turn in turns]
+        for turn in reversed(turns):
+            others[turn].zero_grad()
+            losses[turn].backward()
+            assert_averaged(others[turn].module, step + turn)
+
+
+def test_copies_are_wrappers_of_their_own() -> None:
+    ranks.run(2, copies, True)
+
+
+def test_copies_of_two_wrappers_never_take_each_others_place() -> None:
+    """Where ranks begin with another one, all are told after a while; their gradients are not mixed."""
+    ranks.run(2, copies, False, env={"HPCOMM_TIMEOUT": "2"})
+
+
+class Interrupted:
+    """A Control where Ctrl-C comes behind the first of the messages to several ranks."""
+
+    def __init__(self, control: Any) -> None:
+        self._control = control
+        self._sent = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._control, name)
+
+    def send(self, *args: Any) -> None:
+        self._control.send(*args)
+        self._sent += 1
+        if self._sent == 1:
+            raise KeyboardInterrupt
+
+
+class Lane:
+    def __init__(self, lane: Any) -> None:
+        self._lane = lane
+        self.control = Interrupted(lane.control)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lane, name)
+
+
+def tells_the_order_twice() -> None:
+    dist.init_process_group("gloo")
+    wrapped = hpcomm.DistributedDataParallel(Branches(reverse=True), bucket_cap_mb=_SMALL)
+    for step in range(3):
+        if dist.get_rank() == 0 and step == 1:
+            lane, wrapped.reducer._lane = wrapped.reducer._lane, Lane(wrapped.reducer._lane)
+            with pytest.raises(KeyboardInterrupt):
+                wrapped(batch(0, 9))
+            wrapped.reducer._lane = lane
+        wrapped.zero_grad()
+        wrapped(batch(dist.get_rank(), step)).square().sum().backward()
+        assert_averaged(wrapped.module, step)
+    assert not wrapped.reducer._learns
+
+
+def test_a_ctrl_c_between_the_messages_of_the_learned_order() -> None:
+    ranks.run(3, tells_the_order_twice)
+
+
+def looks_in_a_handler(first: bool, options: dict[str, Any]) -> None:
+    """A handler of a signal runs while this rank waits for the other one in its backward."""
+    with hpcomm.init(dp=2) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(Branches(), mesh=mesh, bucket_cap_mb=_SMALL, **options)
+        if not first:
+            wrapped(batch(mesh.rank, 0)).square().sum().backward()
+        wrapped.zero_grad()
+        if mesh.rank == 0:
+            seen: list[Any] = []
+
+            def look(*_: object) -> None:
+                seen.append((wrapped.reducer._native.state, wrapped.describe_buckets(), wrapped.reducer.counts))
+                wrapped._get_ddp_logging_data()
+                mesh.control.send(1, _PEER, b"seen")
+
+            signal.signal(signal.SIGUSR1, look)
+            loss = wrapped(batch(0, 1)).square().sum()
+            mine = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+            mine.start()
+            loss.backward()
+            mine.join()
+            assert [state for state, _, _ in seen] == ["expecting" if first else "draining"]
+            assert "bucket 0 | " in seen[0][1]
+        else:
+            mesh.control.receive(0, _PEER, 20)
+            wrapped(batch(1, 1)).square().sum().backward()
+        assert_averaged(wrapped.module, 1)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
+def test_a_handler_of_a_signal_looks_at_the_reducer(first: bool, options: dict[str, Any]) -> None:
+    ranks.run(2, looks_in_a_handler, first, options)
+
+
+def resets_in_a_handler() -> None:
+    """What a handler drops is not handed out, and the next step is as ever."""
+    with hpcomm.init(dp=2) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(Branches(), mesh=mesh, bucket_cap_mb=_SMALL)
+        for step in range(2):
+            wrapped.zero_grad()
+            wrapped(batch(mesh.rank, step)).square().sum().backward()
+        wrapped.zero_grad()
+        if mesh.rank == 0:
+
+            def drop(*_: object) -> None:
+                mesh.control.send(1, _PEER, b"dropping")
+                wrapped.reducer.reset()
+
+            signal.signal(signal.SIGUSR1, drop)
+            loss = wrapped(batch(0, 2)).square().sum()
+            mine = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+            mine.start()
+            loss.backward()
+            mine.join()
+        else:
+            mesh.control.receive(0, _PEER, 20)
+            wrapped(batch(1, 2)).square().sum().backward()
+        wrapped.zero_grad()
+        wrapped(batch(mesh.rank, 3)).square().sum().backward()
+        assert_averaged(wrapped.module, 3)
+
+
+def test_a_handler_of_a_signal_drops_a_reduction() -> None:
+    ranks.run(2, resets_in_a_handler)

@@ -63,9 +63,9 @@ void DdpReducer::expect_none() {
 // What a backward left on the lane when it ended with an error (Ctrl-C, say) still reads and writes the buckets.
 void DdpReducer::settle() {
   for (Slot& slot : slots_) {
-    if (slot.work != nullptr) {
+    if (const WorkPtr work = slot.work) {
       try {
-        wait(*slot.work);
+        wait(*work);
       } catch (const Error&) {  // the backward has told
       }
     }
@@ -89,6 +89,9 @@ void DdpReducer::mark(int param, const at::Tensor& incoming) {
       return;
     case State::kExpecting:
       meet_once();
+      if (state_ != State::kExpecting) {  // a handler of a signal has reset it meanwhile
+        return;
+      }
       state_ = State::kReducing;
       stats_.first_ready = now();
       counts_.issued = 0;
@@ -235,8 +238,8 @@ void DdpReducer::meet(Meet meet) {
 }
 
 void DdpReducer::meet_once() {
-  if (meet_) {
-    at_end_ = meet_();
+  if (const Meet meet = meet_) {
+    at_end_ = meet();
     meet_ = nullptr;
   }
 }
@@ -245,7 +248,8 @@ void DdpReducer::at_end_of_backward() {
   std::lock_guard lock(mutex_);
   if (state_ == State::kReducing && next_ == slots_.size()) {
     issue_at_end();
-    const bool done = std::all_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.work->done(); });
+    const bool done = std::all_of(slots_.begin(), slots_.end(),
+                                  [](const Slot& slot) { return slot.work == nullptr || slot.work->done(); });
     if (!done) {
       // Other wrappers issue theirs first: on another rank they may be before this one.
       queue_end();
@@ -265,6 +269,9 @@ void DdpReducer::issue_at_end() {
   const bool in_caller = communicator_->all_here(kPatience);
   for (std::size_t b = 0; b < slots_.size(); ++b) {
     issue_bucket(b, in_caller);
+    if (state_ != State::kReducing) {  // a handler of a signal has reset it meanwhile
+      return;
+    }
   }
   if (options_.find_unused) {
     agree_on_used(in_caller);
@@ -274,7 +281,6 @@ void DdpReducer::issue_at_end() {
 
 // Waits for all of them, also behind a failed one: nothing may still write what the caller gets back.
 void DdpReducer::drain() {
-  state_ = State::kIdle;
   if (!at_end_) {
     stats_.computed = now();
   }
@@ -287,15 +293,24 @@ void DdpReducer::drain() {
     }
   };
   for (Slot& slot : slots_) {
-    attempt([&] { wait(*slot.work); });
+    if (const WorkPtr work = slot.work) {
+      attempt([&] { wait(*work); });
+    }
     end_event(slot.event);
   }
-  if (used_work_ != nullptr) {
-    attempt([&] { wait(*std::exchange(used_work_, nullptr)); });
+  if (const WorkPtr work = std::exchange(used_work_, nullptr)) {
+    attempt([&] { wait(*work); });
     end_event(used_event_);
+  }
+  const bool was_reset = state_ != State::kDraining;  // by a handler of a signal
+  if (!was_reset) {
+    state_ = State::kIdle;
   }
   if (first) {
     std::rethrow_exception(first);
+  }
+  if (was_reset) {
+    return;
   }
   if (options_.find_unused) {
     used_by_any_ = used_by_any_.cpu();

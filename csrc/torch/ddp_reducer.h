@@ -12,6 +12,8 @@
 //   in torch's words, where torch has them. (3) Where no rank has a core left (meet()), full buckets wait for the end
 //   of the backward. What cannot be issued then leaves the state as it is, as it does earlier. reset() leads to kIdle
 //   from everywhere, once nothing runs on the lane any more.
+//
+//   Where it waits, a handler of a signal may run in the waiting thread, and look at all of this or reset() it.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -194,7 +196,8 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   const bool carries_;  // gradients are packed one by one, where they are made
   std::vector<std::unique_ptr<Accumulator>> accumulators_;
 
-  mutable std::mutex mutex_;
+  // Recursive for handlers of signals, which run in the thread that waits under it.
+  mutable std::recursive_mutex mutex_;
   State state_ = State::kIdle;
   BucketPlan plan_;
   std::vector<Place> places_;

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hpcomm.ddp.lane import describe_parameters as describe_parameters
-from hpcomm.ddp.lane import device_of as device_of
+from hpcomm.ddp.module import describe_parameters as describe_parameters
+from hpcomm.ddp.module import device_of as device_of
 from hpcomm.ddp.wrapper import DistributedDataParallel as DistributedDataParallel
 from hpcomm.ddp.wrapper import attach as attach
 

@@ -11,7 +11,8 @@ import torch
 
 from hpcomm import _C
 from hpcomm.ddp.choice import Under
-from hpcomm.ddp.lane import Meeting, order_channel, said_by_first
+from hpcomm.ddp.lane import order_channel, said_by_first
+from hpcomm.ddp.meeting import Meeting
 from hpcomm.ddp.steplog import StepLog
 from hpcomm.errors import InvalidArgument
 

@@ -5,6 +5,7 @@ S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Para
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcomm import _C
+from hpcomm.ddp.sharded_state import Member, copied, gather, scatter
 from hpcomm.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ __all__: list[str] = []
 
 _LINE = 64  # bytes
 _GIVE = "_hpcomm_give_gradients"  # of an optimizer that make() made
+_MEMBERS = "_hpcomm_members"  # of the same: its whole parameters, by group
 
 _Piece = tuple[torch.nn.Parameter, int, int]
 
@@ -53,8 +56,10 @@ class ShardedParameters:
         # Parameter -> its bucket, and how many reductions of that were stepped or dropped. Each parameter counts by
         # itself: optimizers over different ones need not step equally often, and a new one goes on where another ended.
         self._buckets: dict[int, int] = {}
+        self._places: dict[int, int] = {}  # of the first number, in the bucket
         self._taken: dict[int, int] = {}
         self._steps = False  # an optimizer was made
+        self._parameters = parameters
         if lane.size == 1:  # nothing is reduced, and nothing divided
             return
         for bucket, members in enumerate(reducer.plan.buckets):
@@ -73,7 +78,7 @@ class ShardedParameters:
         for parameter, offset in zip(members, _C.Layout(members).offsets, strict=True):
             self._buckets[id(parameter)] = bucket
             self._taken[id(parameter)] = 0
-            place = offset // size
+            place = self._places[id(parameter)] = offset // size
             view = flat.as_strided(parameter.shape, parameter.stride(), place)
             with torch.no_grad():
                 view.copy_(parameter)
@@ -107,9 +112,9 @@ class ShardedParameters:
         if self._lane.size == 1:
             return self._undivided(optimizer(whole, **options))
         mine = [id(parameter) for parameter in stepped]
-        # Torch refuses an optimizer without parameters; a rank of a small model may own nothing.
-        nothing: list[Any] = [torch.nn.Parameter(torch.zeros(0))]
-        made = optimizer([group for group in sharded if group["params"]] or nothing, **options)
+        # A rank may own nothing of a group; what schedules its options finds all groups everywhere.
+        nothing = [torch.nn.Parameter(torch.zeros(0))]
+        made = optimizer([{**group, "params": group["params"] or nothing} for group in sharded], **options)
         alive = weakref.ref(made)  # a circle would keep a deleted optimizer, and its state, until a collection
 
         def drop(set_to_none: bool = True) -> None:
@@ -121,6 +126,7 @@ class ShardedParameters:
 
         setattr(made, "zero_grad", drop)  # noqa: B010, to torch's type a method
         setattr(made, _GIVE, lambda: self._give_gradients(mine))
+        setattr(made, _MEMBERS, [[self._member(parameter) for parameter in group["params"]] for group in whole])
         made.register_step_pre_hook(lambda _, args, kwargs: self._before_step(mine, args, kwargs))
         made.register_step_post_hook(lambda *_: self._gather(mine))
         return made
@@ -128,8 +134,59 @@ class ShardedParameters:
     @staticmethod
     def _undivided(made: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Alone, backwards leave ``.grad``; after a step it is None as on many ranks."""
+        setattr(made, _MEMBERS, [])
         made.register_step_post_hook(lambda stepped, *_: stepped.zero_grad())
         return made
+
+    def _member(self, parameter: torch.nn.Parameter) -> Member:
+        number = id(parameter)
+        piece, _, first = next(iter(self._pieces[number]), (None, 0, 0))
+        return Member(parameter, self._buckets[number], self._places[number], piece, first)
+
+    def whole_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """What ``state_dict()`` of an optimizer over the whole parameters would be (collective)."""
+        members = self._members(optimizer)
+        if self._lane.size == 1:
+            return copied(optimizer.state_dict())
+        return gather(self._lane, optimizer, members, [flat.numel() for flat in self._flats])
+
+    def load_whole_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Loads this rank's part of that."""
+        members = self._members(optimizer)
+        if self._lane.size == 1:
+            optimizer.load_state_dict(copied(state))
+        else:
+            scatter(optimizer, members, state)
+
+    def norms(self, norm_type: float) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The norm of each parameter's gradient, in float32 and with the same bits on all ranks, 0 where there is none;
+        and this rank's parts of the gradients (collective).
+        """
+        if self._lane.size == 1:
+            norms = torch.zeros(len(self._parameters), dtype=torch.float32, device=self._lane.device)
+            for place, parameter in enumerate(self._parameters):
+                if parameter.grad is not None:
+                    norms[place] = torch.linalg.vector_norm(parameter.grad, norm_type)
+            return norms, [p.grad for p in self._parameters if p.grad is not None]
+        numbers = [id(parameter) for parameter in self._parameters]
+        self._give_gradients(numbers)
+        powers = torch.zeros(len(numbers), dtype=torch.float64, device=self._lane.device)
+        gradients = []
+        for place, number in enumerate(numbers):
+            for piece, _, _ in self._pieces[number]:
+                if piece.grad is not None:
+                    gradients.append(piece.grad)
+                    norm = torch.linalg.vector_norm(piece.grad, norm_type).double()
+                    powers[place] = norm if math.isinf(norm_type) else norm**norm_type
+        self._lane.all_reduce(powers, "max" if math.isinf(norm_type) else "sum")
+        return (powers if math.isinf(norm_type) else powers ** (1 / norm_type)).float(), gradients
+
+    @staticmethod
+    def _members(optimizer: torch.optim.Optimizer) -> list[list[Member]]:
+        members: list[list[Member]] | None = getattr(optimizer, _MEMBERS, None)
+        if members is None:
+            raise InvalidArgument("the optimizer was not made by make_optimizer()")
+        return members
 
     def require_optimizer(self) -> None:
         """Raises InvalidArgument where backwards were reduced and nobody can step their gradients."""
@@ -183,7 +240,7 @@ class ShardedParameters:
         most = max(fresh.values(), default=0)
         if most > 1:  # a bucket holds the last one's; all ranks count alike, also where they own no piece
             raise InvalidArgument(
-                f"step(): {most} backwards were reduced since the last step or zero_grad() of these parameters, and "
+                f"{most} backwards were reduced since the last step or zero_grad() of these parameters, and "
                 "with shard_optimizer=True only the last one's gradients are left: accumulate in no_sync() and reduce "
                 "once, or add up the losses"
             )

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import inspect
-import itertools
-import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel.distributed import _find_tensors
-from torch.nn.utils import stateless
 
 from hpcomm import _C
 from hpcomm.ddp.choice import Choice, Under, choose_lane, choose_reducer, has_sparse
-from hpcomm.ddp.lane import (
-    Meeting,
-    agree_among,
-    backend_name,
-    describe_parameters,
-    device_of,
-    lane_over,
-    next_wrapper_channel,
-)
+from hpcomm.ddp.lane import agree_among, backend_name, group_of, lane_over, next_wrapper_channel
+from hpcomm.ddp.meeting import Attendance, Meeting
+from hpcomm.ddp.module import describe_parameters, device_of, ignoring, in_functional_call, to_ignore
 from hpcomm.ddp.native import NativeReducer
 from hpcomm.ddp.sharded import ShardedParameters
 from hpcomm.ddp.sizes import sizes_for
@@ -80,6 +70,7 @@ class DistributedDataParallel(_StockDDP):
     _hpcomm_choice: Choice | None = None
     _hpcomm_log_rate: int | None = None
     _hpcomm_lane: Communicator | None = None
+    _hpcomm_attendance: Attendance | None = None  # of torch's reducer
 
     def __init__(
         self,
@@ -109,8 +100,8 @@ class DistributedDataParallel(_StockDDP):
                 f"DistributedDataParallel: the module is on {device_of(module)}, the mesh on {mesh.device}; "
                 "move it with module.to(mesh.device)"
             )
-        group = mesh.group("dp") if mesh is not None else _group(process_group, kwargs.get("device_mesh"))
-        ignored = _to_ignore(module)
+        group = mesh.group("dp") if mesh is not None else group_of(process_group, kwargs.get("device_mesh"))
+        ignored = to_ignore(module)
         delayed = {name for name, _ in kwargs.get("delay_all_reduce_named_params") or ()}
         managed = [
             (name, p) for name, p in module.named_parameters() if p.requires_grad and name not in ignored | delayed
@@ -127,7 +118,7 @@ class DistributedDataParallel(_StockDDP):
             kwargs["process_group"] = group
         if bucket_cap_mb == "auto":
             del kwargs["bucket_cap_mb"]
-        with _ignoring(module, ignored):
+        with ignoring(module, ignored):
             super().__init__(module, **kwargs)
         self._hpcomm_own = [(name, p) for name, p in module.named_parameters() if name not in ignored]
         self._hpcomm_sizes = sizes_for(bucket_cap_mb, kwargs.get("bucket_cap_mb_list"), lane)
@@ -138,6 +129,9 @@ class DistributedDataParallel(_StockDDP):
         self._hpcomm_lane = lane
         self._hpcomm_channel = 0 if lane is None else next_wrapper_channel(lane)
         self._hpcomm_on_mesh = mesh is not None
+        # Of its copies. They are over the default group, so the name says nothing of this one's ranks.
+        made_over = "mesh" if mesh is not None or lane is None else lane.name.partition(":")[0]
+        self._hpcomm_family = f"/copies of {made_over}.{self._hpcomm_channel}"
         self._hpcomm_last: _Countdown | None = None
         if without_lane is not None:
             self._hpcomm_choice = without_lane
@@ -161,8 +155,12 @@ class DistributedDataParallel(_StockDDP):
         if not parameters:
             self._leave(Choice(Under.TORCH, "no parameter requires a gradient"))
             return
-        if self._hpcomm_lane is None:  # unpickled
-            self._hpcomm_lane = lane_over(self.process_group, parameters[0][1].device)
+        if self._hpcomm_lane is None:  # a copy, or unpickled
+            without_lane = choose_lane(parameters, has_sparse(self.module))
+            if without_lane is not None:
+                self._leave(without_lane)
+                return
+            self._hpcomm_lane = lane_over(self.process_group, parameters[0][1].device, self._hpcomm_family)
             self._hpcomm_channel = next_wrapper_channel(self._hpcomm_lane)
         choice = choose_reducer(self)
         if choice.under is Under.NATIVE:
@@ -192,15 +190,17 @@ class DistributedDataParallel(_StockDDP):
 
     def _tell(self, choice: Choice) -> None:
         """Ranks that have hpcomm's reducer, and would wait for this one's part."""
-        if self._hpcomm_lane is not None:
-            Meeting(self._hpcomm_lane, self._hpcomm_channel, [str(choice)], lacks_core=False)
+        lane = self._hpcomm_lane
+        if lane is not None and lane.size > 1:
+            meeting = Meeting(lane, self._hpcomm_channel, [str(choice)], lacks_core=False)
+            self._hpcomm_attendance = Attendance(meeting, [p for _, p in self._named_for_reducer()], lane.timeout)
 
     def _named_for_reducer(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Those that torch's reducer would have. In a forward of ``torch.func.functional_call`` the module has other
         tensors for a while; its own are reduced.
         """
         now = list(self.module.named_parameters())
-        if _in_functional_call() or not all(isinstance(parameter, torch.nn.Parameter) for _, parameter in now):
+        if in_functional_call() or not all(isinstance(parameter, torch.nn.Parameter) for _, parameter in now):
             return [(name, parameter) for name, parameter in self._hpcomm_own if parameter.requires_grad]
         names = {id(parameter): name for name, parameter in now}
         parameters, _ = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
@@ -215,7 +215,7 @@ class DistributedDataParallel(_StockDDP):
     def _leave(self, choice: Choice) -> None:
         """Torch's reducer from now on, made anew as when a wrapper is unpickled (local)."""
         self._require_no_native_option(choice)
-        before = self._hpcomm_choice
+        before, before_reducer = self._hpcomm_choice, self.__dict__.get("reducer")
         if before is not None and before.under is not Under.TORCH:
             if isinstance(self.reducer, NativeReducer):
                 self.reducer.reset()
@@ -227,7 +227,8 @@ class DistributedDataParallel(_StockDDP):
         if before is None or before.under is not Under.TORCH:
             if choice.under is Under.HOOK and self._hpcomm_lane is not None:
                 _install(self, self._hpcomm_lane, self._events())
-            if before is None:
+            reduced = isinstance(before_reducer, NativeReducer) and before_reducer.backwards > 0
+            if before is None or (before.under is Under.NATIVE and not reduced):
                 self._tell(choice)
             self._hpcomm_choice = choice
 
@@ -282,7 +283,7 @@ class DistributedDataParallel(_StockDDP):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()  # type: ignore[no-untyped-call]
-        for name in ("_hpcomm_lane", "_hpcomm_choice", "_hpcomm_last", "_hpcomm_sharded"):
+        for name in ("_hpcomm_lane", "_hpcomm_choice", "_hpcomm_last", "_hpcomm_sharded", "_hpcomm_attendance"):
             state.pop(name, None)
         return state  # type: ignore[no-any-return]
 
@@ -291,6 +292,9 @@ class DistributedDataParallel(_StockDDP):
         self._hpcomm_last = None
         self._hpcomm_sharded = None
         self._hpcomm_on_mesh = False
+        # Copies of one wrapper find each other in the order of their first forwards, not in that of the copying: a rank
+        # may have some of its own that it never trains. Copies of two wrappers never take each other's place.
+        self._hpcomm_family += "'"
 
     # --- A step -------------------------------------------------------------------------------------------------------
 
@@ -306,6 +310,8 @@ class DistributedDataParallel(_StockDDP):
                 self._choose()
             if self._hpcomm_sharded is not None:
                 self._hpcomm_sharded.require_optimizer()
+            if self._hpcomm_attendance is not None:
+                self._hpcomm_attendance.look(self.require_backward_grad_sync)
         if self._hpcomm_last is None:
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         with self.no_sync():
@@ -353,7 +359,7 @@ class DistributedDataParallel(_StockDDP):
         It is of the given class, over this rank's pieces of the parameters, one-dimensional and with the options of
         their groups. So the class must treat each number by itself: SGD, Adam, AdamW, RMSprop, not those that look at
         a parameter's shape or norm. ``step()`` is collective: it ends with equal parameters everywhere.
-        ``state_dict()`` is this rank's part.
+        ``state_dict()`` is this rank's part; ``gather_optimizer_state()`` has all of it.
 
         Args:
             parameters: of this wrapper, or groups of them; all that require a gradient by default.
@@ -361,11 +367,44 @@ class DistributedDataParallel(_StockDDP):
         Raises:
             InvalidArgument: made without ``shard_optimizer``; parameters that are not this wrapper's.
         """
+        sharded = self._sharded("make_optimizer()")
+        chosen = [p for p in self.parameters() if p.requires_grad] if parameters is None else parameters
+        return sharded.make(optimizer, chosen, **options)
+
+    def gather_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """What ``state_dict()`` of an optimizer over the whole parameters would be, on the CPU, on all ranks
+        (collective): for a checkpoint that any number of ranks may go on from, also without ``shard_optimizer``.
+
+        Args:
+            optimizer: made by ``make_optimizer()``.
+
+        Raises:
+            InvalidArgument: it was not, or has a state that is neither a number nor one for each element.
+        """
+        return self._sharded("gather_optimizer_state()").whole_state(optimizer)
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Loads this rank's part of what ``gather_optimizer_state()``, or ``state_dict()`` of an optimizer over whole
+        parameters, has given.
+
+        Args:
+            optimizer: made by ``make_optimizer()``, with the same groups.
+
+        Raises:
+            InvalidArgument: it was not; other groups; parameters of another shape.
+        """
+        self._sharded("load_optimizer_state()").load_whole_state(optimizer, state)
+
+    def _gradient_norms(self, norm_type: float) -> tuple[torch.Tensor, list[torch.Tensor], int]:
+        """For ``hpcomm.clip_grad_norm_``: the norm of each gradient, this rank's parts of them, and this rank."""
+        sharded = self._sharded("clip_grad_norm_()")
+        return *sharded.norms(norm_type), 0 if self._hpcomm_lane is None else self._hpcomm_lane.control.rank
+
+    def _sharded(self, what: str) -> ShardedParameters:
         self._choose()
         if self._hpcomm_sharded is None:
-            raise InvalidArgument("make_optimizer() needs shard_optimizer=True")
-        chosen = [p for p in self.parameters() if p.requires_grad] if parameters is None else parameters
-        return self._hpcomm_sharded.make(optimizer, chosen, **options)
+            raise InvalidArgument(f"{what} needs shard_optimizer=True")
+        return self._hpcomm_sharded
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         super()._set_ddp_runtime_logging_sample_rate(sample_rate)  # type: ignore[no-untyped-call]
@@ -457,39 +496,3 @@ def attach(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
 def _install(ddp: torch.nn.parallel.DistributedDataParallel, lane: Communicator, events: str) -> None:
     if lane.size > 1:
         _C.register_ddp_hook(ddp.reducer, lane, events)
-
-
-def _group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
-    if device_mesh is not None and device_mesh.ndim != 1:  # before a rank outside of it asks for its group
-        raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-    group = device_mesh.get_group(mesh_dim=0) if device_mesh is not None else process_group or dist.group.WORLD
-    if group is None:
-        raise InvalidArgument("DistributedDataParallel: call hpcomm.init() first and pass mesh=")
-    return group
-
-
-def _to_ignore(module: torch.nn.Module) -> set[str]:
-    """Names of what is not the wrapper's: what the caller excludes, and DTensors, which FSDP2 and others look after."""
-    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
-    dtensors = {name for name, tensor in tensors if isinstance(tensor, DTensor)}
-    return dtensors | set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-
-
-@contextmanager
-def _ignoring(module: torch.nn.Module, names: set[str]) -> Iterator[None]:
-    """Torch's constructor asks the module for the names, under an attribute."""
-    before = module.__dict__.get("_ddp_params_and_buffers_to_ignore")
-    module.__dict__["_ddp_params_and_buffers_to_ignore"] = names
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.__dict__["_ddp_params_and_buffers_to_ignore"]
-        else:
-            module.__dict__["_ddp_params_and_buffers_to_ignore"] = before
-
-
-def _in_functional_call() -> bool:
-    """Parameters that it puts into a module look like those that a program has put there for good."""
-    codes = {inspect.unwrap(call).__code__ for call in (torch.func.functional_call, stateless.functional_call)}
-    return any(frame.f_code in codes for frame, _ in traceback.walk_stack(None))

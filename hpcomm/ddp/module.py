@@ -1,0 +1,74 @@
+"""The module in a wrapper: what of it is the wrapper's, where that is, and what all replicas have alike."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import stateless
+
+from hpcomm.errors import InvalidArgument
+
+__all__: list[str] = []
+
+
+def describe_parameters(module: torch.nn.Module, ignored: Iterable[str] = ()) -> list[str]:
+    """One line per parameter that is not ``ignored``: what all replicas must agree on."""
+    left_out = set(ignored)
+    return [
+        f"{name} {tuple(p.shape)} {p.dtype} grad={p.requires_grad}"
+        for name, p in module.named_parameters()
+        if name not in left_out
+    ]
+
+
+def device_of(module: torch.nn.Module) -> torch.device:
+    """Where all parameters of ``module`` are; the CPU for a module without any.
+
+    Raises:
+        InvalidArgument: they are on several devices, or on one that is neither a CPU nor a GPU of CUDA.
+    """
+    first: tuple[str, torch.device] | None = None
+    for name, parameter in module.named_parameters():
+        if parameter.device.type not in {"cpu", "cuda"}:
+            raise InvalidArgument(f"parameter {name} is on {parameter.device}: hpcomm reduces CPU and CUDA gradients")
+        if first is None:
+            first = (name, parameter.device)
+        elif parameter.device != first[1]:
+            raise InvalidArgument(
+                f"parameter {first[0]} is on {first[1]}, parameter {name} on {parameter.device}: "
+                "hpcomm reduces the gradients of one device; wrap the parts of the model one by one"
+            )
+    return torch.device("cpu") if first is None else first[1]
+
+
+def to_ignore(module: torch.nn.Module) -> set[str]:
+    """Names of what is not the wrapper's: what the caller excludes, and DTensors, which FSDP2 and others look after."""
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    dtensors = {name for name, tensor in tensors if isinstance(tensor, DTensor)}
+    return dtensors | set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+@contextmanager
+def ignoring(module: torch.nn.Module, names: set[str]) -> Iterator[None]:
+    """Torch's constructor asks the module for the names, under an attribute."""
+    before = module.__dict__.get("_ddp_params_and_buffers_to_ignore")
+    module.__dict__["_ddp_params_and_buffers_to_ignore"] = names
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__["_ddp_params_and_buffers_to_ignore"]
+        else:
+            module.__dict__["_ddp_params_and_buffers_to_ignore"] = before
+
+
+def in_functional_call() -> bool:
+    """Parameters that it puts into a module look like those that a program has put there for good."""
+    codes = {inspect.unwrap(call).__code__ for call in (torch.func.functional_call, stateless.functional_call)}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_stack(None))

@@ -1,0 +1,179 @@
+"""The state of a divided optimizer as a whole: what a checkpoint holds, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from hpcomm.control_channels import ControlChannel
+from hpcomm.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from hpcomm._C import Communicator
+
+__all__: list[str] = []
+
+State = dict[str, Any]
+
+
+class Member(NamedTuple):
+    """A parameter of an optimizer, the memory of whose bucket the ranks divide into equal parts."""
+
+    parameter: torch.nn.Parameter
+    bucket: int
+    place: int  # of its first number in the bucket
+    piece: torch.nn.Parameter | None  # what this rank steps of it
+    first: int  # of the piece in the bucket
+
+
+def gather(
+    lane: Communicator, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Member]], sizes: Sequence[int]
+) -> State:
+    """What ``state_dict()`` of an optimizer over the whole parameters would be, on the CPU (collective).
+
+    Args:
+        sizes: of the buckets, in numbers.
+
+    Raises:
+        InvalidArgument: on all ranks, where one has a state that is neither a number nor one for each element.
+    """
+    members = [member for group in groups for member in group]
+    mine: list[State] = [{} if m.piece is None else dict(optimizer.state.get(m.piece, {})) for m in members]
+    try:
+        told: Any = [{k: _described(m, k, v) for k, v in its.items()} for m, its in zip(members, mine, strict=True)]
+    except InvalidArgument as error:
+        told = str(error)  # to all, as nobody else may see it
+    everybody = [
+        json.loads(body)
+        for body in lane.control.exchange(lane.ranks, ControlChannel.OPTIMIZER, json.dumps(told).encode(), lane.timeout)
+    ]
+    known: list[dict[str, tuple[str, Any]]] = [{} for _ in members]
+    for rank, theirs in zip(lane.ranks, everybody, strict=True):
+        if isinstance(theirs, str):
+            raise InvalidArgument(f"rank {rank}: {theirs}")
+        for all_of_it, its in zip(known, theirs, strict=True):
+            all_of_it.update(its)
+    state: dict[int, State] = {}
+    for index, its in enumerate(known):
+        for key, (kind, value) in its.items():
+            if kind != "divided":
+                state.setdefault(index, {})[key] = _undescribed(kind, value)
+    for bucket, key, name in sorted(
+        {
+            (m.bucket, k, v[1])
+            for m, its in zip(members, known, strict=True)
+            for k, v in its.items()
+            if v[0] == "divided"
+        }
+    ):
+        dtype: torch.dtype = getattr(torch, name)
+        flat = torch.zeros(sizes[bucket], dtype=dtype, device=lane.device)
+        for member, its in zip(members, mine, strict=True):
+            if member.bucket == bucket and member.piece is not None and _is_divided(member, its.get(key)):
+                flat[member.first : member.first + member.piece.numel()] = its[key]
+        raw = flat.view(torch.uint8)
+        each = raw.numel() // lane.size
+        lane.all_gather(raw, raw[lane.rank * each : (lane.rank + 1) * each].clone())
+        for index, (member, its) in enumerate(zip(members, known, strict=True)):
+            if member.bucket == bucket and list(its.get(key, ())) == ["divided", name]:
+                p = member.parameter
+                whole = flat.as_strided(p.shape, p.stride(), member.place)
+                state.setdefault(index, {})[key] = whole.to("cpu", copy=True)
+    numbers = iter(range(len(members)))
+    return {
+        "state": dict(sorted(state.items())),
+        "param_groups": [
+            {**_options(options), "params": [next(numbers) for _ in group]}
+            for options, group in zip(optimizer.param_groups, groups, strict=True)
+        ],
+    }
+
+
+def scatter(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Member]], whole: State) -> None:
+    """Loads this rank's part of what :func:`gather` or an optimizer over whole parameters gave (local).
+
+    Raises:
+        InvalidArgument: other groups, or parameters of another shape.
+    """
+    given = whole["param_groups"]
+    if [len(group["params"]) for group in given] != [len(group) for group in groups]:
+        raise InvalidArgument(
+            f"the state is of groups of {[len(group['params']) for group in given]} parameters, "
+            f"the optimizer has {[len(group) for group in groups]}"
+        )
+    packed = optimizer.state_dict()
+    numbers = {
+        id(piece): number
+        for theirs, packs in zip(optimizer.param_groups, packed["param_groups"], strict=True)
+        for piece, number in zip(theirs["params"], packs["params"], strict=True)
+    }
+    state: dict[int, State] = {}
+    for group, theirs in zip(groups, given, strict=True):
+        for member, number in zip(group, theirs["params"], strict=True):
+            its = whole["state"].get(number)
+            if member.piece is not None and its is not None:
+                state[numbers[id(member.piece)]] = {key: _part(member, key, value) for key, value in its.items()}
+    optimizer.load_state_dict(
+        {
+            "state": state,
+            "param_groups": [
+                {**_options(theirs), "params": packs["params"]}
+                for theirs, packs in zip(given, packed["param_groups"], strict=True)
+            ],
+        }
+    )
+
+
+def copied(state: State) -> State:
+    """On the CPU: what torch's ``state_dict()`` gives, and ``load_state_dict()`` takes, is the optimizer's own."""
+
+    def copy(value: Any) -> Any:
+        return value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+    return {
+        "state": {number: {key: copy(value) for key, value in its.items()} for number, its in state["state"].items()},
+        "param_groups": [dict(group) for group in state["param_groups"]],
+    }
+
+
+def _options(group: State) -> State:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _is_divided(member: Member, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and member.piece is not None and value.shape == member.piece.shape
+
+
+def _described(member: Member, key: str, value: Any) -> tuple[str, Any]:
+    if _is_divided(member, value):
+        return "divided", str(value.dtype).removeprefix("torch.")
+    if isinstance(value, torch.Tensor) and value.numel() == 1:  # such as the number of steps
+        return str(value.dtype).removeprefix("torch."), value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return "plain", value
+    what = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    raise InvalidArgument(
+        f"{key!r} in the optimizer's state is {what}: it has to be a number, or a number for each of the "
+        f"{0 if member.piece is None else member.piece.numel()} elements that the rank has of the parameter"
+    )
+
+
+def _undescribed(kind: str, value: Any) -> Any:
+    return value if kind == "plain" else torch.tensor(value, dtype=getattr(torch, kind))
+
+
+def _part(member: Member, key: str, value: Any) -> Any:
+    parameter, piece = member.parameter, member.piece
+    if not isinstance(value, torch.Tensor) or key == "step" or piece is None:  # a parameter may have no axes either
+        return value
+    if value.shape != parameter.shape:
+        if value.dim() == 0:
+            return value
+        raise InvalidArgument(f"{key} of shape {tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)}")
+    flat = torch.empty(parameter.numel(), dtype=value.dtype, device=value.device)
+    flat.as_strided(parameter.shape, parameter.stride()).copy_(value)
+    begin = member.first - member.place
+    return flat[begin : begin + piece.numel()].clone()
