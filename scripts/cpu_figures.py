@@ -82,12 +82,15 @@ FILES = (
     File("collectives-cpu-4-ranks", "Collectives, 4 ranks on 2 cores",
          f"{COLLECTIVES} --ranks 4 --ops all_reduce,all_gather,broadcast -b 4 -e 25M -f 2560 --vs c10d-hpcomm,gloo "
          "--rounds 7", cpu_tables.collectives),
+    File("collectives-mpich-cpu-4-ranks", "Collectives against MPICH, 4 ranks on 2 cores",
+         f"{COLLECTIVES} --ranks 4 --ops all_reduce,all_gather,reduce_scatter,broadcast,sendrecv -b 4 -e 4M -f 1024 "
+         "-w 1 --vs mpich --rounds 3", cpu_tables.collectives),
     File("collectives-cpu-8-ranks", "Collectives, 8 ranks on 2 cores",
          f"{COLLECTIVES} --ranks 8 --ops all_reduce,all_gather,broadcast -b 4 -e 25M -f 2560 --vs c10d-hpcomm,gloo "
          "--rounds 5", cpu_tables.collectives),
 )  # fmt: skip
 
-# What README shows, of 45 lines.
+# What README shows, of all lines.
 SHOWN = (
     "DDP step",
     "message of 32 x 4 B", "message of 32 x 16 KB", "message of 1 x 25 MB", "message of 8 x 4 KB + 2 x 4 MB over gloo",
