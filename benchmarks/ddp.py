@@ -2,6 +2,7 @@
 
     python -m benchmarks.ddp [--ranks 2] [--rounds 30] [--json ddp.json]
     python -m benchmarks.ddp --memory            peak memory of each variant, in processes of its own
+    python -m benchmarks.ddp --alone             steps of each variant in processes of its own, and their page faults
     python -m benchmarks.ddp --parameters        what a wrapper costs by number of parameters
     python -m benchmarks.ddp --hooks             what one hook costs the thread of the backward
     python -m benchmarks.ddp --plot ddp.svg --from ddp.json
@@ -25,12 +26,13 @@ from typing import Any
 import torch
 
 import hpcomm
+from benchmarks.ddp_alone import steps_alone, time_here
 from benchmarks.ddp_hooks import hook_costs
-from benchmarks.ddp_memory import peak_memory
+from benchmarks.ddp_memory import measure_here, peak_memory
 from benchmarks.ddp_plot import draw
 from benchmarks.ddp_timeline import timelines
 from benchmarks.ddp_variants import COMPUTE, MODELS, STOCK_ON_GLOO, Model, Vector, floor_of, step_of, variants
-from benchmarks.harness import environment, measure, save, table
+from benchmarks.harness import environment, keep_freed_memory, measure, save, table
 from benchmarks.launch import adopt_mpi_environment, run_ranks
 
 COUNTS = (10, 100, 1000, 10000)
@@ -45,18 +47,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--models", help="only models whose name contains this")
     parser.add_argument("--memory", action="store_true", help="peak memory instead of times")
+    parser.add_argument("--alone", action="store_true", help="each variant in processes of its own instead")
     parser.add_argument("--parameters", action="store_true", help="overhead by number of parameters instead")
     parser.add_argument("--hooks", action="store_true", help="CPU time of a hook instead")
     parser.add_argument("--minutes", type=float, default=15, help="all ranks end then")
     parser.add_argument("--json", help="write the samples here")
     parser.add_argument("--plot", help="write an SVG here")
     parser.add_argument("--from", dest="source", help="draw what --json wrote, without running anything")
-    parser.add_argument("--variant", help=argparse.SUPPRESS)  # a child of --memory
+    parser.add_argument("--variant", help=argparse.SUPPRESS)  # a child of --memory or --alone
     arguments = parser.parse_args()
     if arguments.source:
         Path(arguments.plot or "ddp.svg").write_text(draw(json.loads(Path(arguments.source).read_text())))
-    elif arguments.memory and not arguments.variant:
-        seen = peak_memory(arguments.ranks, chosen(arguments.models), sys.argv[1:], deadline(arguments))
+    elif (arguments.memory or arguments.alone) and not arguments.variant:
+        look = steps_alone if arguments.alone else peak_memory
+        seen = look(arguments.ranks, chosen(arguments.models), sys.argv[1:], deadline(arguments))
         if arguments.json:
             document = {"question": "ddp", "arguments": vars(arguments), **seen}
             Path(arguments.json).write_text(json.dumps(document, indent=1) + "\n")
@@ -81,11 +85,14 @@ def rank(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     mesh = hpcomm.init()
     if arguments.variant:
-        from benchmarks.ddp_memory import measure_here
-
-        measure_here(mesh, chosen(arguments.models), arguments.variant, arguments.json)
+        models = chosen(arguments.models)
+        if arguments.alone:
+            time_here(mesh, models, arguments.variant, arguments.rounds, arguments.json)
+        else:
+            measure_here(mesh, models, arguments.variant, arguments.json)
         mesh.close()
         return
+    keep_freed_memory()
     if mesh.rank == 0:
         for key, value in environment(mesh).items():
             print(f"{key:<18} {value}")

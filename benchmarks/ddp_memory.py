@@ -45,6 +45,7 @@ _NAMES = (
     "hpcomm, bfloat16",
 )
 _JOBS = 3
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10), "PYTHONMALLOC": "malloc"}
 
 
 def peak_memory(ranks: int, models: Mapping[str, Model], arguments: Sequence[str], deadline: float) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def peak_memory(ranks: int, models: Mapping[str, Model], arguments: Sequence[str
     for model in models:
         print(f"\n{model}\n{'variant':<34} {'peak MiB':>9} {'process MiB':>12} {'shared MiB':>11}", flush=True)
         for name in _NAMES:
-            jobs = [_job(ranks, model, name, arguments, deadline) for _ in range(_JOBS)]
+            jobs = [run_variant(ranks, model, name, arguments, deadline, _MALLOC) for _ in range(_JOBS)]
             if jobs[0] is None:
                 continue  # not in this version of torch
             ran_on = jobs[0].pop("environment")
@@ -66,11 +67,13 @@ def peak_memory(ranks: int, models: Mapping[str, Model], arguments: Sequence[str
     return {"environment": ran_on, "memory": results}
 
 
-def _job(ranks: int, model: str, variant: str, arguments: Sequence[str], deadline: float) -> dict[str, Any] | None:
+def run_variant(
+    ranks: int, model: str, variant: str, arguments: Sequence[str], deadline: float, extra: Mapping[str, str]
+) -> dict[str, Any] | None:
+    """What a job of this variant alone writes; None where this version of torch does not have it."""
     with tempfile.NamedTemporaryFile("r", suffix=".json") as answer:
         child = ["-m", "benchmarks.ddp", *arguments, "--models", model, "--variant", variant, "--json", answer.name]
         end = min(deadline, time.time() + 120)
-        extra = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10), "PYTHONMALLOC": "malloc"}
         run_ranks(ranks, child, mpiexec=None, deadline=end, extra=extra)
         text = answer.read()
     return json.loads(text) if text else None

@@ -40,7 +40,7 @@ from torch.distributed import pipelining
 from torch.nn.parallel import DistributedDataParallel
 
 import hpcomm
-from benchmarks.harness import environment, measure, save, table
+from benchmarks.harness import environment, keep_freed_memory, measure, save, table
 from benchmarks.runner import Gated
 from hpcomm import _C
 from hpcomm.plan import SCHEDULES, costs_from_json, costs_to_json
@@ -257,6 +257,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
+    keep_freed_memory()
     mesh = hpcomm.init(dp=arguments.dp, pp=-1)
     here = mesh.rank == 0
     groups = {} if arguments.ours else groups_of(mesh)

@@ -46,6 +46,8 @@ FILES = (
          "python -m benchmarks.ddp --ranks 2 --rounds 10 --plot docs/ddp.svg", cpu_tables.ddp),
     File("ddp-cpu-4-ranks", "Data-parallel steps, 4 ranks on 2 cores",
          "python -m benchmarks.ddp --ranks 4 --rounds 6 --models Linear", cpu_tables.ddp),
+    File("ddp-alone-cpu-2-ranks", "Data-parallel steps, each variant in processes of its own",
+         "python -m benchmarks.ddp --ranks 2 --alone --models Linear --rounds 20", cpu_tables.ddp_alone),
     File("ddp-memory-cpu-2-ranks", "Peak memory of data-parallel steps",
          "python -m benchmarks.ddp --ranks 2 --memory", cpu_tables.ddp_memory),
     File("ddp-hooks-cpu-2-ranks", "A parameter's hook",

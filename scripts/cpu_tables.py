@@ -162,6 +162,25 @@ def ddp_memory(document: Document) -> Section:
     return Section(rows(["MiB", *variants], body), aims, [])
 
 
+def ddp_alone(document: Document) -> Section:
+    """benchmarks.ddp --alone: each variant in processes of its own, by what malloc does with freed memory."""
+    body, aims = [], []
+    names: list[str] = []
+    for model, by_malloc in document["alone"].items():
+        for malloc, by_name in by_malloc.items():
+            names = list(by_name)
+            median = {name: statistics.median(figures["seconds"]) for name, figures in by_name.items()}
+            faults = {name: statistics.median(figures["faults"]) for name, figures in by_name.items()}
+            ratio = min(median[name] for name in STOCK_DDP if name in median) / median["hpcomm"]
+            cells = [f"{median[name] / MILLISECOND:.1f} ({faults[name]:,.0f})" for name in names]
+            body.append([model, malloc, *cells, times(ratio)])
+            least = DDP_AIMS.get((document["arguments"]["ranks"], model))
+            if least is not None:
+                what = f"DDP step of {model}, alone in its processes, malloc {malloc}, against the faster stock variant"
+                aims.append(Aim(what, times(least), times(ratio), ratio >= least))
+    return Section(rows(["ms a step (page faults)", "malloc", *names, "faster stock / hpcomm"], body), aims, [])
+
+
 def ddp_parameters(document: Document) -> Section:
     """benchmarks.ddp --parameters: what a step takes above computation alone, by number of parameters."""
     by_variant: Mapping[str, Mapping[str, Samples]] = document["parameters"]

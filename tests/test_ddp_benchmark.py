@@ -6,14 +6,20 @@ import json
 import math
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ranks
 
 import hpcomm
+from benchmarks import ddp_alone
 from benchmarks.ddp_plot import draw
-from benchmarks.ddp_variants import COMPUTE
+from benchmarks.ddp_variants import COMPUTE, MODELS
+
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SVG = "{http://www.w3.org/2000/svg}"
@@ -37,6 +43,21 @@ def test_a_run_and_its_picture(tmp_path: Path) -> None:
     assert "x floor" in done.stdout
     words = [text.text for text in ET.parse(picture).iter(f"{SVG}text")]
     assert "hpcomm: pack" in words
+
+
+def test_a_variant_alone_has_its_steps_timed_and_its_page_faults_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ddp_alone, "_JOBS", 1)
+    monkeypatch.setattr(ddp_alone, "_NAMES", ("hpcomm",))
+    monkeypatch.chdir(ROOT)
+    models = {name: model for name, model in MODELS.items() if "convnet" in name}
+    seen = ddp_alone.steps_alone(2, models, ["--alone", "--rounds", "3"], time.time() + 240)
+    (by_malloc,) = seen["alone"].values()
+    assert list(by_malloc) == ["default", "keeps freed memory"]
+    for by_name in by_malloc.values():
+        ((seconds,), (faults,)) = by_name["hpcomm"].values()
+        assert 0 < seconds < 60
+        assert 0 <= faults < 1_000_000
+    assert seen["environment"]["ranks"] == 2
 
 
 def few_hooks() -> dict[int, dict[str, dict[str, float]]]:

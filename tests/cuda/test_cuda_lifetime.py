@@ -50,6 +50,8 @@ def operations_in_flight(device: str) -> None:
     x = torch.ones(1 << 20, device=device)
     sleep(device, 100.0)
     KEPT.extend([mesh.dp.all_reduce(x, async_op=True) for _ in range(10)])
+    # A rank that leaves before a peer has issued an operation is an error there, and of another test.
+    dist.all_reduce(torch.ones(1))
 
 
 @one_and_two
