@@ -213,12 +213,14 @@ class Channel:
         max_bytes: the largest message; 0 for 64 GiB. A larger one is refused before memory is taken.
         direct_from: bytes from which a tensor is not packed; 0 for what was measured.
 
-    Making a Channel is collective over the two ranks. Each direction has a lane of its own, so sending first on both
+    Making a Channel is collective over the two ranks. A rank with several makes them in ascending order of their peers:
+    in a ring, all would otherwise wait for the next one. Each direction has a lane of its own, so sending first on both
     sides is fine, whatever the size. Where a device runs one operation at a time, a message takes it when both ends are
     at it; a collective that stands between a send and a receipt on both sides then ends in TimedOut.
 
     Raises:
         InvalidArgument: no such peer, or an unknown schema.
+        TimedOut: the peer has not made its end.
     """
 
     def __init__(
@@ -238,7 +240,17 @@ class Channel:
         if peer == rank or not 0 <= peer < communicator.size:
             raise InvalidArgument(f"Channel: rank {rank} of {communicator.size} has no peer {peer}")
         pair = sorted((rank, peer))
-        up, down = (communicator.subgroup(pair, lane) for lane in ("up", "down"))
+        try:
+            up, down = (communicator.subgroup(pair, lane) for lane in ("up", "down"))
+        except TimedOut as error:
+            mine, theirs = communicator.ranks[rank], communicator.ranks[peer]
+            raise TimedOut(
+                f"Channel: rank {theirs} has not made its end of a channel with rank {mine} ({error}); both make it, "
+                "and a rank that makes several does so in ascending order of their peers, or ranks in a circle wait "
+                "for each other",
+                rank=mine,
+                peer=theirs,
+            ) from error
         out, back = (up, down) if rank < peer else (down, up)
         other = pair.index(peer)
         self._sender = Sender(

@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from hpcomm import _C
@@ -426,8 +427,14 @@ def gloo_options(store: Store, rank: int, size: int, *, timeout: float, threads:
 def _gloo_factory(store: Store, timeout: float) -> Callable[[str, int, int], Backend]:
     def make(name: str, rank: int, size: int) -> Backend:
         private = PrefixStore(f"gloo/{name}", store)
-        options = gloo_options(private, rank, size, timeout=timeout, threads=1)  # a lane runs one collective at a time
-        backend: Backend = ProcessGroupGloo(private, rank, size, options)
+        try:
+            # A lane runs one collective at a time.
+            options = gloo_options(private, rank, size, timeout=timeout, threads=1)
+            backend: Backend = ProcessGroupGloo(private, rank, size, options)
+        except dist.DistError as error:
+            raise TimedOut(
+                f"communicator {name}: not all of its {size} ranks made it within {timeout:.0f} s: {error}"
+            ) from error
         return backend
 
     return make

@@ -99,6 +99,7 @@ class Mesh:
         self._timeout = timeout
         self._owns_group = owns_group
         self._closed = False
+        self._process = os.getpid()
         world = math.prod(sizes.values())
         self.rank = rank
         self.size = world
@@ -181,8 +182,11 @@ class Mesh:
         self.world.barrier()
 
     def close(self) -> None:
-        """Leaves the job in order, when what channels were given has gone. Idempotent; runs by itself at exit."""
-        if self._closed:
+        """Leaves the job in order, when what channels were given has gone. Idempotent; runs by itself at exit.
+
+        In a forked child it does nothing: the parent has not left.
+        """
+        if self._closed or os.getpid() != self._process:
             return
         let_go(self.control, self.timeout)  # a Ctrl-C that ends this wait is an error as any: the peers are told
         self._closed = True
@@ -267,7 +271,11 @@ class Mesh:
                         mesh._let_end_first(error.peer)
             previous(kind, error, trace)
 
+        process = self._process
+
         def leave() -> None:
+            if os.getpid() != process:
+                return
             mesh = myself()
             # After a failure the connections stay until the process is gone: that is what the peers wait for.
             if mesh is not None and mesh.control.failure() is None:

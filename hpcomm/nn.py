@@ -112,5 +112,11 @@ class _Recv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, *gradients: torch.Tensor | None) -> tuple[None, ...]:
         wanted = [g for g, is_wanted in zip(gradients, ctx.wanted, strict=True) if is_wanted]  # type: ignore[attr-defined]
+        reached = [g is not None for g in wanted]
+        if ctx.__dict__.setdefault("reached", reached) != reached:
+            raise InvalidArgument(
+                f"hpcomm.nn.recv: two backwards reached different tensors of message {ctx.number}; each sends a "  # type: ignore[attr-defined]
+                "gradient back, and the sender's backward takes one. Add the losses, then run one backward"
+            )
         ctx.channel._sender.send(wanted, ctx.number)  # type: ignore[attr-defined]
         return (None, None, None, *(None for _ in gradients))

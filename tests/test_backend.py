@@ -395,6 +395,29 @@ def test_strides_scalars_empty_tensors_and_uneven_splits(size: int) -> None:
     ranks.run(size, odd_shapes)
 
 
+def overlapping() -> None:
+    """A part that lies across the border of two ranks' parts of the whole, in one memory."""
+    with world() as (rank, size):
+        for count in (2, 1000, 100_000, 1_000_000):
+            for offset in (0, rank * count, (size - 1) * count, count // 2):
+                mine = torch.arange(count) + 2.0**22 * rank
+                whole = torch.zeros(size * count)
+                part = whole[offset : offset + count].copy_(mine)
+                dist.all_gather_into_tensor(whole, part)
+                same(whole, torch.cat([torch.arange(count) + 2.0**22 * r for r in range(size)]))
+
+                whole = torch.arange(size * count) % 97 + float(rank)
+                part = whole[offset : offset + count]
+                dist.reduce_scatter_tensor(part, whole)
+                expected = (torch.arange(size * count) % 97) * float(size) + sum(range(size))
+                same(part, expected[rank * count : (rank + 1) * count])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_part_may_lie_anywhere_in_the_whole(size: int) -> None:
+    ranks.run(size, overlapping)
+
+
 def many_at_once() -> None:
     with world() as (rank, size):
         total = sum(3.0**r for r in range(size))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import re
 import resource
@@ -218,6 +220,21 @@ def test_ctrl_c_ends_the_start(wait: str, tmp_path: Path) -> None:
     ranks.run(2, interrupted_at_the_start, wait, env={"FOLDER": str(tmp_path)})
 
 
+def together(call: Callable[[torch.Tensor], object], *tensors: torch.Tensor) -> None:
+    """The calls in one coalesced operation; `dist` collects them, and issues them at the end."""
+    with dist.distributed_c10d._coalescing_manager(group=dist.group.WORLD):
+        for tensor in tensors:
+            call(tensor)
+
+
+def gathered(tensor: torch.Tensor) -> None:
+    dist.all_gather_into_tensor(torch.empty(3 * len(tensor)), tensor)
+
+
+def scattered(tensor: torch.Tensor) -> None:
+    dist.reduce_scatter_tensor(tensor, torch.empty(3 * len(tensor)))
+
+
 # What rank 1 does while the others do the first: the same with another shape, dtype, reduction or root, or another one.
 DISAGREE: dict[str, tuple[Callable[[torch.Tensor], object], Callable[[], object]]] = {
     "shape": (dist.all_reduce, lambda: dist.all_reduce(full(5))),
@@ -248,6 +265,34 @@ DISAGREE: dict[str, tuple[Callable[[torch.Tensor], object], Callable[[], object]
     "shape of a reduce_scatter": (
         lambda t: dist.reduce_scatter_tensor(t, full(12)),
         lambda: dist.reduce_scatter_tensor(full(5), full(15)),
+    ),
+    "number of coalesced tensors": (
+        lambda t: together(dist.all_reduce, t, full(4)),
+        lambda: together(dist.all_reduce, full(4), full(4), full(4)),
+    ),
+    "shape of the second of coalesced tensors": (
+        lambda t: together(dist.all_reduce, t, full(4)),
+        lambda: together(dist.all_reduce, full(4), full(5)),
+    ),
+    "coalesced, and one by one": (
+        lambda t: together(dist.all_reduce, t, full(4)),
+        lambda: dist.all_reduce(full(4)),
+    ),
+    "coalesced, and a gather": (
+        lambda t: together(dist.all_reduce, t, full(4)),
+        lambda: dist.gather(full(4), None, dst=0),
+    ),
+    "coalesced collectives": (
+        lambda t: together(dist.all_reduce, t, full(4)),
+        lambda: together(gathered, full(4), full(4)),
+    ),
+    "shape of a coalesced all_gather": (
+        lambda t: together(gathered, t, full(4)),
+        lambda: together(gathered, full(4), full(5)),
+    ),
+    "number of a coalesced reduce_scatter": (
+        lambda t: together(scattered, t, full(4)),
+        lambda: together(scattered, full(4), full(4), full(4)),
     ),
 }
 
@@ -322,6 +367,34 @@ def forks() -> None:
 
 def test_a_forked_child_is_told_and_its_parent_goes_on() -> None:
     ranks.run(2, forks, env=SHM)
+
+
+def leaves_in_a_child() -> None:
+    """What a child does that ends as a program does, rather than by os._exit()."""
+    dist.init_process_group("hpcomm", timeout=timedelta(seconds=20))
+    group = dist.new_group([0, 1])
+    dist.barrier()
+    pending = dist.irecv(torch.empty(4), 1 - rank(), tag=7)
+    child = os.fork()
+    if child == 0:
+        del pending
+        dist.destroy_process_group()
+        atexit._run_exitfuncs()
+        gc.collect()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    for communicator in (None, group):
+        value = full(4)
+        dist.all_reduce(value, group=communicator)
+        assert bool((value == 14).all())
+    dist.send(full(4), 1 - rank(), tag=7)
+    assert pending is not None
+    pending.wait()
+    dist.destroy_process_group()
+
+
+def test_a_forked_child_may_leave_and_its_parent_goes_on() -> None:
+    ranks.run(2, leaves_in_a_child, env=SHM)
 
 
 def without_memory(limit: int) -> tuple[str, list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from typing import Any
@@ -242,6 +243,33 @@ def one_edge_is_refused() -> None:
 @pytest.mark.parametrize("env", [SHM, GLOO, ONE_SLOT], ids=["shm", "gloo", "one slot"])
 def test_a_refused_edge_ends_alone(env: dict[str, str]) -> None:
     ranks.run(2, one_edge_is_refused, env=env)
+
+
+def in_a_ring() -> str:
+    """Each rank makes its channel to the next rank first; then in the order that the error tells."""
+    mesh = hpcomm.init(dp=3, timeout=3.0)
+    with pytest.raises((hpcomm.TimedOut, hpcomm.RankFailed, hpcomm.PeerError)) as caught:
+        hpcomm.Channel(mesh.dp, (mesh.rank + 1) % 3)
+    time.sleep(1.0)  # the others' time is over as well
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def in_order() -> None:
+    with hpcomm.init(dp=4) as mesh:
+        before, after = (mesh.rank - 1) % 4, (mesh.rank + 1) % 4
+        channels = {peer: hpcomm.Channel(mesh.dp, peer) for peer in sorted((before, after))}
+        work = channels[after].send(torch.tensor(mesh.rank))
+        assert channels[before].recv() == before
+        work.wait()
+
+
+@pytest.mark.parametrize("env", [SHM, GLOO], ids=["shm", "gloo"])
+def test_channels_in_a_ring_are_made_in_order(env: dict[str, str]) -> None:
+    told = ranks.run(3, in_a_ring, env=env)
+    assert any(
+        re.match(r"TimedOut: Channel: rank \d has not made its end .* ascending order", text) for text in told
+    ), told
+    ranks.run(4, in_order, env=env)
 
 
 def used_after_close() -> None:

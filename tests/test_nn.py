@@ -203,6 +203,24 @@ def test_derivatives_of_derivatives_are_refused() -> None:
     ranks.run(2, derivatives_of_derivatives)
 
 
+def two_partial_backwards() -> None:
+    """Each would send a gradient of its part, of which the sender's backward takes the first."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        if mesh.rank == 0:
+            x = torch.ones(3, requires_grad=True)
+            hpcomm.nn.send(channel, [x * 2, x * 3]).backward()
+        else:
+            a, b = hpcomm.nn.recv(channel)
+            a.sum().backward()
+            with pytest.raises(hpcomm.InvalidArgument, match="message 0; .* run one backward"):
+                b.sum().backward()
+
+
+def test_two_backwards_over_parts_of_a_message_are_refused() -> None:
+    ranks.run(2, two_partial_backwards)
+
+
 def changed_in_place() -> None:
     """A stage may begin with an operation in place, and one tensor may stand in a tree twice."""
     with hpcomm.init(dp=1, pp=2) as mesh:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import resource
 import signal
@@ -212,6 +214,44 @@ def forks() -> None:
 
 def test_a_forked_child_is_told_and_its_parent_goes_on() -> None:
     ranks.run(2, forks, env=SHM)
+
+
+def leaves_in_a_child() -> None:
+    """A child that ends as a program does: what it has copies of stays its parent's, also memory that a peer lent."""
+    mesh = hpcomm.init(dp=2)
+    peer = 1 - mesh.rank
+    channel = hpcomm.Channel(mesh.dp, peer)
+    wrapped = hpcomm.DistributedDataParallel(torch.nn.Linear(64, 64), mesh=mesh)
+    wrapped(torch.ones(1, 64)).sum().backward()
+    parts = [torch.full((1000,), 10.0 * mesh.rank + i) for i in range(32)]
+    work = channel.send(parts)
+    received = channel.recv()
+    work.wait()
+    mesh.barrier()
+    child = os.fork()
+    if child == 0:
+        received, channel, wrapped, work = None, None, None, None  # type: ignore[assignment]
+        gc.collect()
+        mesh.close()
+        atexit._run_exitfuncs()
+        mesh = None  # type: ignore[assignment]
+        gc.collect()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    mesh.barrier()
+    for _ in range(20):  # more than there are blocks to lend
+        work = channel.send([torch.full((1000,), -1.0)] * 32)
+        again = channel.recv()
+        work.wait()
+        assert bool((again[31] == -1).all())
+        del again
+    assert all(bool((part == 10.0 * peer + i).all()) for i, part in enumerate(received))
+    wrapped(torch.ones(1, 64)).sum().backward()
+    mesh.close()
+
+
+def test_a_forked_child_may_leave_and_its_parent_goes_on() -> None:
+    ranks.run(2, leaves_in_a_child)
 
 
 def kept() -> torch.Tensor:

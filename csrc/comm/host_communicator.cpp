@@ -11,6 +11,8 @@ namespace hpcomm {
 HostCommunicator::HostCommunicator(CommunicatorConfig config)
     : Communicator(std::move(config)), generation_(fork_generation()) {}
 
+bool HostCommunicator::forked() const noexcept { return fork_generation() != generation_; }
+
 void HostCommunicator::watch_peers() {
   // A dead or failed peer anywhere in the job ends what this lane is waiting for.
   listener_ = control().on_failure([this](const Error& error) { abort(error); });
@@ -41,7 +43,7 @@ bool HostCommunicator::enter(const ErrorContext& what, const OpOptions& options,
 
 void HostCommunicator::require_open(const ErrorContext& what) const {
   // First: a thread that is not there may hold the lock.
-  if (fork_generation() != generation_) {
+  if (forked()) {
     throw Error(ErrorKind::kClosed,
                 str(what.operation, " on lane ", lane(), " in a forked child: its parent's communicators have no ",
                     "threads here. Communicate from the process that called init(), or start workers by spawn"),
@@ -194,6 +196,9 @@ WorkPtr HostCommunicator::follow(const WorkPtr& operation, ErrorContext what, Ke
 }
 
 void HostCommunicator::close() {
+  if (forked()) {
+    return;
+  }
   // First what was issued: some of its tasks issue operations themselves when their turn comes (the receipt of a
   // message), and those belong to it.
   stream().synchronize();
@@ -202,6 +207,9 @@ void HostCommunicator::close() {
 }
 
 void HostCommunicator::abort(const Error& why) noexcept {
+  if (forked()) {
+    return;
+  }
   {
     std::lock_guard lock(mutex_);
     if (aborted_) {
@@ -214,7 +222,7 @@ void HostCommunicator::abort(const Error& why) noexcept {
 }
 
 void HostCommunicator::shut_down() noexcept {
-  if (fork_generation() != generation_) {
+  if (forked()) {
     return;  // threads and locks are the parent's
   }
   if (listener_ != 0) {

@@ -18,6 +18,9 @@ class HostCommunicator : public Communicator {
   void close() override;
   void abort(const Error& why) noexcept override;
   [[nodiscard]] std::optional<Error> aborted() const override;
+  // True in a forked child of the process that made it: close() and abort() do nothing there, as the memory that peers
+  // look at is the parent's too, and operations throw.
+  [[nodiscard]] bool forked() const noexcept;
   // Waits until nothing is issued and not ended, also by other threads; false when the deadline came first.
   [[nodiscard]] bool idle_until(Deadline deadline) const;
 

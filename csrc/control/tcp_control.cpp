@@ -1,7 +1,6 @@
 // One I/O thread reads all peers; senders write to the socket themselves when nothing is queued before them.
 #include "control/tcp_control.h"
 
-#include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -11,6 +10,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include "base/fork.h"
@@ -48,14 +48,13 @@ TcpControl::TcpControl(int rank, std::vector<Fd> connections, std::vector<std::s
     peer.incoming->take(surplus[r]);
     peers_.push_back(std::move(peer));
   }
-  thread_ = std::thread([this] { run(); });
-  pthread_setname_np(thread_.native_handle(), "hpcomm:control");
+  thread_ = Thread("hpcomm:control", [this] { run(); });
 }
 
 TcpControl::~TcpControl() {
   close();
   if (thread_.joinable()) {
-    if (thread_.get_id() == std::this_thread::get_id()) {
+    if (thread_.is_current()) {
       thread_.detach();
     } else {
       thread_.join();

@@ -14,9 +14,9 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <vector>
 
+#include "base/thread.h"
 #include "control/control.h"
 #include "control/heartbeat.h"
 #include "control/inflow.h"
@@ -133,7 +133,7 @@ class TcpControl final : public Control {
   std::size_t told_departed_ = 0;  // how many of departed_ the listeners know
 
   Fd wake_;
-  std::thread thread_;  // last: it starts when everything above exists
+  Thread thread_;  // last: it starts when everything above exists
 };
 
 }  // namespace hpcomm::control

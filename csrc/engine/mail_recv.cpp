@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/fork.h"
 #include "engine/loans.h"
 #include "engine/mail_route.h"
 #include "engine/route.h"
@@ -181,10 +182,13 @@ class MailRecv final : public RecvRoute {
       auto* const flag = reinterpret_cast<LoanFlag*>(mapped.get());
       char* const payload = mapped.get() + sizeof(LoanFlag);
       Borrowed block{flag, payload, nullptr, kept->fetch_add(1, std::memory_order_relaxed) >= most_kept};
-      block.owner = Keepalive(payload, [mapped, flag, count = kept](const void*) {
+      block.owner = Keepalive(payload, [mapped, flag, count = kept, generation = fork_generation()](const void*) {
         count->fetch_sub(1, std::memory_order_relaxed);
-        // Release: this rank's last reads of the block come before the sender's next write.
-        flag->lent.store(0, std::memory_order_release);
+        // A forked child has a copy of this owner: the block goes back when the parent's goes.
+        if (fork_generation() == generation) {
+          // Release: this rank's last reads of the block come before the sender's next write.
+          flag->lent.store(0, std::memory_order_release);
+        }
       });
       message.packed = block.copied ? slots.acquire(bytes).buffer : Buffer{bytes_at(payload, bytes), block.owner};
       return block;

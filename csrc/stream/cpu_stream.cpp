@@ -1,16 +1,17 @@
 // Streams of a CPU rank: the caller itself, and FIFO worker threads.
-#include <pthread.h>
-
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
 #include <cstdio>
 #include <deque>
 #include <exception>
 #include <memory>
 #include <mutex>
-#include <thread>
 #include <utility>
 
+#include "base/error.h"
+#include "base/fork.h"
+#include "base/thread.h"
 #include "stream/stream.h"
 
 namespace hpcomm {
@@ -53,11 +54,12 @@ class Flag final : public EventState {
 
 class WorkerStream final : public Stream {
  public:
-  explicit WorkerStream(const std::string& name) : thread_(run, queue_) {
-    pthread_setname_np(thread_.native_handle(), name.substr(0, 15).c_str());
-  }
+  explicit WorkerStream(const std::string& name) : thread_(name, run, queue_) {}
 
   ~WorkerStream() override {
+    if (forked()) {
+      return;  // the thread is the parent's, and may hold the lock; what was enqueued stays with it
+    }
     {
       std::lock_guard lock(queue_->mutex);
       queue_->stopping = true;
@@ -74,6 +76,9 @@ class WorkerStream final : public Stream {
   [[nodiscard]] Device device() const noexcept override { return {}; }
 
   void enqueue(Task task) override {
+    if (forked()) {
+      throw Error(ErrorKind::kClosed, "a task for a lane in a forked child: its thread is the parent's");
+    }
     // Held here too: when the task has run, somebody else may destroy the stream before notify_one() returns.
     const std::shared_ptr<Queue> queue = queue_;
     {
@@ -85,22 +90,28 @@ class WorkerStream final : public Stream {
   }
 
   void hold(Keepalive memory) override {
+    if (forked()) {
+      return;
+    }
     enqueue([memory = std::move(memory)] {});
   }
 
   [[nodiscard]] Event record() override {
+    if (forked()) {
+      return {};  // nothing runs here that could be waited for
+    }
     auto flag = std::make_shared<Flag>();
     enqueue([flag] { flag->set(); });
     return Event(flag);
   }
 
   void wait(const Event& event) override {
-    if (!event.done()) {
+    if (!forked() && !event.done()) {
       enqueue([event] { event.wait(); });
     }
   }
 
-  [[nodiscard]] bool is_current() const noexcept override { return std::this_thread::get_id() == thread_.get_id(); }
+  [[nodiscard]] bool is_current() const noexcept override { return thread_.is_current(); }
 
   [[nodiscard]] bool idle() const noexcept override { return queue_->unfinished.load(std::memory_order_acquire) == 0; }
 
@@ -113,6 +124,8 @@ class WorkerStream final : public Stream {
     std::atomic<std::size_t> unfinished = 0;  // waiting or running; read without the lock
     bool stopping = false;
   };
+
+  [[nodiscard]] bool forked() const noexcept { return fork_generation() != generation_; }
 
   static void run(const std::shared_ptr<Queue>& queue) {
     std::unique_lock lock(queue->mutex);
@@ -139,8 +152,9 @@ class WorkerStream final : public Stream {
     }
   }
 
+  const std::uint32_t generation_ = fork_generation();
   const std::shared_ptr<Queue> queue_ = std::make_shared<Queue>();
-  std::thread thread_;  // last: it starts when everything above exists
+  Thread thread_;  // last: it starts when everything above exists
 };
 
 }  // namespace

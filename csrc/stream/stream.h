@@ -46,6 +46,7 @@ class Stream {
 
 // A side lane on CPU: one thread that runs tasks first in, first out, and sleeps when there are none.
 // `name` shows in /proc and in debuggers (15 characters). The destructor runs what is still enqueued, then joins.
+// In a forked child there is no such thread: enqueue() throws Closed, and nothing is waited for.
 [[nodiscard]] std::shared_ptr<Stream> make_worker_stream(const std::string& name);
 
 }  // namespace hpcomm

@@ -49,6 +49,18 @@ void require_parts(const std::vector<at::Tensor>& parts, const at::Tensor& like,
   }
 }
 
+// True when `part` lies in `whole` or across its edge, and not where the part of `rank` is. Pieces are read and written
+// in an order of the transport's: then it would find its own results.
+bool overlap_elsewhere(const at::Tensor& whole, const at::Tensor& part, int rank) {
+  if (!is_direct(whole) || !is_direct(part) || part.numel() == 0 || !whole.is_alias_of(part)) {
+    return false;
+  }
+  const auto* const begin = static_cast<const char*>(whole.const_data_ptr());
+  const auto* const at = static_cast<const char*>(part.const_data_ptr());
+  return at < begin + whole.nbytes() && begin < at + part.nbytes() &&
+         at != begin + static_cast<std::size_t>(rank) * part.nbytes();
+}
+
 Keepalive keep_both(const at::Tensor& a, const at::Tensor& b) {
   return std::make_shared<const std::pair<c10::Storage, c10::Storage>>(a.storage(), b.storage());
 }
@@ -183,7 +195,8 @@ HpcommBackend::C10dWork HpcommBackend::_allgather_base(at::Tensor& output, at::T
                    "all_gather over ", size_, " ranks: the output must have the input's dtype and ", size_,
                    " times its elements, got ", input.dtype().name(), " ", input.sizes(), " and ",
                    output.dtype().name(), " ", output.sizes());
-    if (is_direct(output) && is_direct(input)) {
+    const bool apart = !overlap_elsewhere(output, input, rank_);
+    if (is_direct(output) && is_direct(input) && apart) {
       const BufferView to = movable_view(output, call.name);
       const BufferView from = movable_view(input, call.name);
       return issue(call, {input}, {output}, [&](std::uint64_t, OpOptions& op) {
@@ -191,8 +204,8 @@ HpcommBackend::C10dWork HpcommBackend::_allgather_base(at::Tensor& output, at::T
         return communicator_->all_gather(to, from, op);
       });
     }
-    return compose(call, {input}, {output}, [to = lane_alias(output), from = lane_alias(input)](Step& step) {
-      at::Tensor staged = is_direct(to) ? to : at::empty(to.sizes(), to.options());
+    return compose(call, {input}, {output}, [apart, to = lane_alias(output), from = lane_alias(input)](Step& step) {
+      at::Tensor staged = is_direct(to) && apart ? to : at::empty(to.sizes(), to.options());
       step.all_gather(staged, direct(from, "all_gather"));
       if (!staged.is_same(to)) {
         to.copy_(staged);
@@ -237,7 +250,8 @@ HpcommBackend::C10dWork HpcommBackend::_reduce_scatter_base(at::Tensor& output, 
                    " times its elements, got ", input.dtype().name(), " ", input.sizes(), " and ",
                    output.dtype().name(), " ", output.sizes());
     const Reduction how = reduction(options.reduceOp, call.name);
-    if (is_direct(output) && is_direct(input) && how.is_plain()) {
+    const bool apart = !overlap_elsewhere(input, output, rank_);
+    if (is_direct(output) && is_direct(input) && how.is_plain() && apart) {
       const BufferView to = reducible_view(output, how.op, call.name);
       const BufferView from = reducible_view(input, how.op, call.name);
       return issue(call, {input}, {output}, [&](std::uint64_t, OpOptions& op) {
@@ -245,13 +259,14 @@ HpcommBackend::C10dWork HpcommBackend::_reduce_scatter_base(at::Tensor& output, 
         return communicator_->reduce_scatter(to, from, how.op, op);
       });
     }
-    return compose(call, {input}, {output}, [how, to = lane_alias(output), from = lane_alias(input)](Step& step) {
-      at::Tensor staged = is_direct(to) ? to : at::empty(to.sizes(), to.options());
-      step.reduce_scatter(staged, how.prepared(from, false, "reduce_scatter"), how.op);
-      if (!staged.is_same(to)) {
-        to.copy_(staged);
-      }
-    });
+    return compose(call, {input}, {output},
+                   [apart, how, to = lane_alias(output), from = lane_alias(input)](Step& step) {
+                     at::Tensor staged = is_direct(to) && apart ? to : at::empty(to.sizes(), to.options());
+                     step.reduce_scatter(staged, how.prepared(from, false, "reduce_scatter"), how.op);
+                     if (!staged.is_same(to)) {
+                       to.copy_(staged);
+                     }
+                   });
   });
 }
 
@@ -354,7 +369,7 @@ bool HpcommBackend::ends_unattended(Deadline patience) const {
 
 void HpcommBackend::shutdown() {
   const WithoutGil scope;
-  if (left_) {
+  if (left_ || communicator_->forked()) {
     return;
   }
   const Error destroyed(ErrorKind::kClosed, "the group was destroyed", communicator_->context("shutdown", -1, 0));

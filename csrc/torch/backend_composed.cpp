@@ -254,6 +254,7 @@ HpcommBackend::C10dWork HpcommBackend::allreduce_coalesced(Tensors& tensors,
                     options.timeout};
     const Reduction how = reduction(options.reduceOp, call.name);
     return compose(call, tensors, tensors, [how, targets = lane_aliases(tensors)](Step& step) {
+      step.agree_on_all(targets);
       for (const auto& target : targets) {
         at::Tensor staged = how.prepared(target, false, "all_reduce");
         step.all_reduce(staged, how.op);
@@ -283,6 +284,7 @@ HpcommBackend::C10dWork HpcommBackend::allgather_coalesced(TensorLists& outputs,
       to.push_back(lane_aliases(list));
     }
     return compose(call, inputs, results, [to = std::move(to), from = lane_aliases(inputs)](Step& step) {
+      step.agree_on_all(from);
       for (std::size_t i = 0; i < from.size(); ++i) {
         at::Tensor staged = at::empty({step.size(), from[i].numel()}, from[i].options());
         step.all_gather(staged, direct(from[i], "all_gather"));
@@ -303,6 +305,7 @@ HpcommBackend::C10dWork HpcommBackend::allgather_into_tensor_coalesced(Tensors& 
     }
     const Call call{c10d::OpType::COALESCED, "all_gather", "hpcomm:all_gather", options.asyncOp, options.timeout};
     return compose(call, inputs, outputs, [to = lane_aliases(outputs), from = lane_aliases(inputs)](Step& step) {
+      step.agree_on_all(from);
       for (std::size_t i = 0; i < from.size(); ++i) {
         const at::Tensor received = receptacle(to[i]);
         step.all_gather(received, direct(from[i], "all_gather"));
@@ -323,6 +326,7 @@ HpcommBackend::C10dWork HpcommBackend::reduce_scatter_tensor_coalesced(Tensors& 
                     options.timeout};
     const Reduction how = reduction(options.reduceOp, call.name);
     return compose(call, inputs, outputs, [how, to = lane_aliases(outputs), from = lane_aliases(inputs)](Step& step) {
+      step.agree_on_all(from);
       for (std::size_t i = 0; i < from.size(); ++i) {
         const at::Tensor received = receptacle(to[i]);
         step.reduce_scatter(received, how.prepared(from[i], false, "reduce_scatter"), how.op);

@@ -19,23 +19,6 @@ void require_served(const at::Tensor& tensor, const char* what) {
   HPCOMM_REQUIRE(tensor.layout() == at::kStrided, what, ": sparse tensors are not supported");
 }
 
-// What a rank says of its call, in Step::agree().
-struct Description {
-  std::int64_t type;
-  std::int64_t root;
-  std::int64_t count;
-  std::int64_t operation;
-
-  [[nodiscard]] std::string text(const std::string& what) const {
-    const auto dtype = static_cast<at::ScalarType>(type);
-    std::string text = str(what, "(", count, " x ", c10::toString(dtype));
-    if (root >= 0) {
-      text += str(", root ", root);
-    }
-    return text + ")";
-  }
-};
-
 }  // namespace
 
 bool is_direct(const at::Tensor& tensor) {
@@ -177,22 +160,83 @@ void Step::mismatch(std::size_t rank, const std::string& one, std::size_t peer, 
               std::move(context));
 }
 
+// What a rank says of its call, in Step::agree() and Step::agree_on_all().
+struct Step::Description {
+  std::int64_t type;  // below 0: a fingerprint of the dtypes and sizes of `count` tensors
+  std::int64_t root;
+  std::int64_t count;
+  std::int64_t operation;
+
+  [[nodiscard]] std::string text(const std::string& what) const {
+    if (type < 0) {
+      return str(what, " of ", count, " tensors");
+    }
+    const auto dtype = static_cast<at::ScalarType>(type);
+    std::string text = str(what, "(", count, " x ", c10::toString(dtype));
+    if (root >= 0) {
+      text += str(", root ", root);
+    }
+    return text + ")";
+  }
+};
+
 void Step::agree(const at::Tensor& tensor, int root, std::int64_t count) {
-  Description mine{static_cast<std::int64_t>(tensor.scalar_type()), root, count, 0};
+  (void)compare({static_cast<std::int64_t>(tensor.scalar_type()), root, count, 0});
+}
+
+void Step::agree_on_all(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::int64_t> each;
+  std::uint64_t print = 14695981039346656037ULL;  // FNV-1a, a number at a time
+  for (const auto& tensor : tensors) {
+    each.push_back((static_cast<std::int64_t>(tensor.numel()) << 8) | static_cast<std::int64_t>(tensor.scalar_type()));
+    print = (print ^ static_cast<std::uint64_t>(each.back())) * 1099511628211ULL;
+  }
+  const Description mine{static_cast<std::int64_t>(print | (std::uint64_t{1} << 63)), -1,
+                         static_cast<std::int64_t>(tensors.size()), 1};
+  if (compare(mine)) {
+    return;
+  }
+  // As many everywhere, but not alike, as all ranks know: then they look at each.
+  const auto all = show(each);
+  for (int peer = 1; peer < size(); ++peer) {
+    for (std::size_t i = 0; i < each.size(); ++i) {
+      const auto of = [&](int member) { return all[static_cast<std::size_t>(member) * each.size() + i]; };
+      if (of(peer) != of(0)) {
+        const auto text = [&](int member) {
+          return str(what_.operation, " of ", each.size(), " tensors, number ", i, " with ", of(member) >> 8, " x ",
+                     c10::toString(static_cast<at::ScalarType>(of(member) & 0xff)));
+        };
+        mismatch(0, text(0), static_cast<std::size_t>(peer), text(peer));
+      }
+    }
+  }
+  HPCOMM_ASSERT(false, "ranks with equal tensors and different fingerprints of them");
+}
+
+bool Step::compare(Description mine) {
   for (const char letter : what_.operation) {
     mine.operation = mine.operation * 31 + letter;  // names of ours: no two are alike
   }
   const auto all = show({mine.type, mine.root, mine.count, mine.operation});
+  bool alike = true;
   for (int peer = 1; peer < size(); ++peer) {
-    if (!std::equal(all.begin(), all.begin() + 4, all.begin() + std::ptrdiff_t{4} * peer)) {
-      const auto at = [&](int member) {
-        const auto* words = all.data() + std::ptrdiff_t{4} * member;
-        const Description theirs{words[0], words[1], words[2], words[3]};
+    const auto at = [&](int member) {
+      const auto* words = all.data() + std::ptrdiff_t{4} * member;
+      return Description{words[0], words[1], words[2], words[3]};
+    };
+    const Description first = at(0);
+    const Description other = at(peer);
+    const bool same_but_type = std::equal(all.begin() + 1, all.begin() + 4, all.begin() + std::ptrdiff_t{4} * peer + 1);
+    if (same_but_type && first.type < 0 && other.type < 0) {
+      alike = alike && first.type == other.type;
+    } else if (!same_but_type || first.type != other.type) {
+      const auto text = [&](const Description& theirs) {
         return theirs.text(theirs.operation == mine.operation ? what_.operation : "another collective");
       };
-      mismatch(0, at(0), static_cast<std::size_t>(peer), at(peer));
+      mismatch(0, text(first), static_cast<std::size_t>(peer), text(other));
     }
   }
+  return alike;
 }
 
 void Step::all_reduce(const at::Tensor& tensor, ReduceOp op) const {

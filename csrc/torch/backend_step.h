@@ -63,6 +63,8 @@ class Step {
   [[nodiscard]] std::vector<std::int64_t> show(std::vector<std::int64_t> mine);
   // Throws kSchemaMismatch on every rank unless all describe the same call.
   void agree(const at::Tensor& tensor, int root, std::int64_t count);
+  // The same where there are many tensors: as many on all ranks, of equal dtypes and sizes.
+  void agree_on_all(const std::vector<at::Tensor>& tensors);
   // `one` and `other` are what two of this group's ranks called.
   [[noreturn]] void mismatch(std::size_t rank, const std::string& one, std::size_t peer,
                              const std::string& other) const;
@@ -79,6 +81,9 @@ class Step {
   void exchange();
 
  private:
+  struct Description;
+  // False where ranks have as many tensors, and others; throws kSchemaMismatch on all ranks for any other difference.
+  [[nodiscard]] bool compare(Description mine);
   [[nodiscard]] OpOptions options() const;
   [[nodiscard]] OpOptions mail_options(const at::Tensor& tensor) const;
 

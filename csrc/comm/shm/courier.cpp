@@ -3,7 +3,6 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/random.h>
 #include <sys/socket.h>
@@ -95,14 +94,12 @@ Courier::Courier() : generation_(fork_generation()), key_word_(random_key_word()
       ::listen(listener_.get(), 128) != 0) {
     give_up("a Unix socket", errno);
   }
-  thread_ = std::thread([this] { serve(); });
-  pthread_setname_np(thread_.native_handle(), "hpcomm:courier");
+  thread_ = Thread("hpcomm:courier", [this] { serve(); });
 }
 
 Courier::~Courier() {
   if (fork_generation() != generation_) {
-    thread_.detach();  // the thread is the parent's
-    return;
+    return;  // the thread is the parent's
   }
   const std::uint64_t one = 1;
   (void)!::write(stop_.get(), &one, sizeof one);

@@ -9,8 +9,8 @@
 #include <map>
 #include <mutex>
 #include <string>
-#include <thread>
 
+#include "base/thread.h"
 #include "control/descriptor.h"
 #include "stream/event.h"
 
@@ -49,7 +49,7 @@ class Courier {
   control::Fd stop_;
   std::mutex mutex_;
   std::map<std::uint64_t, control::Fd> offered_;
-  std::thread thread_;  // last: it starts when everything above exists
+  Thread thread_;  // last: it starts when everything above exists
 };
 
 }  // namespace hpcomm::shm

@@ -1,6 +1,5 @@
 // How mails end: waits, time-outs, failures, and the thread that drives what nobody waits for.
 #include <poll.h>
-#include <pthread.h>
 #include <sys/timerfd.h>
 #include <unistd.h>
 
@@ -299,8 +298,7 @@ void ShmMailbox::arm() {
     if (!timer_.valid()) {
       throw Error(ErrorKind::kTransport, str("timerfd: ", std::strerror(errno)));
     }
-    thread_ = std::thread([this] { pump(); });
-    pthread_setname_np(thread_.native_handle(), "hpcomm:mail");
+    thread_ = Thread("hpcomm:mail", [this] { pump(); });
   }
   const itimerspec once{{0, 0}, {0, kPumpDelay}};
   (void)::timerfd_settime(timer_.get(), 0, &once, nullptr);
@@ -341,9 +339,6 @@ void ShmMailbox::pump() {
 
 void ShmMailbox::stop() noexcept {
   if (fork_generation() != generation_) {
-    if (thread_.joinable()) {
-      thread_.detach();
-    }
     return;  // the mutex may be held by a thread that only the parent has
   }
   {

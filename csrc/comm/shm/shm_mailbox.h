@@ -13,9 +13,9 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
+#include "base/thread.h"
 #include "comm/mailbox.h"
 #include "comm/shm/frames.h"
 #include "comm/shm/neighbourhood.h"
@@ -209,7 +209,7 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   std::atomic<bool> armed_ = false;
   std::atomic<bool> stopping_ = false;
   control::Fd timer_;
-  std::thread thread_;  // started when it is first needed
+  Thread thread_;  // started when it is first needed
 };
 
 }  // namespace hpcomm::shm

@@ -1,0 +1,62 @@
+// A thread of this process. In a forked child, which has no such thread, nothing is done to it.
+#pragma once
+
+#include <pthread.h>
+
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "base/fork.h"
+
+namespace hpcomm {
+
+// std::thread cannot even be detached in a forked child: the C library has taken the memory of its parent's threads for
+// others there, or unmapped it.
+class Thread {
+ public:
+  Thread() = default;  // none
+
+  // `name` shows in /proc and in debuggers (15 characters).
+  template <typename Function, typename... Arguments>
+  explicit Thread(const std::string& name, Function&& function, Arguments&&... arguments)
+      : thread_(std::make_unique<std::thread>(std::forward<Function>(function), std::forward<Arguments>(arguments)...)),
+        generation_(fork_generation()) {
+    pthread_setname_np(thread_->native_handle(), name.substr(0, 15).c_str());
+  }
+
+  Thread(Thread&&) = default;
+  Thread& operator=(Thread&&) = default;
+
+  // It has been joined or detached; or this is a forked child.
+  ~Thread() { (void)here(); }
+
+  [[nodiscard]] bool joinable() { return here() && thread_->joinable(); }
+  [[nodiscard]] bool is_current() const noexcept {
+    return thread_ != nullptr && thread_->get_id() == std::this_thread::get_id();
+  }
+  void join() {
+    if (here()) {
+      thread_->join();
+    }
+  }
+  void detach() {
+    if (here()) {
+      thread_->detach();
+    }
+  }
+
+ private:
+  [[nodiscard]] bool here() noexcept {
+    if (generation_ != fork_generation()) {
+      (void)thread_.release();  // the child never destroys it
+    }
+    return thread_ != nullptr;
+  }
+
+  std::unique_ptr<std::thread> thread_;
+  std::uint32_t generation_ = 0;
+};
+
+}  // namespace hpcomm
