@@ -37,8 +37,9 @@ def clip_grad_norm_(
         error_if_nonfinite: raise instead of scaling by a NaN or infinite norm.
 
     Returns:
-        The norm before clipping, a 0-dim float32 tensor: per-parameter norms combined in model order, as
-        ``torch.nn.utils.clip_grad_norm_`` does on the whole model, and the same bits on every rank.
+        The norm before clipping, a 0-dim tensor, float64 where this rank has such gradients, else float32:
+        per-parameter norms combined in model order, as ``torch.nn.utils.clip_grad_norm_`` does on the whole model, and
+        the same number on every rank.
 
     Raises:
         InvalidArgument: ``max_norm`` is negative, ``norm_type`` is not positive, or ``model`` is another one: where
@@ -57,10 +58,11 @@ def clip_grad_norm_(
         )
     parts: Callable[[float], _Parts] = getattr(model, "_gradient_norms", partial(_of_stages, model))
     norms, gradients, rank = parts(norm_type)
-    total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
+    exact = torch.linalg.vector_norm(norms.double(), norm_type)  # the same on ranks with and without float64
+    total: torch.Tensor = exact.to(norms.dtype)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise NumericsMismatch(f"clip_grad_norm_: the gradients' norm is {total.item()}", rank=rank)
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    factor = torch.clamp(max_norm / (exact + 1e-6), max=1.0)
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.dtype))
     return total
@@ -72,7 +74,7 @@ _Parts = tuple[torch.Tensor, list[torch.Tensor], int]
 def _of_stages(pipe: Any, norm_type: float) -> _Parts:
     """The norm of each gradient of the model, those that are here, and this rank (collective)."""
     place = {name: i for i, name in enumerate(pipe.parameter_names)}
-    norms = torch.zeros(len(place), dtype=torch.float32, device=pipe.mesh.device)
+    norms = torch.zeros(len(place), dtype=torch.float64, device=pipe.mesh.device)
     gradients = []
     for name, parameter, counts_here in pipe.owned_parameters():
         if parameter.grad is not None:
@@ -81,7 +83,8 @@ def _of_stages(pipe: Any, norm_type: float) -> _Parts:
                 norms[place[name]] = torch.linalg.vector_norm(parameter.grad, norm_type)
     # Every entry comes from one rank and is zero elsewhere: the sum is exact.
     pipe.mesh.pp.all_reduce(norms)
-    return norms, gradients, pipe.mesh.rank
+    wide = any(gradient.dtype == torch.float64 for gradient in gradients)
+    return norms if wide else norms.float(), gradients, pipe.mesh.rank
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -26,6 +26,9 @@ _LINE = 64  # bytes
 _GIVE = "_hpcomm_give_gradients"  # of an optimizer that make() made
 _MEMBERS = "_hpcomm_members"  # of the same: its whole parameters, by group
 
+# Of torch's: they look at a parameter's shape or norm, or at all of them. Others may as well, which nobody can tell.
+_WHOLE = tuple(getattr(torch.optim, name) for name in ("Adafactor", "LBFGS", "Muon") if hasattr(torch.optim, name))
+
 _Piece = tuple[torch.nn.Parameter, int, int]
 
 
@@ -95,6 +98,11 @@ class ShardedParameters:
 
         Its ``step()`` is collective: it takes the reduced gradients, and gathers the parameters afterwards.
         """
+        if issubclass(optimizer, _WHOLE):
+            raise InvalidArgument(
+                f"a sharded optimizer steps pieces of parameters, and {optimizer.__name__} needs whole ones; one that "
+                "treats each number by itself, such as SGD, Adam, AdamW or RMSprop, works"
+            )
         self._steps = True
         given = list(parameters)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
@@ -159,11 +167,13 @@ class ShardedParameters:
             scatter(optimizer, members, state)
 
     def norms(self, norm_type: float) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The norm of each parameter's gradient, in float32 and with the same bits on all ranks, 0 where there is none;
-        and this rank's parts of the gradients (collective).
+        """The norm of each parameter's gradient, with the same bits on all ranks, 0 where there is none, in float32, or
+        float64 where there are parameters of it; and this rank's parts of the gradients (collective).
         """
+        wide = any(parameter.dtype == torch.float64 for parameter in self._parameters)
+        dtype = torch.float64 if wide else torch.float32
         if self._lane.size == 1:
-            norms = torch.zeros(len(self._parameters), dtype=torch.float32, device=self._lane.device)
+            norms = torch.zeros(len(self._parameters), dtype=dtype, device=self._lane.device)
             for place, parameter in enumerate(self._parameters):
                 if parameter.grad is not None:
                     norms[place] = torch.linalg.vector_norm(parameter.grad, norm_type)
@@ -179,7 +189,7 @@ class ShardedParameters:
                     norm = torch.linalg.vector_norm(piece.grad, norm_type).double()
                     powers[place] = norm if math.isinf(norm_type) else norm**norm_type
         self._lane.all_reduce(powers, "max" if math.isinf(norm_type) else "sum")
-        return (powers if math.isinf(norm_type) else powers ** (1 / norm_type)).float(), gradients
+        return (powers if math.isinf(norm_type) else powers ** (1 / norm_type)).to(dtype), gradients
 
     @staticmethod
     def _members(optimizer: torch.optim.Optimizer) -> list[list[Member]]:

@@ -365,7 +365,8 @@ class DistributedDataParallel(_StockDDP):
             parameters: of this wrapper, or groups of them; all that require a gradient by default.
 
         Raises:
-            InvalidArgument: made without ``shard_optimizer``; parameters that are not this wrapper's.
+            InvalidArgument: made without ``shard_optimizer``; parameters that are not this wrapper's; an optimizer of
+                torch's that needs whole parameters (Adafactor, LBFGS, Muon).
         """
         sharded = self._sharded("make_optimizer()")
         chosen = [p for p in self.parameters() if p.requires_grad] if parameters is None else parameters
