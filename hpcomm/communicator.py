@@ -44,11 +44,11 @@ _LONGEST_PAUSE = 0.05
 _LIMITS = re.compile(r"(?P<lane>\*|\w+)=(?P<min>\d{1,4})-(?P<max>\d{1,4})(/(?P<cluster>\d))?")
 
 
-def default_timeout() -> float:
-    """Seconds that one operation may take: ``HPCOMM_TIMEOUT``, or ten minutes."""
+def default_timeout(otherwise: float | None = None) -> float:
+    """Seconds that one operation may take: ``HPCOMM_TIMEOUT``, or ``otherwise``, or ten minutes."""
     text = os.environ.get("HPCOMM_TIMEOUT")
     if text is None:
-        return DEFAULT_TIMEOUT
+        return DEFAULT_TIMEOUT if otherwise is None else otherwise
     try:
         seconds = float(text)
     except ValueError:

@@ -42,6 +42,7 @@ MODULES = (
     "ddp.sizes",
     "ddp.steplog",
     "ddp.native",
+    "ddp.countdown",
     "ddp.sharded_state",
     "ddp.sharded",
     "ddp.wrapper",

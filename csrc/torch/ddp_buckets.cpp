@@ -257,6 +257,15 @@ Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const 
   return {data, data, false};
 }
 
+// Has any rank a gradient for it?
+bool DdpReducer::is_used(std::size_t index, std::size_t entry) const {
+  if (slots_[index].used.defined()) {
+    return slots_[index].used.data_ptr<std::int32_t>()[entry] != 0;
+  }
+  const int number = plan_.buckets[index].params[entry];
+  return !options_.find_unused || used_by_any_.data_ptr<std::int32_t>()[number] != 0;
+}
+
 void DdpReducer::hand_out(std::size_t index) {
   const Bucket& bucket = plan_.buckets[index];
   Slot& slot = slots_[index];
@@ -272,7 +281,7 @@ void DdpReducer::hand_out(std::size_t index) {
         if (options_.shard) {
           break;
         }
-        if (!options_.find_unused || used_by_any_.data_ptr<std::int32_t>()[number] != 0) {
+        if (is_used(index, e)) {
           gradient = slot.staged[e].defined() ? std::move(slot.staged[e]) : make_view(index, e);
         }
         break;

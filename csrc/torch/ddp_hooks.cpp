@@ -58,11 +58,25 @@ struct DdpReducer::Accumulator {
   std::uintptr_t hook = 0;
 };
 
+namespace {
+
+std::vector<std::pair<c10::ScalarType, c10::Device>> kinds_of(const std::vector<at::Tensor>& params) {
+  std::vector<std::pair<c10::ScalarType, c10::Device>> kinds;
+  kinds.reserve(params.size());
+  for (const at::Tensor& param : params) {
+    kinds.emplace_back(param.scalar_type(), param.device());
+  }
+  return kinds;
+}
+
+}  // namespace
+
 DdpReducer::DdpReducer(std::shared_ptr<Communicator> communicator, std::vector<at::Tensor> params,
                        std::vector<std::string> names, BucketPlan plan, DdpOptions options, Log log)
     : communicator_(std::move(communicator)),
       params_(std::move(params)),
       names_(std::move(names)),
+      kinds_(kinds_of(params_)),
       options_(options),
       log_(std::move(log)),
       alone_(communicator_->size() == 1 && !options.check_finite),
@@ -88,6 +102,18 @@ void DdpReducer::attach() {
 DdpReducer::~DdpReducer() {
   for (const auto& accumulator : accumulators_) {
     accumulator->node->del_post_hook(accumulator->hook);
+  }
+}
+
+// Autograd gives a parameter that changes its type another node, without our hook: its gradients would stay this
+// rank's.
+void DdpReducer::require_unchanged() const {
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    const auto& [type, device] = kinds_[i];
+    HPCOMM_REQUIRE(params_[i].scalar_type() == type && params_[i].device() == device, "parameter ", names_[i], " is ",
+                   c10::toString(params_[i].scalar_type()), " on ", params_[i].device().str(), " and was ",
+                   c10::toString(type), " on ", device.str(), " in the first forward; convert the model before it is ",
+                   "wrapped");
   }
 }
 
@@ -126,15 +152,32 @@ void DdpReducer::agree_on_used(bool in_caller) {
   // Not clone(): a program may forbid it, to find copies of its own.
   used_by_any_ = at::empty(used_.sizes(), used_.options().device(params_.front().device()));
   used_by_any_.copy_(used_);
+  used_event_ = begin_event("all_reduce", used_by_any_);
+  used_work_ = sum_on_all(used_by_any_, in_caller);
+  end_on_lane(used_event_);
+}
+
+// The same of one bucket that is reduced by hand.
+void DdpReducer::agree_on_used_of(std::size_t bucket) {
+  Slot& slot = slots_[bucket];
+  const std::vector<int>& members = plan_.buckets[bucket].params;
+  const at::Tensor here = at::empty({static_cast<std::int64_t>(members.size())}, used_.options());
+  for (std::size_t e = 0; e < members.size(); ++e) {
+    here.data_ptr<std::int32_t>()[e] = slot.fates[e] == Fate::kMissing ? 0 : 1;
+    used_.data_ptr<std::int32_t>()[members[e]] = 0;  // reduced, and not in the next backward
+  }
+  slot.used = at::empty(here.sizes(), here.options().device(params_.front().device()));
+  slot.used.copy_(here);
+  slot.used_work = sum_on_all(slot.used, false);
+}
+
+WorkPtr DdpReducer::sum_on_all(const at::Tensor& used, bool in_caller) const {
   OpOptions options;
-  options.keepalive = keep(used_by_any_);
+  options.keepalive = keep(used);
   options.ready = communicator_->compute()->record();
   options.inline_when_idle = in_caller;
   options.poll = in_caller ? check_signals : nullptr;
-  used_event_ = begin_event("all_reduce", used_by_any_);
-  used_work_ = communicator_->all_reduce(view_of(used_by_any_, "used parameters", communicator_->device()),
-                                         ReduceOp::kSum, options);
-  end_on_lane(used_event_);
+  return communicator_->all_reduce(view_of(used, "used parameters", communicator_->device()), ReduceOp::kSum, options);
 }
 
 // Every rank learns which gradient was the first that is not finite, in order of parameters and then of ranks, and on

@@ -30,6 +30,9 @@ void DdpReducer::prepare(const std::vector<at::Tensor>& outputs) {
     TORCH_CHECK(false, "Expected to have finished reduction in the prior iteration before starting a new one.",
                 unready());
   }
+  if (!alone_) {
+    require_unchanged();
+  }
   settle();
   unused_.clear();
   if (options_.find_unused) {
@@ -56,6 +59,8 @@ void DdpReducer::expect_none() {
     slots_[b].checks.clear();
     slots_[b].complete = {};
     slots_[b].open = false;
+    slots_[b].used.reset();
+    slots_[b].used_work = nullptr;
     slots_[b].carried.assign(plan_.buckets[b].params.size(), 0);
   }
 }
@@ -337,17 +342,29 @@ void DdpReducer::start(std::size_t bucket) {
   HPCOMM_REQUIRE(slots_[bucket].work == nullptr, "bucket ", bucket, " was started and not finished");
   meet_once();
   state_ = State::kIdle;
+  if (!alone_) {
+    require_unchanged();
+  }
   complete_bucket(bucket, {});
   issue_bucket(bucket);
+  if (options_.find_unused && !options_.shard) {
+    agree_on_used_of(bucket);
+  }
 }
 
 void DdpReducer::finish(std::size_t bucket) {
   std::lock_guard lock(mutex_);
   HPCOMM_REQUIRE(bucket < slots_.size() && slots_[bucket].work != nullptr, "bucket ", bucket, " was not started");
   const WorkPtr work = std::exchange(slots_[bucket].work, nullptr);
+  const WorkPtr used_work = std::exchange(slots_[bucket].used_work, nullptr);
   wait(*work);
   end_event(slots_[bucket].event);
+  if (used_work != nullptr) {
+    wait(*used_work);
+    slots_[bucket].used = slots_[bucket].used.cpu();
+  }
   hand_out(bucket);
+  slots_[bucket].used.reset();
 }
 
 std::shared_ptr<ProfilerEvent> DdpReducer::begin_event(const char* operation, const at::Tensor& input) const {

@@ -148,6 +148,9 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
     BucketReduction complete;           // what is to be issued
     bool open = false;                  // its memory is that of this step: gradients may be packed
     std::vector<std::uint8_t> carried;  // by entry: carry() has packed it
+    // Of start() with find_unused: by entry, the number of ranks that have a gradient. Undefined otherwise.
+    at::Tensor used;
+    WorkPtr used_work;
   };
 
   void mark(int param, const at::Tensor& incoming);
@@ -162,6 +165,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void carry(int param, const at::Tensor& incoming);
   [[nodiscard]] Contribution contribute(std::size_t index, std::size_t entry, const at::Tensor& incoming,
                                         std::vector<c10::Storage>& held);
+  [[nodiscard]] bool is_used(std::size_t index, std::size_t entry) const;
   void hand_out(std::size_t index);
   void reserve();
   void allocate(std::size_t index);
@@ -180,6 +184,9 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   static void end_event(std::shared_ptr<ProfilerEvent>& event);
   void search_unused(const std::vector<at::Tensor>& outputs);
   void agree_on_used(bool in_caller = false);
+  void agree_on_used_of(std::size_t bucket);
+  [[nodiscard]] WorkPtr sum_on_all(const at::Tensor& used, bool in_caller) const;
+  void require_unchanged() const;
   void report_not_finite();
   [[nodiscard]] std::string unready() const;
   void meet_once();
@@ -190,6 +197,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   const std::shared_ptr<Communicator> communicator_;
   const std::vector<at::Tensor> params_;
   const std::vector<std::string> names_;
+  const std::vector<std::pair<c10::ScalarType, c10::Device>> kinds_;  // of params_ when this was made
   const DdpOptions options_;
   const Log log_;
   const bool alone_;    // one rank: gradients are averages already

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import weakref
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from hpcomm.communicator import agree, default_timeout, first_communicator, own_store, start_control
 from hpcomm.control_channels import ControlChannel
-from hpcomm.errors import InvalidArgument
+from hpcomm.errors import InvalidArgument, TimedOut
 
 if TYPE_CHECKING:
     from hpcomm._C import Communicator
@@ -95,6 +96,32 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
         return group.name()
 
 
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds: HPCOMM_TIMEOUT, else what ``group`` was made with, else hpcomm's own."""
+    own: float | None = None
+    with contextlib.suppress(RuntimeError, AttributeError):  # a backend may have no options
+        own = group._get_backend(device).options._timeout.total_seconds()
+    return default_timeout(otherwise=own)
+
+
+def lane_of_copy(group: dist.ProcessGroup, device: torch.device, family: str) -> Communicator:
+    """:func:`lane_over` for a copied or unpickled wrapper, in its first forward with gradients.
+
+    Raises:
+        TimedOut: another rank has no such forward.
+    """
+    try:
+        return lane_over(group, device, family)
+    except TimedOut as error:
+        raise TimedOut(
+            f"a copied or unpickled DistributedDataParallel meets the other ranks in its first forward outside of "
+            f"torch.no_grad(), and they have not come to theirs ({error}). To evaluate it on one rank, use "
+            "torch.no_grad() or its .module",
+            rank=error.rank,
+            peer=error.peer,
+        ) from error
+
+
 def lane_over(group: dist.ProcessGroup, device: torch.device, family: str = "") -> Communicator:
     """A gradient lane for any ProcessGroup: a Control and a communicator of its own, found through its store.
 
@@ -103,7 +130,7 @@ def lane_over(group: dist.ProcessGroup, device: torch.device, family: str = "") 
     """
     rank, size = group.rank(), group.size()
     ranks = dist.get_process_group_ranks(group)
-    timeout = default_timeout()
+    timeout = timeout_of(group, device)
     store, start = own_store(PrefixStore(f"hpcomm/ddp{family}", group.get_group_store()), rank, size, timeout=timeout)
     names = sorted(ranks)
     control = start_control(store, names.index(ranks[rank]), size, timeout=timeout, names=names)

@@ -27,6 +27,15 @@ def describe_parameters(module: torch.nn.Module, ignored: Iterable[str] = ()) ->
     ]
 
 
+def require_initialized(module: torch.nn.Module) -> None:
+    """Raises RuntimeError for lazy modules that have not run, in torch's words: their parameters have no shape."""
+    if any(isinstance(parameter, torch.nn.UninitializedParameter) for parameter in module.parameters()):
+        raise RuntimeError(
+            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
+            "Run a dummy forward pass to correctly initialize the modules"
+        )
+
+
 def device_of(module: torch.nn.Module) -> torch.device:
     """Where all parameters of ``module`` are; the CPU for a module without any.
 

@@ -14,7 +14,7 @@ from hpcomm.ddp.choice import Under
 from hpcomm.ddp.lane import order_channel, said_by_first
 from hpcomm.ddp.meeting import Meeting
 from hpcomm.ddp.steplog import StepLog
-from hpcomm.errors import InvalidArgument
+from hpcomm.errors import HpcommError, InvalidArgument
 
 if TYPE_CHECKING:
     from torch._C import _distributed_c10d as c10d
@@ -128,6 +128,8 @@ class NativeReducer:
         """The next backward reduces."""
         try:
             self._native.prepare(outputs)
+        except HpcommError:  # not of a reduction that is unfinished
+            raise
         except RuntimeError as error:
             message = f"{error}\n{_ADVICE[self._find_unused]}\n{_DEBUG}"
             if self._logger is not None:
@@ -226,6 +228,17 @@ class NativeReducer:
     def reductions_by_hand(self) -> Mapping[int, int]:
         """How often buckets were reduced by start() and finish(); the others never were."""
         return self._by_hand
+
+    @property
+    def parameters(self) -> Sequence[tuple[str, torch.nn.Parameter]]:
+        """Those that it reduces, with their names, in the order of the buckets' numbers."""
+        return list(zip(self._names, self._parameters, strict=True))
+
+    def used_by(self) -> list[int] | None:
+        """How many ranks had a gradient for each parameter in the last backward that reduced; None without
+        ``find_unused_parameters``, where a missing gradient counts as zeros.
+        """
+        return self._native.used_by().tolist() if self._find_unused else None
 
     def gradients_of(self, bucket: int) -> torch.Tensor | None:
         """The memory of a bucket, padding included; None before the first step."""

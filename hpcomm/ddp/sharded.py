@@ -50,9 +50,12 @@ class ShardedParameters:
     Rank r owns part r of each bucket. Where a parameter crosses the border of two parts, each rank has a piece of it.
     """
 
-    def __init__(self, lane: Communicator, reducer: NativeReducer, parameters: list[torch.nn.Parameter]) -> None:
+    def __init__(self, lane: Communicator, reducer: NativeReducer) -> None:
         self._lane = lane
         self._reducer = reducer
+        parameters = [parameter for _, parameter in reducer.parameters]
+        self._names = {id(parameter): name for name, parameter in reducer.parameters}
+        self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}  # of the reducer
         self._flats: list[torch.Tensor] = []
         # Parameter -> the rank's piece of it: a leaf of one dimension, its bucket, and where it lies there.
         self._pieces: dict[int, list[_Piece]] = {id(p): [] for p in parameters}
@@ -61,12 +64,28 @@ class ShardedParameters:
         self._buckets: dict[int, int] = {}
         self._places: dict[int, int] = {}  # of the first number, in the bucket
         self._taken: dict[int, int] = {}
+        # What the parameters were made: views of their places, where those lie, and their strides.
+        self._views: dict[int, tuple[torch.Tensor, int, tuple[int, ...]]] = {}
+        self._stepped_by: dict[int, weakref.ref[torch.optim.Optimizer]] = {}  # since the last reduction
         self._steps = False  # an optimizer was made
         self._parameters = parameters
         if lane.size == 1:  # nothing is reduced, and nothing divided
             return
+        self._require_own_memory()
         for bucket, members in enumerate(reducer.plan.buckets):
             self._move(bucket, [parameters[index] for index in members])
+
+    def _require_own_memory(self) -> None:
+        """Parameters that share memory would be moved apart, and trained apart."""
+        end, last = 0, ""
+        for parameter in sorted(self._parameters, key=torch.Tensor.data_ptr):
+            if parameter.numel() > 0 and parameter.data_ptr() < end:
+                raise InvalidArgument(
+                    f"parameters {last} and {self._names[id(parameter)]} lie in the same memory, which shard_optimizer "
+                    "would move apart: use one torch.nn.Parameter in both places"
+                )
+            if parameter.data_ptr() + parameter.nbytes > end:
+                end, last = parameter.data_ptr() + parameter.nbytes, self._names[id(parameter)]
 
     def _move(self, bucket: int, members: list[torch.nn.Parameter]) -> None:
         dtype = members[0].dtype
@@ -86,6 +105,7 @@ class ShardedParameters:
             with torch.no_grad():
                 view.copy_(parameter)
             parameter.data = view
+            self._views[id(parameter)] = view, view.data_ptr(), view.stride()
             first, last = max(place, begin), min(place + parameter.numel(), end)
             if first < last:
                 piece = torch.nn.Parameter(flat[first:last])
@@ -106,38 +126,66 @@ class ShardedParameters:
         self._steps = True
         given = list(parameters)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-        stepped: list[torch.Tensor] = []
-        whole, sharded = [], []
-        for group in groups:
-            members = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
-            for parameter in members:
-                if id(parameter) not in self._pieces:
-                    raise InvalidArgument("a sharded optimizer steps parameters of its wrapper that require a gradient")
-            numbers = [id(parameter) for parameter in members]
-            stepped += members
-            whole.append({**group, "params": members})
-            sharded.append({**group, "params": [piece for number in numbers for piece, _, _ in self._pieces[number]]})
+        whole = [{**group, "params": self._members_of(group)} for group in groups]
+        stepped: list[torch.nn.Parameter] = []
+        for group in whole:
+            _require_once(stepped, group["params"])
+            stepped += group["params"]
         if self._lane.size == 1:
             return self._undivided(optimizer(whole, **options))
-        mine = [id(parameter) for parameter in stepped]
-        # A rank may own nothing of a group; what schedules its options finds all groups everywhere.
-        nothing = [torch.nn.Parameter(torch.zeros(0))]
-        made = optimizer([{**group, "params": group["params"] or nothing} for group in sharded], **options)
+        made = optimizer([self._divided(group) for group in whole], **options)
         alive = weakref.ref(made)  # a circle would keep a deleted optimizer, and its state, until a collection
+        members = [[self._member(parameter) for parameter in group["params"]] for group in whole]
 
         def drop(set_to_none: bool = True) -> None:
             if (myself := alive()) is not None:
                 type(myself).zero_grad(myself, set_to_none)
-            self._take(mine)
+            self._take(stepped)
             for parameter in stepped:
                 parameter.grad = None  # what no_sync() accumulated, and nobody has reduced yet
 
-        setattr(made, "zero_grad", drop)  # noqa: B010, to torch's type a method
-        setattr(made, _GIVE, lambda: self._give_gradients(mine))
-        setattr(made, _MEMBERS, [[self._member(parameter) for parameter in group["params"]] for group in whole])
-        made.register_step_pre_hook(lambda _, args, kwargs: self._before_step(mine, args, kwargs))
-        made.register_step_post_hook(lambda *_: self._gather(mine))
+        def add(param_group: dict[str, Any]) -> None:
+            group = {**param_group, "params": self._members_of(param_group)}
+            _require_once(stepped, group["params"])
+            if (myself := alive()) is not None:
+                type(myself).add_param_group(myself, self._divided(group))
+            stepped.extend(group["params"])
+            members.append([self._member(parameter) for parameter in group["params"]])
+
+        def refuse(_: object) -> None:
+            raise InvalidArgument(
+                "a copy of a sharded optimizer would step nothing: make another one by make_optimizer(), and give it "
+                "the state by gather_optimizer_state() and load_optimizer_state()"
+            )
+
+        # To torch's type these are methods.
+        setattr(made, "zero_grad", drop)  # noqa: B010
+        setattr(made, "add_param_group", add)  # noqa: B010
+        setattr(made, "__deepcopy__", refuse)  # noqa: B010
+        setattr(made, _GIVE, lambda: self._give_gradients(stepped))
+        setattr(made, _MEMBERS, members)
+        made.register_step_pre_hook(lambda own, args, kwargs: self._before_step(own, stepped, args, kwargs))
+        made.register_step_post_hook(lambda own, *_: self._after_step(own, stepped))
         return made
+
+    def _members_of(self, group: dict[str, Any]) -> list[torch.nn.Parameter]:
+        """The whole parameters of a group as torch's optimizers take it: one, several, or pairs of names and them."""
+        given = group["params"]
+        listed: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
+        members: list[torch.nn.Parameter] = [each[1] if isinstance(each, tuple) else each for each in listed]
+        for parameter in members:
+            if id(parameter) not in self._pieces and getattr(parameter, "requires_grad", True):
+                raise InvalidArgument(
+                    "a sharded optimizer steps parameters of its wrapper that required a gradient in the first forward "
+                    f"or make_optimizer(); this one is none of them: {_description(parameter)}"
+                )
+        return members
+
+    def _divided(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The group with this rank's pieces in the place of the parameters."""
+        pieces = [piece for p in group["params"] for piece, _, _ in self._pieces.get(id(p), ())]
+        # A rank may own nothing of a group; what schedules its options finds all groups everywhere.
+        return {**group, "params": pieces or [torch.nn.Parameter(torch.zeros(0))]}
 
     @staticmethod
     def _undivided(made: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -148,6 +196,8 @@ class ShardedParameters:
 
     def _member(self, parameter: torch.nn.Parameter) -> Member:
         number = id(parameter)
+        if number not in self._buckets:  # frozen: nobody has a piece, and a checkpoint has its number
+            return Member(parameter, -1, 0, None, 0)
         piece, _, first = next(iter(self._pieces[number]), (None, 0, 0))
         return Member(parameter, self._buckets[number], self._places[number], piece, first)
 
@@ -178,12 +228,11 @@ class ShardedParameters:
                 if parameter.grad is not None:
                     norms[place] = torch.linalg.vector_norm(parameter.grad, norm_type)
             return norms, [p.grad for p in self._parameters if p.grad is not None]
-        numbers = [id(parameter) for parameter in self._parameters]
-        self._give_gradients(numbers)
-        powers = torch.zeros(len(numbers), dtype=torch.float64, device=self._lane.device)
+        self._give_gradients(self._parameters)
+        powers = torch.zeros(len(self._parameters), dtype=torch.float64, device=self._lane.device)
         gradients = []
-        for place, number in enumerate(numbers):
-            for piece, _, _ in self._pieces[number]:
+        for place, parameter in enumerate(self._parameters):
+            for piece, _, _ in self._pieces[id(parameter)]:
                 if piece.grad is not None:
                     gradients.append(piece.grad)
                     norm = torch.linalg.vector_norm(piece.grad, norm_type).double()
@@ -208,24 +257,34 @@ class ShardedParameters:
 
     def drop(self) -> None:
         """The gradients that were reduced so far count no more."""
-        self._take(self._buckets)
+        self._take(self._parameters)
 
     def _reduced(self) -> Callable[[int], int]:
         """Tells how often a bucket has been reduced so far, by backwards or by hand."""
         backwards, by_hand = self._reducer.backwards, self._reducer.reductions_by_hand
         return lambda bucket: backwards + by_hand.get(bucket, 0)
 
-    def _take(self, mine: Iterable[int]) -> None:
+    def _take(self, mine: Iterable[torch.nn.Parameter], stepped_by: torch.optim.Optimizer | None = None) -> None:
         """The gradients of these parameters that were reduced so far are stepped, or never will be."""
         reduced = self._reduced()
-        for number in mine:
+        for number in map(id, mine):
+            if number not in self._buckets:  # frozen, or alone
+                continue
             self._taken[number] = reduced(self._buckets[number])
+            self._stepped_by.pop(number, None)
+            if stepped_by is not None:
+                self._stepped_by[number] = weakref.ref(stepped_by)
             for piece, _, _ in self._pieces[number]:
                 piece.grad = None  # so that nobody holds the bucket in the next step
 
     def _before_step(
-        self, mine: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        optimizer: torch.optim.Optimizer,
+        mine: list[torch.nn.Parameter],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._require_steppable(optimizer, mine)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._give_gradients(mine)
@@ -236,7 +295,42 @@ class ShardedParameters:
             return (args[0], closure, *args[2:]), kwargs
         return args, {**kwargs, "closure": closure}
 
-    def _giving(self, closure: Callable[[], Any], mine: list[int]) -> Callable[[], Any]:
+    def _require_steppable(self, optimizer: torch.optim.Optimizer, mine: list[torch.nn.Parameter]) -> None:
+        """Takes back what a program has given other memory, and raises InvalidArgument where a step would be lost."""
+        reduced = self._reduced()
+        for parameter in mine:
+            number = id(parameter)
+            if number not in self._buckets:
+                if parameter.grad is not None:
+                    raise InvalidArgument(
+                        f"a parameter that was frozen when it was wrapped has a gradient, which nobody reduces "
+                        f"({_description(parameter)}): wrap the model after its layers are unfrozen"
+                    )
+                continue
+            self._take_back(parameter)
+            other = self._stepped_by.get(number, lambda: None)()
+            if other not in (None, optimizer) and reduced(self._buckets[number]) == self._taken[number]:
+                raise InvalidArgument(
+                    f"the gradient of {self._names[number]} was stepped by another optimizer of this wrapper, which "
+                    "has taken it: give each parameter to one of them"
+                )
+
+    def _take_back(self, parameter: torch.nn.Parameter) -> None:
+        """Where a program has set ``.data`` its numbers count, as torch's optimizers would go on with them."""
+        view, address, strides = self._views[id(parameter)]
+        if parameter.data_ptr() == address and parameter.stride() == strides:
+            return
+        kind = parameter.shape, parameter.stride(), parameter.dtype, parameter.device
+        if kind != (view.shape, strides, view.dtype, view.device):
+            raise InvalidArgument(
+                f"{self._names[id(parameter)]} is {_description(parameter)}, and was {_description(view)} in the "
+                "first forward: convert the model before it is wrapped"
+            )
+        with torch.no_grad():
+            view.copy_(parameter)
+        parameter.data = view
+
+    def _giving(self, closure: Callable[[], Any], mine: list[torch.nn.Parameter]) -> Callable[[], Any]:
         def closed() -> Any:
             loss = closure()
             self._give_gradients(mine)
@@ -244,9 +338,10 @@ class ShardedParameters:
 
         return closed
 
-    def _give_gradients(self, mine: list[int]) -> None:
+    def _give_gradients(self, mine: Iterable[torch.nn.Parameter]) -> None:
         reduced = self._reduced()
-        fresh = {number: reduced(self._buckets[number]) - self._taken[number] for number in mine}
+        numbers = [number for number in map(id, mine) if number in self._buckets]
+        fresh = {number: reduced(self._buckets[number]) - self._taken[number] for number in numbers}
         most = max(fresh.values(), default=0)
         if most > 1:  # a bucket holds the last one's; all ranks count alike, also where they own no piece
             raise InvalidArgument(
@@ -254,15 +349,33 @@ class ShardedParameters:
                 "with shard_optimizer=True only the last one's gradients are left: accumulate in no_sync() and reduce "
                 "once, or add up the losses"
             )
-        for number in mine:
-            for piece, bucket, first in self._pieces[number]:
-                # A bucket keeps what was stepped or dropped: that is no gradient any more.
-                gradients = self._reducer.gradients_of(bucket) if fresh[number] else None
+        used = self._reducer.used_by()
+        by_hand = self._reducer.reductions_by_hand
+        for number in numbers:
+            # A bucket keeps what was stepped or dropped: that is no gradient any more. Nor is what no rank has used: a
+            # step with zeros would decay it, and go on with its momentum.
+            bucket = self._buckets[number]
+            is_used = used is None or bucket in by_hand or used[self._numbers[number]] > 0
+            gradients = self._reducer.gradients_of(bucket) if fresh[number] and is_used else None
+            for piece, _, first in self._pieces[number]:
                 piece.grad = None if gradients is None else gradients[first : first + piece.numel()]
 
-    def _gather(self, mine: list[int]) -> None:
-        self._take(mine)
+    def _after_step(self, optimizer: torch.optim.Optimizer, mine: list[torch.nn.Parameter]) -> None:
+        """Gathers what the ranks have stepped."""
+        self._take(mine, stepped_by=optimizer)
         for flat in self._flats:
             each = flat.numel() // self._lane.size
             begin = self._lane.rank * each
             self._lane.all_gather(flat, flat[begin : begin + each])
+
+
+def _description(tensor: Any) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return f"a {type(tensor).__name__}"
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+
+
+def _require_once(known: list[torch.nn.Parameter], more: list[torch.nn.Parameter]) -> None:
+    """In torch's words, and on every rank: those that own no piece of the parameter would not see it."""
+    if not {id(parameter) for parameter in known}.isdisjoint(map(id, more)):
+        raise ValueError("some parameters appear in more than one parameter group")

@@ -129,18 +129,21 @@ def scatter(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Member]]
 
 def copied(state: State) -> State:
     """On the CPU: what torch's ``state_dict()`` gives, and ``load_state_dict()`` takes, is the optimizer's own."""
-
-    def copy(value: Any) -> Any:
-        return value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-
     return {
-        "state": {number: {key: copy(value) for key, value in its.items()} for number, its in state["state"].items()},
-        "param_groups": [dict(group) for group in state["param_groups"]],
+        "state": {
+            number: {key: _copy(value, "cpu") for key, value in its.items()} for number, its in state["state"].items()
+        },
+        "param_groups": [{**_options(group), "params": list(group["params"])} for group in state["param_groups"]],
     }
 
 
+def _copy(value: Any, device: str | None = None) -> Any:
+    """An optimizer goes on with the tensors that it loads, such as the number of steps, and changes them."""
+    return value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
+
+
 def _options(group: State) -> State:
-    return {key: value for key, value in group.items() if key != "params"}
+    return {key: _copy(value) for key, value in group.items() if key != "params"}
 
 
 def _is_divided(member: Member, value: Any) -> bool:
@@ -168,10 +171,10 @@ def _undescribed(kind: str, value: Any) -> Any:
 def _part(member: Member, key: str, value: Any) -> Any:
     parameter, piece = member.parameter, member.piece
     if not isinstance(value, torch.Tensor) or key == "step" or piece is None:  # a parameter may have no axes either
-        return value
+        return _copy(value)
     if value.shape != parameter.shape:
         if value.dim() == 0:
-            return value
+            return _copy(value)
         raise InvalidArgument(f"{key} of shape {tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)}")
     flat = torch.empty(parameter.numel(), dtype=value.dtype, device=value.device)
     flat.as_strided(parameter.shape, parameter.stride()).copy_(value)

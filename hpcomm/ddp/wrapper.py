@@ -9,13 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel.distributed import _find_tensors
 
 from hpcomm import _C
 from hpcomm.ddp.choice import Choice, Under, choose_lane, choose_reducer, has_sparse
-from hpcomm.ddp.lane import agree_among, backend_name, group_of, lane_over, next_wrapper_channel
+from hpcomm.ddp.countdown import Countdown
+from hpcomm.ddp.lane import agree_among, backend_name, group_of, lane_of_copy, lane_over, next_wrapper_channel
 from hpcomm.ddp.meeting import Attendance, Meeting
-from hpcomm.ddp.module import describe_parameters, device_of, ignoring, in_functional_call, to_ignore
+from hpcomm.ddp.module import (
+    describe_parameters,
+    device_of,
+    ignoring,
+    in_functional_call,
+    require_initialized,
+    to_ignore,
+)
 from hpcomm.ddp.native import NativeReducer
 from hpcomm.ddp.sharded import ShardedParameters
 from hpcomm.ddp.sizes import sizes_for
@@ -101,6 +108,7 @@ class DistributedDataParallel(_StockDDP):
                 "move it with module.to(mesh.device)"
             )
         group = mesh.group("dp") if mesh is not None else group_of(process_group, kwargs.get("device_mesh"))
+        require_initialized(module)
         ignored = to_ignore(module)
         delayed = {name for name, _ in kwargs.get("delay_all_reduce_named_params") or ()}
         managed = [
@@ -132,7 +140,7 @@ class DistributedDataParallel(_StockDDP):
         # Of its copies. They are over the default group, so the name says nothing of this one's ranks.
         made_over = "mesh" if mesh is not None or lane is None else lane.name.partition(":")[0]
         self._hpcomm_family = f"/copies of {made_over}.{self._hpcomm_channel}"
-        self._hpcomm_last: _Countdown | None = None
+        self._hpcomm_last: Countdown | None = None
         if without_lane is not None:
             self._hpcomm_choice = without_lane
         elif not hasattr(self, "reducer"):
@@ -160,7 +168,7 @@ class DistributedDataParallel(_StockDDP):
             if without_lane is not None:
                 self._leave(without_lane)
                 return
-            self._hpcomm_lane = lane_over(self.process_group, parameters[0][1].device, self._hpcomm_family)
+            self._hpcomm_lane = lane_of_copy(self.process_group, parameters[0][1].device, self._hpcomm_family)
             self._hpcomm_channel = next_wrapper_channel(self._hpcomm_lane)
         choice = choose_reducer(self)
         if choice.under is Under.NATIVE:
@@ -181,7 +189,7 @@ class DistributedDataParallel(_StockDDP):
             if self._hpcomm_log_rate is not None:
                 self.reducer._set_ddp_runtime_logging_sample_rate(self._hpcomm_log_rate)
             if self._hpcomm_shard:
-                self._hpcomm_sharded = ShardedParameters(self._hpcomm_lane, self.reducer, [p for _, p in parameters])
+                self._hpcomm_sharded = ShardedParameters(self._hpcomm_lane, self.reducer)
         else:
             self._require_no_native_option(choice)
             _install(self, self._hpcomm_lane, self._events())
@@ -343,11 +351,12 @@ class DistributedDataParallel(_StockDDP):
             raise InvalidArgument(f"reduce_on_last({backwards}): at least one backward")
         if self._hpcomm_last is not None:
             raise InvalidArgument("reduce_on_last() inside itself")
-        countdown = self._hpcomm_last = _Countdown(backwards)
+        countdown = self._hpcomm_last = Countdown(backwards)
         try:
             yield
         finally:
             self._hpcomm_last = None
+            countdown.close()
         if countdown.left > 0:
             raise InvalidArgument(f"reduce_on_last({backwards}): {countdown.left} backwards are missing")
 
@@ -362,11 +371,14 @@ class DistributedDataParallel(_StockDDP):
         ``state_dict()`` is this rank's part; ``gather_optimizer_state()`` has all of it.
 
         Args:
-            parameters: of this wrapper, or groups of them; all that require a gradient by default.
+            parameters: of this wrapper, or groups of them, also with their names, as torch's optimizers take them; all
+                that require a gradient by default. Frozen ones keep their places in checkpoints.
 
         Raises:
             InvalidArgument: made without ``shard_optimizer``; parameters that are not this wrapper's; an optimizer of
-                torch's that needs whole parameters (Adafactor, LBFGS, Muon).
+                torch's that needs whole parameters (Adafactor, LBFGS, Muon); in ``step()``: a parameter whose memory
+                became another kind, one that was frozen and has a gradient, or gradients that another optimizer of
+                this wrapper has stepped already.
         """
         sharded = self._sharded("make_optimizer()")
         chosen = [p for p in self.parameters() if p.requires_grad] if parameters is None else parameters
@@ -448,30 +460,6 @@ class DistributedDataParallel(_StockDDP):
         if not isinstance(self.reducer, NativeReducer):
             raise InvalidArgument(f"{what} needs hpcomm's reducer; here works {self._hpcomm_choice}")
         return self.reducer
-
-
-class _Countdown:
-    """Backwards until the one that reduces. A backward is seen when it reaches the output of its forward."""
-
-    def __init__(self, backwards: int) -> None:
-        self.left = backwards
-
-    def watch(self, ddp: DistributedDataParallel, output: Any) -> None:
-        tensors = [tensor for tensor in _find_tensors(output) if tensor.requires_grad]  # type: ignore[no-untyped-call]
-        seen = False
-
-        def reached(_: torch.Tensor) -> None:
-            nonlocal seen
-            if seen:  # another output of the same forward
-                return
-            seen = True
-            self.left -= 1
-            if self.left == 0:
-                ddp.require_forward_param_sync = True
-                ddp.reducer.prepare_for_backward(tensors if ddp.find_unused_parameters else [])
-
-        for tensor in tensors:
-            tensor.register_hook(reached)
 
 
 def attach(ddp: torch.nn.parallel.DistributedDataParallel) -> None:

@@ -1,0 +1,178 @@
+"""Corners of DistributedDataParallel: what it keeps, what only some ranks have, what a program changes behind it."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hpcomm
+
+
+class Two(nn.Module):
+    """Two layers, of which ranks and steps use what they like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.left, self.right = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+    def forward(self, x: torch.Tensor, right: bool = True) -> torch.Tensor:
+        x = self.left(x)
+        return self.right(x) if right else x
+
+
+class Itself(nn.Module):
+    """Its output is its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
+def nothing_is_kept(find_unused: bool) -> None:
+    with hpcomm.init() as mesh:
+        wrapped = hpcomm.DistributedDataParallel(Two(), mesh=mesh, find_unused_parameters=find_unused)
+        x = torch.ones(2, 4, dtype=torch.float64)
+        seen: list[weakref.ref[torch.Tensor]] = []
+        for forwards in (2, 3):  # the second time one more, which gets no backward
+            wrapped.zero_grad()
+            with wrapped.reduce_on_last(2):
+                outputs = [wrapped(x) for _ in range(forwards)]
+                seen += map(weakref.ref, outputs)
+                for output in outputs[:2]:
+                    output.sum().backward()
+            del output, outputs
+        gc.collect()
+        assert not any(output() is not None for output in seen)
+        alone = Two()
+        (2 * alone(x).sum()).backward()
+        for ours, theirs in zip(wrapped.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=0)
+        itself = hpcomm.DistributedDataParallel(Itself(), mesh=mesh)
+        for _ in range(3):
+            with itself.reduce_on_last(1):
+                itself().sum().backward()
+        assert not itself.module.weight._backward_hooks
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_reduce_on_last_keeps_nothing(size: int, find_unused: bool) -> None:
+    ranks.run(size, nothing_is_kept, find_unused)
+
+
+def by_hand_where_some_are_missing() -> None:
+    with hpcomm.init() as mesh:
+        wrapped = hpcomm.DistributedDataParallel(Two(), mesh=mesh, find_unused_parameters=True, bucket_cap_mb=1e-4)
+        x = torch.full((2, 4), mesh.rank + 1.0, dtype=torch.float64)
+
+        def accumulate(right: bool) -> None:
+            wrapped.zero_grad()
+            with wrapped.no_sync():
+                wrapped(x, right).sum().backward()
+
+        def reduce() -> list[torch.Tensor | None]:
+            for bucket in range(wrapped.buckets):
+                wrapped.start_reduction(bucket)
+            for bucket in range(wrapped.buckets):
+                wrapped.finish_reduction(bucket)
+            return [p.grad for p in wrapped.module.right.parameters()]
+
+        def expected() -> list[torch.Tensor]:
+            """What rank 0 alone would have of the right layer, by the number of ranks."""
+            alone = Two()
+            alone(torch.full((2, 4), 1.0, dtype=torch.float64)).sum().backward()
+            return [p.grad / mesh.size for p in alone.right.parameters()]
+
+        # One rank has it, before any backward has reduced, and behind one that did not use it.
+        for _ in range(2):
+            accumulate(right=mesh.rank == 0)
+            for got, wanted in zip(reduce(), expected(), strict=True):
+                torch.testing.assert_close(got, wanted, rtol=1e-12, atol=0)
+            accumulate(right=False)
+            assert reduce() == [None, None]
+            wrapped.zero_grad()
+            wrapped(x, False).sum().backward()
+            assert all(p.grad is None for p in wrapped.module.right.parameters())
+
+
+def test_a_gradient_that_one_rank_lacks_is_averaged_by_hand() -> None:
+    ranks.run(2, by_hand_where_some_are_missing)
+
+
+def changed_types() -> None:
+    with hpcomm.init() as mesh:
+        for options in ({}, {"shard_optimizer": True}):
+            wrapped = hpcomm.DistributedDataParallel(Two(), mesh=mesh, **options)
+            optimizer = None if not options else wrapped.make_optimizer(torch.optim.SGD, lr=0.1)
+            x = torch.ones(2, 4, dtype=torch.float64)
+            wrapped(x).sum().backward()
+            if optimizer is not None:
+                optimizer.step()
+            wrapped.module.float()
+            with pytest.raises(hpcomm.InvalidArgument, match=r"left\.weight is Float on cpu and was Double on cpu"):
+                wrapped(x.float())
+            wrapped.module.double()
+
+
+def test_a_model_of_another_type_is_told() -> None:
+    ranks.run(2, changed_types)
+
+
+def lane_timeouts() -> list[float]:
+    found = []
+    for seconds in (3600.0, 77.0):
+        group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=seconds))
+        found.append(hpcomm.DistributedDataParallel(Two(), process_group=group)._hpcomm_lane.timeout)
+    return found
+
+
+@pytest.mark.parametrize("backend", ["gloo", "hpcomm"])
+def test_the_time_out_is_that_of_the_group(backend: str) -> None:
+    assert ranks.run(2, with_group, lane_timeouts, backend) == [[3600.0, 77.0]] * 2
+    assert ranks.run(2, with_group, lane_timeouts, backend, env={"HPCOMM_TIMEOUT": "50"}) == [[50.0, 50.0]] * 2
+
+
+def with_group(body: Any, backend: str) -> Any:
+    dist.init_process_group(backend)
+    try:
+        return body()
+    finally:
+        dist.destroy_process_group()
+
+
+def lazy() -> None:
+    with pytest.raises(RuntimeError, match="Run a dummy forward pass to correctly initialize the modules"):
+        hpcomm.DistributedDataParallel(nn.LazyLinear(3))
+
+
+def test_lazy_modules_are_refused_in_torchs_words() -> None:
+    ranks.run(1, with_group, lazy, "gloo")
+
+
+def copy_on_one_rank() -> None:
+    wrapped = hpcomm.DistributedDataParallel(Two())
+    x = torch.ones(2, 4, dtype=torch.float64)
+    wrapped(x).sum().backward()
+    duplicate = copy.deepcopy(wrapped)
+    if dist.get_rank() == 0:
+        with pytest.raises(hpcomm.TimedOut, match=r"a copied or unpickled .* use torch\.no_grad\(\) or its \.module"):
+            duplicate(x)
+        with torch.no_grad():
+            assert torch.equal(duplicate(x), wrapped.module(x))
+
+
+def test_a_copy_that_one_rank_evaluates_with_gradients_is_told() -> None:
+    ranks.run(2, with_group, copy_on_one_rank, "gloo", env={"HPCOMM_TIMEOUT": "2"})
