@@ -189,6 +189,24 @@ class Receiver:
         self._edge.expect(tree)
 
 
+def _connect(out: Communicator, back: Communicator, peer: int, *, sends_first: bool) -> None:
+    """One byte each way, in the same order on both ends (collective over the two).
+
+    NCCL connects two ranks in their first message of a communicator, a handshake in which the host waits until the peer
+    has made the other half of that very message. Ends that both send before they receive would wait for ever.
+    """
+    if out.transport not in ("nccl", "emulated"):
+        return
+    import torch
+
+    byte = torch.zeros(1, dtype=torch.uint8, device=out.device)
+    for sends in (sends_first, not sends_first):
+        if sends:
+            out.send(byte, peer)
+        else:
+            back.recv(byte, peer)
+
+
 class Channel:
     """Messages between this rank and ``peer``, in order in each direction.
 
@@ -267,6 +285,7 @@ class Channel:
         self._receiver = Receiver(
             back, other, schema=schema, slots=slots, slot_bytes=slot_bytes, max_bytes=max_bytes, movable=True
         )
+        _connect(out, back, other, sends_first=rank < peer)
         # Straight to the edges: a call less is a twentieth of a small message.
         self._issue = self._sender._edge.send
         self._take = self._receiver._edge.take

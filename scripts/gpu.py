@@ -3,9 +3,9 @@
     python3 scripts/gpu.py test|bench [arguments for pytest or benchmarks.gpu]
 
 Offline, with the Python that runs it, and nothing is installed. Environment: GPU_NCCL (an NCCL that lets ranks share a
-GPU), GPU_MINUTES (for all of it; 8), OUT (a folder that results and logs are copied to), MAX_JOBS, CUDA_HOME,
-TORCH_CUDA_ARCH_LIST. Results are written as they come: what was measured before
-the time is up, or something hangs, is there.
+GPU), GPU_MINUTES (for all of it; 8), OUT (a folder that results and logs are copied to), GPU_BUILD=0 (the module that
+lies in hpcomm/ is used as it is), MAX_JOBS, CUDA_HOME, TORCH_CUDA_ARCH_LIST. Results are written as they come: what was
+measured before the time is up, or something hangs, is there.
 """
 
 from __future__ import annotations
@@ -98,7 +98,17 @@ def result_path(what: str, found: dict[str, Any]) -> Path:
 
 
 def build(found: dict[str, Any]) -> int:
-    """In place, for the GPU that is here; a second time it finds nothing to do."""
+    """In place, for the GPU that is here; a second time it finds nothing to do. With GPU_BUILD=0 what was carried here
+    is used: a module built elsewhere, for this Python, this torch and this GPU.
+    """
+    if os.environ.get("GPU_BUILD") == "0":
+        program = "from hpcomm import _C; assert _C.built_with_cuda(), 'it was built without CUDA'; print(_C.__file__)"
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False
+        )
+        if done.returncode != 0:
+            print("GPU_BUILD=0, and there is no module with CUDA in hpcomm/ that can be loaded.", file=sys.stderr)
+        return done.returncode
     variables = {
         **os.environ,
         "USE_CUDA": "1",
@@ -141,6 +151,11 @@ def variables_of_ranks(found: dict[str, Any]) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         # Asking whether there is a GPU must not initialise CUDA: the test ranks are forks of a process that asks.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        # Without, gloo and NCCL look for this host's name and network, which a lent machine may lack: a name server
+        # that does not answer costs every process seconds.
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
+        "NCCL_IB_DISABLE": os.environ.get("NCCL_IB_DISABLE", "1"),
     }
 
 

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
@@ -780,3 +781,35 @@ def frozen_names_the_leaf() -> None:
 
 def test_a_frozen_schema_names_the_leaf_that_differs() -> None:
     ranks.run(2, frozen_names_the_leaf)
+
+
+class Meeting:
+    """A lane whose operations, like the first ones of NCCL, keep the host until the peer has made the other half."""
+
+    transport = "nccl"
+    device = "cpu"
+
+    def __init__(self, both: threading.Barrier, done: list[str], name: str) -> None:
+        self._both, self._done, self._name = both, done, name
+
+    def send(self, tensor: torch.Tensor, peer: int) -> None:
+        self._both.wait(10.0)
+        self._done.append(f"{self._name} sends {tensor.numel()} to {peer}")
+
+    def recv(self, tensor: torch.Tensor, peer: int) -> None:
+        self._both.wait(10.0)
+        self._done.append(f"{self._name} receives {tensor.numel()} from {peer}")
+
+
+def test_both_directions_are_connected_in_one_order() -> None:
+    done: list[list[str]] = [[], []]
+    up, down = threading.Barrier(2), threading.Barrier(2)
+
+    def end(rank: int) -> None:
+        lanes = Meeting(up, done[rank], "up"), Meeting(down, done[rank], "down")
+        out, back = lanes if rank == 0 else reversed(lanes)
+        channel_module._connect(out, back, 1 - rank, sends_first=rank == 0)  # type: ignore[arg-type]
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(end, range(2)))
+    assert done == [["up sends 1 to 1", "down receives 1 from 1"], ["up receives 1 from 0", "down sends 1 to 0"]]

@@ -77,10 +77,13 @@ def error_of(work: Work) -> str:
     return ""
 
 
-def send_first(lanes: bool, limit: float) -> str:
+def send_first(lanes: bool, limit: float, connected: bool = True) -> str:
     mesh = hpcomm.init(dp=2)
     me, peer = mesh.rank, 1 - mesh.rank
     lane_from = [mesh.lane([0, 1], f"from {rank}") if lanes else mesh.world for rank in (0, 1)]
+    for rank in (0, 1) if connected else ():
+        one = torch.zeros(1)
+        _ = lane_from[rank].send(one, peer) if me == rank else lane_from[rank].recv(one, peer)
     mine = torch.full((1 << 18,), 10.0**me)
     theirs = torch.empty(1 << 18)
     works = [
@@ -100,8 +103,8 @@ def test_send_first_on_both_sides_times_out() -> None:
         texts = ranks.run(2, send_first, False, limit, env={"HPCOMM_EMULATE": "nccl:lanes"}, timeout=60)
         for rank, text in enumerate(texts):
             peer = 1 - rank
-            assert f"send #0 to rank {peer} on lane world waits for rank {peer} to start the matching recv" in text
-            assert f"rank {peer} has itself started a send (#0, 262144 float32) with rank {rank}" in text
+            assert f"send #1 to rank {peer} on lane world waits for rank {peer} to start the matching recv" in text
+            assert f"rank {peer} has itself started a send (#1, 262144 float32) with rank {rank}" in text
 
     with_patience(attempt, 2.0)  # both have to start
 
@@ -110,6 +113,10 @@ def test_send_first_with_a_lane_each_way() -> None:
     assert ranks.run(2, send_first, True, 20.0, env={"HPCOMM_EMULATE": "nccl:lanes"}) == ["", ""]
     for text in ranks.run(2, send_first, True, 2.0, env={"HPCOMM_EMULATE": "nccl"}):
         assert "device slot" in text
+    unconnected = ranks.run(2, send_first, True, 2.0, False, env={"HPCOMM_EMULATE": "nccl:lanes"}, expect_failure=True)
+    assert "TimedOut" in {outcome.exception for outcome in unconnected}
+    for outcome in unconnected:  # or PeerError, of the other's
+        assert "because NCCL connects ranks in the call that issues" in outcome.message
 
 
 def only_one_rank() -> None:

@@ -31,6 +31,7 @@ from benchmarks.gpu import __main__ as program  # noqa: E402
 from benchmarks.gpu import harness, pack, trace  # noqa: E402
 from benchmarks.gpu.harness import Job, Report, Variant  # noqa: E402
 from benchmarks.launch import JobFailed  # noqa: E402
+from hpcomm import _C  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -332,6 +333,13 @@ def test_a_machine_without_a_gpu_is_told_so(what: str, tmp_path: Path) -> None:
     assert "The GPU half cannot be checked on this machine. It lacks:" in done.stderr
     assert "Traceback" not in done.stderr
     assert not any(tmp_path.iterdir())
+
+
+def test_a_module_that_was_carried_is_not_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPU_BUILD", "0")
+    monkeypatch.setattr(gpu_command, "architectures", lambda _: pytest.fail("it builds"))
+    code = gpu_command.build({"gpus": [], "cores": 1})
+    assert code == 0 if _C.built_with_cuda() else code != 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="promises are kept where there is a GPU")

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.multirank
 def connected(device: str) -> hpcomm.Mesh:
     """A mesh of two ranks that have talked already."""
     mesh = hpcomm.init(dp=2, device=device, timeout=300.0)  # no fault may need this time-out
-    mesh.dp.all_reduce(torch.ones(4, device=device))
+    # As long as those below: NCCL may take another algorithm for another size, and the host waits where it connects.
+    mesh.dp.all_reduce(torch.ones(1000, device=device))
     mesh.barrier()
     return mesh
 

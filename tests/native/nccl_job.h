@@ -129,6 +129,13 @@ class NcclJob {
     return make_nccl_communicator(config(rank, name), options);
   }
 
+  // Collective: the ranks are connected, so that a collective of one alone does not keep its host.
+  [[nodiscard]] std::shared_ptr<Communicator> connected(int rank, const std::string& name = "world") const {
+    auto made = communicator(rank, name);
+    made->barrier()->wait();
+    return made;
+  }
+
   // Returns when all ranks have come to the meeting of this number: a fault comes after what it is to find.
   void meet(int rank, std::uint64_t number) const {
     std::vector<int> all;

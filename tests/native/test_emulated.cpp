@@ -88,6 +88,7 @@ class Buffering final : public HostCommunicator {
 struct Setup {
   Start start = Start::kIssueOrder;
   unsigned seed = 1;
+  bool connects = false;
 };
 constexpr std::array<Start, 2> kStarts{Start::kIssueOrder, Start::kAdversarial};
 
@@ -96,6 +97,7 @@ std::shared_ptr<Communicator> emulated(std::shared_ptr<Communicator> inner, cons
   emulation.start = setup.start;
   emulation.seed = setup.seed;
   emulation.delay = 300us;
+  emulation.connects = setup.connects;
   emulation.device = std::make_shared<EmulatedDevice>();
   return make_emulated_communicator(std::move(inner), std::move(emulation));
 }
@@ -177,6 +179,7 @@ TEST(emulated_rules_are_parsed) {
   const EmulationConfig plain = parse_emulation("nccl");
   CHECK(plain.start == Start::kIssueOrder);
   CHECK_EQ(plain.seed, 1);
+  CHECK(plain.connects);
   const EmulationConfig all = parse_emulation("nccl:lanes:seed=18446744073709551615:delay=0");
   CHECK(all.start == Start::kAdversarial);
   CHECK_EQ(all.seed, 18446744073709551615ULL);
@@ -340,6 +343,47 @@ TEST(emulated_lanes_of_their_own_exchange_in_both_directions) {
       }
     });
   }
+}
+
+TEST(emulated_first_operations_keep_the_host) {
+  for (const Start start : kStarts) {
+    const ThreadJob job(3);
+    std::atomic<int> returned = 0;
+    const auto issue = [&](const std::shared_ptr<Communicator>& comm, bool late, const auto& operation) {
+      if (late) {
+        std::this_thread::sleep_for(30ms);
+        CHECK_EQ(returned.load(), 0);
+      }
+      const WorkPtr work = operation();
+      ++returned;
+      work->wait();
+      comm->barrier()->wait();
+      returned = 0;
+      comm->barrier()->wait();
+    };
+    job.run([&](const std::shared_ptr<Communicator>& inner) {
+      const auto comm = emulated(inner, {start, 1, true});
+      const int me = comm->rank();
+      std::vector<float> mine(64, static_cast<float>(me));
+      std::vector<float> theirs(64);
+      issue(comm, me == 2, [&] { return comm->all_reduce(view_of(mine), ReduceOp::kMax); });
+      CHECK_EQ(mine[0], 2.0F);
+      // A ring, whose halves are issued together.
+      mine[0] = static_cast<float>(me);
+      issue(comm, me == 1, [&] { return comm->sendrecv(view_of(mine), (me + 1) % 3, view_of(theirs), (me + 2) % 3); });
+      CHECK_EQ(theirs[0], static_cast<float>((me + 2) % 3));
+    });
+  }
+}
+
+TEST(emulated_hosts_that_both_send_first_wait_for_each_other) {
+  const ThreadJob job(2, 1, 400ms);
+  run_to_the_end(job, 2, {Start::kAdversarial, 1, true}, [&](const std::shared_ptr<Communicator>& comm) {
+    const int me = comm->rank();
+    const std::shared_ptr<Communicator> lanes[2] = {comm->subgroup({0, 1}, "up"), comm->subgroup({0, 1}, "down")};
+    std::vector<float> one(1);
+    CHECK_THROWS(ErrorKind::kTimedOut, lanes[me]->send(view_of(one), 1 - me), "NCCL connects ranks in the call");
+  });
 }
 
 TEST(emulated_orders_that_differ_between_ranks_hang_in_one_slot) {
@@ -528,7 +572,7 @@ TEST(emulated_plans_that_verify_end) {
     for (const Start start : kStarts) {
       for (unsigned seed = 1; seed <= 3; ++seed) {
         const ThreadJob job(step.world(), seed);
-        job.run([&](const std::shared_ptr<Communicator>& inner) { walk(step, emulated(inner, {start, seed})); });
+        job.run([&](const std::shared_ptr<Communicator>& inner) { walk(step, emulated(inner, {start, seed, true})); });
       }
     }
   }

@@ -331,6 +331,8 @@ TEST(engine_cuda_host_that_runs_ahead_takes_no_more_memory) {
   job.run_threads([&](int rank) {
     const Gpu gpu(job, rank);
     const auto lane = gpu.lane("up");
+    DeviceVector<float> one(rank, 1, 0);  // the first message keeps its host until the peer has asked for it
+    (rank == 0 ? lane->send(one.view(), 1) : lane->recv(one.view(), 0))->wait();
     auto wrong = std::make_shared<std::atomic<int>>(0);
     if (rank == 0) {
       SendEdge sender({lane, 1, SchemaMode::kFrozen}, std::make_shared<CommunicatorAllocator>(lane));
@@ -399,6 +401,7 @@ TEST(engine_cuda_peer_that_fails_ends_a_step) {
   job.run_threads([&](int rank) {
     const Gpu gpu(job, rank);
     const auto lane = gpu.lane("gradient");
+    lane->barrier()->wait();  // connects
     Reducer reducer(lane, model.plan, model.params, std::make_shared<CommunicatorAllocator>(lane));
     gpu.synchronize();
     // What a program does that never blocks on a Work: it asks whether an error is known, and goes on.

@@ -304,6 +304,7 @@ TEST(nccl_subgroups_and_splits) {
 
 TEST(nccl_holds_memory_until_the_device_has_passed) {
   NcclJob(2).run([](Communicator& world) {
+    world.barrier()->wait();  // connects
     DeviceVector<float> values(world.rank(), 4, 1);
     auto held = std::make_shared<int>(1);
     const std::weak_ptr<int> watched = held;

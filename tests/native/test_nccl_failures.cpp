@@ -78,7 +78,7 @@ TEST(nccl_timeout_names_the_operation_and_the_last_that_ended) {
 TEST(nccl_asynchronous_errors_end_all_ranks) {
   NcclJob job(3);
   job.run_threads([&](int rank) {
-    const auto world = job.communicator(rank);
+    const auto world = job.connected(rank);
     const auto other = job.communicator(rank, "other");
     DeviceVector<float> values(rank, 4);
     WorkPtr work;
@@ -95,7 +95,7 @@ TEST(nccl_asynchronous_errors_end_all_ranks) {
     has(words_of(why), "remote process exited or there was a network error");
     if (work != nullptr) {
       const auto error = error_of(*work);
-      has(words_of(error), "all_reduce #0 on lane world: ");
+      has(words_of(error), "all_reduce #1 on lane world: ");
       CHECK(error && error->context().peer == 1);
     }
   });
@@ -104,7 +104,7 @@ TEST(nccl_asynchronous_errors_end_all_ranks) {
 TEST(nccl_a_failed_peer_ends_what_waits) {
   NcclJob job(3);
   job.run_threads([&](int rank) {
-    const auto world = job.communicator(rank);
+    const auto world = job.connected(rank);
     if (rank == 2) {
       for (const int peer : {0, 1}) {
         (void)job.control(2)->receive(peer, 1, Clock::now() + 20s);
@@ -132,7 +132,7 @@ TEST(nccl_a_failed_peer_ends_what_waits) {
 TEST(nccl_abort_ends_all_ranks_and_streams_go_on) {
   NcclJob job(2);
   job.run_threads([&](int rank) {
-    const auto world = job.communicator(rank);
+    const auto world = job.connected(rank);
     job.meet(rank, 1);
     DeviceVector<float> values(rank, 4);
     std::vector<WorkPtr> works;
@@ -203,7 +203,7 @@ TEST(nccl_destruction_ends_what_is_pending) {
     NcclJob job(2);
     CapturedStderr captured;
     job.run_threads([&](int rank) {
-      auto world = job.communicator(rank);
+      auto world = job.connected(rank);
       job.meet(rank, 1);
       DeviceVector<float> values(rank, 4);
       std::vector<WorkPtr> works;
@@ -300,7 +300,7 @@ TEST(nccl_an_abort_that_hangs_does_not_hang_us) {
   job.expect_leaks();  // what a kernel may still write to is never freed
   CapturedStderr captured;
   job.run_threads([&](int rank) {
-    auto world = job.communicator(rank);
+    auto world = job.connected(rank);
     job.meet(rank, 1);
     DeviceVector<float> values(rank, 4);
     if (rank == 0) {
@@ -320,12 +320,12 @@ TEST(nccl_a_device_that_breaks_is_reported) {
   NcclJob job(2);
   CapturedStderr captured;
   job.run_threads([&](int rank) {
-    const auto world = job.communicator(rank);
+    const auto world = job.connected(rank);
     job.meet(rank, 1);
     if (rank == 0) {
       fake_cuda::fail("cudaEventRecord", 1, cudaErrorIllegalAddress);
       CHECK_THROWS(ErrorKind::kTransport, world->barrier(), "illegal");
-      CHECK_THROWS(ErrorKind::kTransport, world->barrier(), "barrier #1 on lane world: ");
+      CHECK_THROWS(ErrorKind::kTransport, world->barrier(), "barrier #2 on lane world: ");
     }
     CHECK(eventually([&] { return world->aborted().has_value(); }, 20s));
     has(words_of(world->aborted()), "cudaEventRecord");

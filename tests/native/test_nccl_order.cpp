@@ -59,7 +59,7 @@ TEST(nccl_crossed_lanes_hang_and_are_ended_on_all_ranks) {
   NcclJob job(2);
   job.run_threads([&](int rank) {
     const auto a = job.communicator(rank, "a");
-    const auto b = job.communicator(rank, "b");
+    const auto b = job.connected(rank, "b");
     DeviceVector<float> first(rank, 4);
     DeviceVector<float> second(rank, 4);
     const WorkPtr ended = a->all_reduce(first.view(), ReduceOp::kSum);
@@ -80,7 +80,7 @@ TEST(nccl_crossed_lanes_hang_and_are_ended_on_all_ranks) {
       const auto error = error_of(*works[i]);
       const std::string words = error ? error->what() : "";
       CHECK(error && error->kind() != ErrorKind::kInternal);
-      CHECK_EQ(words.find(i == 0 ? "all_reduce #1 on lane a: " : "all_reduce #0 on lane b: "), 0);
+      CHECK_EQ(words.find(i == 0 ? "all_reduce #1 on lane a: " : "all_reduce #1 on lane b: "), 0);
       CHECK(words.find("400 ms after it was issued") != std::string::npos);
       CHECK(words.find("in the same order over all lanes?") != std::string::npos);
       CHECK(works[i]->done());
@@ -118,6 +118,40 @@ TEST(nccl_several_threads_issue_one_at_a_time) {
     for (std::thread& thread : threads) {
       thread.join();
     }
+  });
+}
+
+TEST(nccl_first_operations_keep_the_host_until_the_peer_has_issued_its_half) {
+  NcclJob job(2);
+  std::atomic<bool> returned = false;
+  job.run_threads([&](int rank) {
+    const auto lane = job.communicator(rank);
+    DeviceVector<float> values(rank, 4, 1);
+    for (const bool collective : {true, false}) {
+      if (rank == 0) {
+        const WorkPtr work =
+            collective ? lane->all_reduce(values.view(), ReduceOp::kSum) : lane->send(values.view(), 1);
+        returned = true;
+        work->wait();
+      } else {
+        std::this_thread::sleep_for(10ms);
+        CHECK(!returned);
+        (collective ? lane->all_reduce(values.view(), ReduceOp::kSum) : lane->recv(values.view(), 0))->wait();
+      }
+      job.meet(rank, collective ? 1 : 2);
+      returned = false;
+      job.meet(rank, collective ? 3 : 4);
+    }
+    // From now on a send returns at once.
+    if (rank == 0) {
+      const WorkPtr work = lane->send(values.view(), 1);
+      returned = true;
+      work->wait();
+    } else {
+      CHECK(eventually([&] { return returned.load(); }));
+      lane->recv(values.view(), 0)->wait();
+    }
+    lane->close();
   });
 }
 

@@ -12,6 +12,7 @@
 
 #include "base/hash.h"
 #include "comm/device_slot.h"
+#include "comm/emulated/connecting.h"
 #include "comm/emulated/issue_order_stream.h"
 #include "comm/host_communicator.h"
 
@@ -87,8 +88,21 @@ class EmulatedCommunicator final : public HostCommunicator, private DeviceSlot {
     HostCommunicator::close();
     inner_->close();
   }
+  void group(const std::function<void()>& issue) override { connect(connecting_.collect(issue), timeout()); }
 
  protected:
+  WorkPtr submit(Operation operation) override {
+    std::vector<Connecting::Half> halves;
+    if (emulation_.connects) {
+      halves = begin_to_connect(operation);
+    }
+    const auto limit = operation.options.timeout.count() > 0 ? operation.options.timeout : timeout();
+    auto* const poll = operation.options.poll;
+    WorkPtr work = HostCommunicator::submit(std::move(operation));
+    connect(std::move(halves), limit, poll);
+    return work;
+  }
+
   [[nodiscard]] std::shared_ptr<Communicator> make_child(CommunicatorConfig child) override {
     std::vector<int> members;
     for (const int member : child.ranks) {
@@ -177,6 +191,48 @@ class EmulatedCommunicator final : public HostCommunicator, private DeviceSlot {
       Movable place(*this, what, ticket);
       task(place);
     });
+  }
+
+  // This rank's half of what connects it to others, where `operation` is the first of its kind.
+  [[nodiscard]] std::vector<Connecting::Half> begin_to_connect(const Operation& operation) {
+    std::vector<Connecting::Half> halves;
+    switch (operation.kind) {
+      case Operation::Kind::kSend:
+        if (operation.input.bytes > 0) {
+          connecting_.send(halves, what_of(operation), operation.peer);
+        }
+        break;
+      case Operation::Kind::kRecv:
+        if (operation.output.bytes > 0) {
+          connecting_.recv(halves, what_of(operation), operation.peer);
+        }
+        break;
+      case Operation::Kind::kSendRecv:
+        halves = begin_to_connect(operation.sending());
+        for (Connecting::Half& half : begin_to_connect(operation.receiving())) {
+          halves.push_back(std::move(half));
+        }
+        break;
+      case Operation::Kind::kAllReduce:
+      case Operation::Kind::kReduceScatter:
+      case Operation::Kind::kAllGather:
+      case Operation::Kind::kBroadcast:
+      case Operation::Kind::kAllToAll:
+      case Operation::Kind::kBarrier:
+        connecting_.collective(halves, context(operation_name(operation.kind), -1, operation.sequence));
+        break;
+    }
+    return halves;
+  }
+
+  // Until the peers have issued their halves; in a group, at its end.
+  void connect(std::vector<Connecting::Half> halves, std::chrono::milliseconds limit, void (*poll)() = nullptr) {
+    try {
+      connecting_.wait(std::move(halves), {deadline_after(limit), interrupted_, poll});
+    } catch (const Error& error) {
+      abort(error);
+      throw;
+    }
   }
 
   // "send #3 to rank 1 on lane forward"
@@ -425,6 +481,7 @@ class EmulatedCommunicator final : public HostCommunicator, private DeviceSlot {
   std::atomic<bool> interrupted_ = false;
   std::mutex one_at_a_time_;
   std::mt19937_64 random_;  // under one_at_a_time_
+  Connecting connecting_{*this};
 };
 
 }  // namespace

@@ -19,7 +19,10 @@ struct EmulationConfig {
   };
   Start start = Start::kIssueOrder;
   std::uint64_t seed = 1;
-  std::chrono::microseconds delay{100};    // the longest before each start
+  std::chrono::microseconds delay{100};  // the longest before each start
+  // The first message of a pair in a direction, and the first collective, keep the host: NCCL connects ranks in the
+  // call that issues it, and ends that call when the others have issued theirs.
+  bool connects = false;
   std::shared_ptr<EmulatedDevice> device;  // all communicators of a rank share one
 };
 
@@ -30,6 +33,9 @@ struct EmulationConfig {
 //  - A send ends only when its receiver has started the matching recv, and data moves only then: nothing is buffered.
 //    A broadcast starts when all ranks have.
 //  - One operation at a time per communicator, in issue order; across communicators as EmulationConfig::Start says.
+//  - Where EmulationConfig says so, first operations keep the host until their peers have issued theirs as well; those
+//  of
+//    a group all together, at its end.
 //  - An error ends the communicator: what was issued behind it could meet the wrong operation.
 //  - A time-out says what it waited for: the peer, or whoever holds the slot.
 [[nodiscard]] std::shared_ptr<Communicator> make_emulated_communicator(std::shared_ptr<Communicator> inner,

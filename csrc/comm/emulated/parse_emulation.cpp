@@ -24,6 +24,7 @@ bool read_number(std::string_view option, std::string_view key, std::uint64_t li
 
 EmulationConfig parse_emulation(std::string_view text) {
   EmulationConfig config;
+  config.connects = true;
   bool right = true;
   std::string_view rest = text;
   for (bool first = true; right && (first || !rest.empty()); first = false) {

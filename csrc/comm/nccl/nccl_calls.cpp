@@ -47,7 +47,7 @@ Result make_group(const Library& nccl, const std::vector<Call>& calls, CommHandl
 }  // namespace
 
 void make_calls(Session& session, const std::vector<Call>& calls, StreamHandle stream, Deadline deadline,
-                const ErrorContext& what) {
+                const ErrorContext& what, std::unique_lock<std::mutex>& issuing) {
   const std::lock_guard inside(session.api);
   session.require_open(what);
   if (session.comm == nullptr) {
@@ -64,7 +64,7 @@ void make_calls(Session& session, const std::vector<Call>& calls, StreamHandle s
   const Result begun = ready.size() == 1 ? make(session.nccl, ready.front(), session.comm, stream)
                                          : make_group(session.nccl, ready, session.comm, stream);
   // Until NCCL says so the kernels may not be on the stream: an event recorded now could come before them.
-  session.settle(begun, session.comm, deadline, what);
+  session.settle(begun, session.comm, deadline, what, &issuing);
 }
 
 }  // namespace hpcomm::nccl

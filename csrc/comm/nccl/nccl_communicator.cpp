@@ -328,13 +328,19 @@ class NcclCommunicator final : public Communicator {
       }
     }
     const ErrorContext& what = works.front()->what();
-    const auto issuing = order_.issue();
+    auto issuing = order_.issue();
     try {
       const cuda::DeviceGuard guard(session_->device);
       if (!nccl_keeps_order_ && !cuda::is_capturing(handle())) {
         order_.before(stream());
       }
-      make_calls(*session_, calls, stream().native_handle(), works.front()->deadline(), what);
+      make_calls(*session_, calls, stream().native_handle(), works.front()->deadline(), what, issuing);
+      if (!issuing.owns_lock()) {
+        issuing.lock();
+        if (!nccl_keeps_order_ && !cuda::is_capturing(handle())) {
+          order_.before(stream());  // what others have issued meanwhile is before what comes next
+        }
+      }
       const Event launched = record(works, keepalives->empty() ? nullptr : keepalives);
       if (!nccl_keeps_order_ && !cuda::is_capturing(handle())) {
         order_.after(stream(), launched);

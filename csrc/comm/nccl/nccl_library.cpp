@@ -17,6 +17,9 @@ namespace {
 
 // Fields that a version does not have end the struct it is told of.
 constexpr std::size_t kSize227 = offsetof(Config, n_channels_per_net_peer);
+// Not sizeof(Config): the padding behind our last field is where 2.31 has its next one (numRmaSig), and zeros there
+// would be values of ours.
+constexpr std::size_t kSize231 = offsetof(Config, launch_order_implicit) + sizeof(Config::launch_order_implicit);
 constexpr int kOrderInConfig = version_code(2, 31, 0);
 
 template <typename Function>
@@ -110,7 +113,7 @@ const Library& library() {
 
 Config make_config(const Library& nccl, const NcclLimits& limits, bool launch_order_implicit) {
   Config config{};
-  config.size = nccl.version >= kOrderInConfig ? sizeof(Config) : kSize227;
+  config.size = nccl.version >= kOrderInConfig ? kSize231 : kSize227;
   config.magic = kConfigMagic;
   config.version = static_cast<unsigned>(nccl.version >= kOrderInConfig ? kOrderInConfig : kOldestVersion);
   config.blocking = 0;  // only then can a communicator that waits for its peers be aborted

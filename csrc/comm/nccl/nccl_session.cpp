@@ -28,7 +28,8 @@ Session::Session(const Library& library, int device_index, std::string lane_name
       control(job),
       generation(fork_generation()) {}
 
-void Session::settle(Result result, CommHandle polled, Deadline deadline, const ErrorContext& what) const {
+void Session::settle(Result result, CommHandle polled, Deadline deadline, const ErrorContext& what,
+                     std::unique_lock<std::mutex>* issuing) const {
   for (int round = 0; result == Result::kInProgress; ++round) {
     if (is_aborted()) {
       throw error_of_operation(*aborted(), what, lane);
@@ -43,6 +44,9 @@ void Session::settle(Result result, CommHandle polled, Deadline deadline, const 
     if (round < 100) {
       std::this_thread::yield();
     } else {
+      if (issuing != nullptr && issuing->owns_lock()) {
+        issuing->unlock();
+      }
       std::this_thread::sleep_for(std::chrono::microseconds(round < 1000 ? 20 : 500));
     }
     const Result asked = nccl.CommGetAsyncError(polled, &result);

@@ -38,8 +38,10 @@ class Session : public std::enable_shared_from_this<Session> {
   std::map<void*, void*> registered;  // under api: memory and NCCL's handle for it
 
   // Polls until NCCL has done what returned `result`. Throws kTimedOut, kTransport, or why the session was aborted.
-  // Under api. `polled` is the communicator whose state tells: of a split, the parent.
-  void settle(Result result, CommHandle polled, Deadline deadline, const ErrorContext& what) const;
+  // Under api. `polled` is the communicator whose state tells: of a split, the parent. `issuing` is let go when that
+  // takes longer than a launch does, and not taken again.
+  void settle(Result result, CommHandle polled, Deadline deadline, const ErrorContext& what,
+              std::unique_lock<std::mutex>* issuing = nullptr) const;
 
   // --- What was issued --------------------------------------------------------------------------------------------
   void watch(const std::vector<NcclWorkPtr>& works);

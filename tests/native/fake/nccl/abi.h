@@ -69,6 +69,9 @@ typedef struct {
   int maxP2pPeers;
   int graphStreamOrdering;
   int launchOrderImplicit;
+  int numRmaSig;
+  int rmaEagerInit;
+  int hostCftMode;
 } ncclConfig_t;
 
 }  // extern "C"

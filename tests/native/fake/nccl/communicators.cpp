@@ -27,6 +27,7 @@ ncclResult_t read_config(const ncclConfig_t* given, SeenConfig& seen) {
   ncclConfig_t config{};
   config.blocking = INT_MIN;
   config.cgaClusterSize = config.minCTAs = config.maxCTAs = config.launchOrderImplicit = INT_MIN;
+  config.numRmaSig = config.rmaEagerInit = config.hostCftMode = INT_MIN;
   if (given == nullptr) {
     violation("a communicator without a config blocks");
     return ncclInvalidArgument;
@@ -45,6 +46,11 @@ ncclResult_t read_config(const ncclConfig_t* given, SeenConfig& seen) {
       (config.minCTAs != INT_MIN && config.maxCTAs != INT_MIN && config.minCTAs > config.maxCTAs) ||
       (config.cgaClusterSize != INT_MIN && (config.cgaClusterSize < 0 || config.cgaClusterSize > 8))) {
     return ncclInvalidArgument;  // NCCL refuses it as well; not a fault of the caller's code
+  }
+  // Nobody here asks for them: a size that has the padding behind the last known field makes a zero of the next one.
+  if (config.numRmaSig != INT_MIN || config.rmaEagerInit != INT_MIN || config.hostCftMode != INT_MIN) {
+    violation("config: a value behind the fields that the caller knows");
+    return ncclInvalidArgument;
   }
   const char* order = std::getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
   seen = {given->size,
@@ -310,7 +316,8 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* state) {
     if (comm->deferred.empty()) {
       return ncclSuccess;
     }
-    if (--comm->polls > 0) {
+    const bool waits = rules().connects && !std::all_of(comm->deferred.begin(), comm->deferred.end(), is_connected);
+    if (--comm->polls > 0 || waits) {
       *state = ncclInProgress;
       return ncclSuccess;
     }

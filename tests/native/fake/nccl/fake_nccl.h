@@ -29,6 +29,9 @@ struct Rules {
   // How often ncclCommGetAsyncError says ncclInProgress before an initialisation, and before a launch, is done.
   int init_polls = 3;
   int launch_polls = 2;
+  // The first message of a pair in a direction, and the first collective, are in progress until all whom they connect
+  // have issued theirs.
+  bool connects = true;
   bool allow_shared_device = false;  // several ranks of a communicator on one device
   bool mem_alloc_works = true;
   bool register_works = true;

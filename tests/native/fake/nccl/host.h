@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -27,6 +28,10 @@ struct Meeting {
   int arrived = 0;
   int finalized = 0;
   std::vector<int> devices;
+  // Who has begun to connect: pairs (from, to) by what one of them issued, and ranks by a collective.
+  std::set<std::pair<int, int>> sending;
+  std::set<std::pair<int, int>> receiving;
+  std::set<int> in_collective;
 };
 
 struct Split {
@@ -76,6 +81,9 @@ Group& group();
 // What ncclGroupEnd and calls outside of groups do.
 ncclResult_t launch(Group& todo);
 ncclResult_t launch_now(const Batch& batch);
+// Under host().mutex: this rank's part of connecting what `batch` needs; whether the others have done theirs.
+void connect(const Batch& batch);
+[[nodiscard]] bool is_connected(const Batch& batch);
 
 // --- Communicators
 // ---------------------------------------------------------------------------------------------------- Under

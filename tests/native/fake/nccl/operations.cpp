@@ -100,6 +100,34 @@ ncclResult_t launch_now(const Batch& batch) {
   return ncclSuccess;
 }
 
+void connect(const Batch& batch) {
+  Meeting& meeting = *batch.comm->meeting;
+  const int rank = batch.comm->rank;
+  for (const Operation& operation : batch.operations) {
+    if (operation.kind == Kind::kSend) {
+      meeting.sending.emplace(rank, operation.peer);
+    } else if (operation.kind == Kind::kRecv) {
+      meeting.receiving.emplace(operation.peer, rank);
+    } else {
+      meeting.in_collective.insert(rank);
+    }
+  }
+}
+
+bool is_connected(const Batch& batch) {
+  const Meeting& meeting = *batch.comm->meeting;
+  const int rank = batch.comm->rank;
+  return std::all_of(batch.operations.begin(), batch.operations.end(), [&](const Operation& operation) {
+    if (operation.kind == Kind::kSend) {
+      return meeting.receiving.contains({rank, operation.peer});
+    }
+    if (operation.kind == Kind::kRecv) {
+      return meeting.sending.contains({operation.peer, rank});
+    }
+    return static_cast<int>(meeting.in_collective.size()) == meeting.clique->size;
+  });
+}
+
 ncclResult_t launch(Group& todo) {
   if (!todo.aborts.empty()) {
     abort_all(todo.aborts);
@@ -118,8 +146,12 @@ ncclResult_t launch(Group& todo) {
         result = ncclInvalidUsage;
         continue;
       }
-      if (rules().launch_polls > 0) {
-        comm.polls = rules().launch_polls;
+      const Rules& now = rules();
+      if (now.connects) {
+        connect(batch);
+      }
+      if (now.launch_polls > 0 || (now.connects && !is_connected(batch))) {
+        comm.polls = now.launch_polls;
         comm.deferred.push_back(std::move(batch));
         result = ncclInProgress;
         continue;
