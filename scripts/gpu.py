@@ -151,8 +151,8 @@ def variables_of_ranks(found: dict[str, Any]) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         # Asking whether there is a GPU must not initialise CUDA: the test ranks are forks of a process that asks.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        # Without, gloo and NCCL look for this host's name and network, which a lent machine may lack: a name server
-        # that does not answer costs every process seconds.
+        # Without, gloo and NCCL look for this host's name and network, which there may not be: a name server that does
+        # not answer costs every process seconds.
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
         "NCCL_IB_DISABLE": os.environ.get("NCCL_IB_DISABLE", "1"),
