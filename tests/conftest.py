@@ -6,11 +6,16 @@ import functools
 import os
 import random
 import re
+import signal
 from collections.abc import Iterator
 
 import pytest
 import ranks
 import torch
+
+# A shell that starts a job in the background makes it ignore Ctrl-C, and all that it starts: tests send it to ranks.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
