@@ -97,10 +97,8 @@ class EmulatedCommunicator final : public HostCommunicator, private DeviceSlot {
       halves = begin_to_connect(operation);
     }
     const auto limit = operation.options.timeout.count() > 0 ? operation.options.timeout : timeout();
-    auto* const poll = operation.options.poll;
-    WorkPtr work = HostCommunicator::submit(std::move(operation));
-    connect(std::move(halves), limit, poll);
-    return work;
+    connect(std::move(halves), limit, operation.options.poll);
+    return HostCommunicator::submit(std::move(operation));
   }
 
   [[nodiscard]] std::shared_ptr<Communicator> make_child(CommunicatorConfig child) override {
