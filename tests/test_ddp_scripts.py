@@ -171,8 +171,6 @@ def back_to_a_snapshot(mesh: hpcomm.Mesh) -> None:
 
 
 def what_would_train_nothing(mesh: hpcomm.Mesh) -> None:
-    if mesh.size == 1:
-        return
     script = Script(mesh)
     script.optimizers()
     with pytest.raises(hpcomm.InvalidArgument, match=r"a copy of a sharded optimizer .*gather_optimizer_state\(\)"):
@@ -181,6 +179,9 @@ def what_would_train_nothing(mesh: hpcomm.Mesh) -> None:
     script.step(1)
     with pytest.raises(hpcomm.InvalidArgument, match=r"third\.bias was stepped by another optimizer of this wrapper"):
         second.step()
+    second.step(lambda: script.wrapped(torch.zeros(1, 7, dtype=torch.float64)).sum().backward())  # its own gradients
+    script.divided.zero_grad()
+    script.net.load_state_dict(script.alone.state_dict())
     script.step(1)
     script.compare()
     tied = Net()
@@ -190,14 +191,9 @@ def what_would_train_nothing(mesh: hpcomm.Mesh) -> None:
         wrapped.make_optimizer(torch.optim.SGD, lr=0.1)
 
 
-SCRIPTS = (
-    layers_that_rest,
-    other_memory,
-    groups_that_come_later,
-    names_and_frozen_ones,
-    back_to_a_snapshot,
-    what_would_train_nothing,
-)
+ALSO_ALONE = (layers_that_rest, names_and_frozen_ones, back_to_a_snapshot)
+DIVIDED = (other_memory, groups_that_come_later, what_would_train_nothing)  # alone, the optimizer is torch's
+CASES = [*((script, 1) for script in ALSO_ALONE), *((s, size) for s in (*ALSO_ALONE, *DIVIDED) for size in (2, 3))]
 
 
 def run_script(script: Callable[[hpcomm.Mesh], None]) -> None:
@@ -205,9 +201,6 @@ def run_script(script: Callable[[hpcomm.Mesh], None]) -> None:
         script(mesh)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+@pytest.mark.parametrize(("script", "size"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_scripts(script: Callable[[hpcomm.Mesh], None], size: int) -> None:
-    if size == 1 and script in (other_memory, groups_that_come_later):
-        pytest.skip("alone, the optimizer is torch's")
     ranks.run(size, run_script, script)

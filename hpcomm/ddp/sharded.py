@@ -284,8 +284,8 @@ class ShardedParameters:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._require_steppable(optimizer, mine)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        self._require_steppable(mine, None if closure is not None else optimizer)
         if closure is None:
             self._give_gradients(mine)
             return args, kwargs
@@ -295,8 +295,12 @@ class ShardedParameters:
             return (args[0], closure, *args[2:]), kwargs
         return args, {**kwargs, "closure": closure}
 
-    def _require_steppable(self, optimizer: torch.optim.Optimizer, mine: list[torch.nn.Parameter]) -> None:
-        """Takes back what a program has given other memory, and raises InvalidArgument where a step would be lost."""
+    def _require_steppable(self, mine: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer | None) -> None:
+        """Takes back what a program has given other memory, and raises InvalidArgument where a step would be lost.
+
+        Args:
+            optimizer: that steps the gradients which are there; None where a closure makes them first.
+        """
         reduced = self._reduced()
         for parameter in mine:
             number = id(parameter)
@@ -309,7 +313,11 @@ class ShardedParameters:
                 continue
             self._take_back(parameter)
             other = self._stepped_by.get(number, lambda: None)()
-            if other not in (None, optimizer) and reduced(self._buckets[number]) == self._taken[number]:
+            if (
+                optimizer is not None
+                and other not in (None, optimizer)
+                and reduced(self._buckets[number]) == self._taken[number]
+            ):
                 raise InvalidArgument(
                     f"the gradient of {self._names[number]} was stepped by another optimizer of this wrapper, which "
                     "has taken it: give each parameter to one of them"
