@@ -58,6 +58,17 @@ ErrorContext Communicator::context(const char* operation, int peer, std::uint64_
   return {self, other, static_cast<long long>(sequence), operation};
 }
 
+Error Communicator::ended_by(const Error& why, const ErrorContext& what) const {
+  const bool is_of_job = why.kind() == ErrorKind::kRankFailed || why.kind() == ErrorKind::kPeerError;
+  if (!is_of_job || why.context().operation == what.operation) {
+    return why;
+  }
+  ErrorContext context = what;
+  context.peer = why.context().peer;
+  return {why.kind(), str(what.operation, " #", what.sequence, " on lane ", lane(), ": ", why.what()),
+          std::move(context)};
+}
+
 void Communicator::require_peer(const char* operation, int peer) const {
   HPCOMM_REQUIRE(peer >= 0 && peer < size() && peer != rank(), operation, ": rank ", rank(), " of ", size(),
                  " has no peer ", peer, "; peers are the other ranks of the communicator");

@@ -141,6 +141,9 @@ std::exception_ptr HostCommunicator::run(const Body& body, const OpOptions& opti
       throw_if_aborted(what);
       const auto limit = options.timeout.count() > 0 ? options.timeout : timeout();
       body(deadline_after(limit));
+    } catch (const Error& why) {
+      // Found on the way, as where a peer's memory could not be had: it says nothing of this operation.
+      error = why.context().sequence < 0 ? std::make_exception_ptr(ended_by(why, what)) : std::current_exception();
     } catch (...) {
       error = std::current_exception();
     }

@@ -119,17 +119,6 @@ WorkPtr SendEdge::send(std::string_view schema, std::vector<Source> tensors, Kee
   return work;
 }
 
-Error ended_by(const Error& why, const Communicator& communicator, const ErrorContext& what) {
-  const bool is_of_job = why.kind() == ErrorKind::kRankFailed || why.kind() == ErrorKind::kPeerError;
-  if (!is_of_job || why.context().operation == what.operation) {
-    return why;
-  }
-  ErrorContext context = what;
-  context.peer = why.context().peer;
-  return {why.kind(), str(what.operation, " #", what.sequence, " on lane ", communicator.lane(), ": ", why.what()),
-          std::move(context)};
-}
-
 std::vector<CopyItem> pack_items(const Outgoing& message, char* target, Reader reader) {
   const Parcel& parcel = message.known->parcel;
   std::vector<CopyItem> items;
@@ -226,7 +215,7 @@ KnownPtr Inbound::accept(const MessageHeader& header, std::string_view schema, s
 
 void Inbound::check(std::uint64_t sequence, Deadline deadline) const {
   if (auto why = communicator.aborted()) {
-    throw ended_by(*why, communicator, communicator.context("recv", peer, sequence));
+    throw communicator.ended_by(*why, communicator.context("recv", peer, sequence));
   }
   if (closed) {
     throw Error(ErrorKind::kClosed, name() + ": the channel was closed before the message came",

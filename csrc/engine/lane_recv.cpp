@@ -124,7 +124,7 @@ class LaneRecv final : public RecvRoute {
         std::rethrow_exception(inbound->broken);
       }
       if (auto why = inbound->communicator.aborted()) {
-        throw ended_by(*why, inbound->communicator, what(sequence));
+        throw inbound->communicator.ended_by(*why, what(sequence));
       }
     }
 
@@ -137,7 +137,7 @@ class LaneRecv final : public RecvRoute {
       try {
         return control->try_receive_body(sender, inbound->id, until);
       } catch (const Error& why) {
-        throw ended_by(why, inbound->communicator, what(sequence));
+        throw inbound->communicator.ended_by(why, what(sequence));
       }
     }
 

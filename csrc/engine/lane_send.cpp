@@ -199,7 +199,7 @@ class LaneSend final : public SendRoute {
         work->complete();
       } catch (const Error& error) {
         lane.abort(error);  // the messages behind it would meet the wrong ones
-        work->fail(std::make_exception_ptr(ended_by(error, lane, work->what())));
+        work->fail(std::make_exception_ptr(lane.ended_by(error, work->what())));
       } catch (const std::exception& error) {
         lane.abort(Error(ErrorKind::kTransport, error.what(), work->what()));  // the peer may be at it already
         work->fail(std::current_exception());

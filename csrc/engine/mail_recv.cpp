@@ -64,9 +64,10 @@ class MailRecv final : public RecvRoute {
       }
       try {
         receive(sequence, microbatch, message, deadline, meanwhile);
-      } catch (const Error&) {
-        inbound->fail(std::current_exception());
-        throw;
+      } catch (const Error& why) {
+        inbound->fail(std::make_exception_ptr(
+            inbound->communicator.ended_by(why, inbound->communicator.context("recv", inbound->peer, sequence))));
+        std::rethrow_exception(inbound->broken);
       } catch (...) {
         inbound->fail(std::current_exception());
         // The caller's poll() threw: a signal, most likely. The sender may have gone on without us.

@@ -192,7 +192,7 @@ class MailSend final : public SendRoute {
           return *loan;
         }
         if (auto why = host.aborted()) {
-          throw Error(*why);
+          throw host.ended_by(*why, message.what);
         }
         look();
         if (Clock::now() >= deadline) {

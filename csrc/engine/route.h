@@ -94,9 +94,6 @@ class RecvRoute {
 [[nodiscard]] std::unique_ptr<RecvRoute> make_mail_recv(const EdgeConfig& config, std::shared_ptr<Allocator> allocator,
                                                         std::shared_ptr<Inbound> inbound);
 
-// `why` as the end of operation `what`: the failure of a job says which rank is gone, not what that stopped.
-[[nodiscard]] Error ended_by(const Error& why, const Communicator& communicator, const ErrorContext& what);
-
 // What to do to pack a message into `target`: copies of dense tensors. Strided ones are written here and now.
 [[nodiscard]] std::vector<CopyItem> pack_items(const Outgoing& message, char* target, Reader reader);
 // And to undo the casts of one that has come.

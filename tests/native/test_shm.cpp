@@ -131,6 +131,41 @@ TEST(shm_ranks_with_other_host_names_are_not_neighbours) {
   });
 }
 
+TEST(shm_memory_of_a_rank_that_is_gone_cannot_be_mapped_and_the_error_says_why) {
+  for (const bool told : {true, false}) {
+    auto controls = connect_controls(2);
+    run_ranks(2, [&](int rank) {
+      const auto& control = controls[static_cast<std::size_t>(rank)];
+      auto near = shm::Neighbourhood::discover(control, ShmJob::soon());
+      if (rank == 1) {
+        const Keepalive memory = near->arena().allocate(1 << 16).owner;
+        control->send(0, 1, "");
+        (void)control->receive(0, 1, ShmJob::soon());
+        near.reset();  // nobody answers any more, as where a process has ended
+        control->send(0, 1, "");
+        (void)control->receive(0, 1, ShmJob::soon());
+        std::this_thread::sleep_for(20ms);  // mostly the other rank has found out by then
+        if (told) {
+          control->abort("enough");
+        } else {
+          (void)control->receive(0, 1, ShmJob::soon());
+        }
+        return;
+      }
+      (void)control->receive(1, 1, ShmJob::soon());
+      control->send(1, 1, "");
+      (void)control->receive(1, 1, ShmJob::soon());
+      control->send(1, 1, "");
+      if (told) {
+        CHECK_THROWS(ErrorKind::kPeerError, (void)near->map(1, {0, 0}, 64, ShmJob::soon()), "enough");
+      } else {
+        CHECK_THROWS(ErrorKind::kTransport, (void)near->map(1, {0, 0}, 64, ShmJob::soon()), "the peer");
+        control->send(1, 1, "");
+      }
+    });
+  }
+}
+
 TEST(shm_collectives_mean_what_they_say) {
   for (const int size : {1, 2, 3, 4, 7}) {
     ShmJob(size).run([](Communicator& world) {

@@ -276,11 +276,7 @@ void ShmMailbox::fail(const Error& why) noexcept {
     }
     for (const Held& mail : gone) {
       if (mail != nullptr && !mail->done()) {
-        ErrorContext what = mail->what_;
-        what.peer = why.context().peer >= 0 ? why.context().peer : what.peer;
-        end(*mail, std::make_exception_ptr(Error(
-                       why.kind(), str(what.operation, " #", what.sequence, " on lane ", setup_.lane, ": ", why.what()),
-                       what)));
+        end(*mail, std::make_exception_ptr(failed(mail->what_, why)));
       }
     }
   }

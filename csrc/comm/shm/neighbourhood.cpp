@@ -23,6 +23,8 @@ constexpr std::uint64_t kPage = 0;        // names that a courier offers: the pa
 constexpr std::uint64_t kFirstArena = 1;  // the arena's segments, and groups' segments by hash
 constexpr std::size_t kPageBytes = 4096;
 constexpr auto kPatience = std::chrono::seconds(5);
+// Between the end of a process and what Control says of it.
+constexpr auto kNews = std::chrono::milliseconds(200);
 
 std::string boot_id() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
@@ -255,21 +257,42 @@ char* Neighbourhood::map(int rank, const Location& location, std::size_t bytes, 
 
 std::shared_ptr<char> Neighbourhood::hold(int rank, const Location& location, std::size_t bytes, Deadline deadline) {
   HPCOMM_ASSERT(rank >= 0 && static_cast<std::size_t>(rank) < job_.size(), "rank ", rank);
-  Neighbour& neighbour = job_[static_cast<std::size_t>(rank)];
-  std::lock_guard lock(mutex_);
-  auto known = neighbour.segments.find(location.segment);
-  if (known == neighbour.segments.end()) {
-    // Others wait for the lock meanwhile, so a neighbour that is stopped may not hold it for long.
-    auto segment = Segment::adopt(Courier::fetch(neighbour.address, neighbour.key_word, kFirstArena + location.segment,
-                                                 std::min(deadline, Clock::now() + kPatience)));
-    segment->close_descriptor();
-    known = neighbour.segments.emplace(location.segment, std::move(segment)).first;
+  std::shared_ptr<Segment> segment;
+  try {
+    segment = segment_of(job_[static_cast<std::size_t>(rank)], location.segment, deadline);
+  } catch (const Error&) {
+    require_alive(rank, deadline);
+    throw;
   }
-  const std::shared_ptr<Segment>& segment = known->second;
   if (location.offset > segment->size() || bytes > segment->size() - location.offset) {
     throw Error(ErrorKind::kProtocol, str("rank ", rank, " named ", bytes, " bytes that are not in its arena"));
   }
   return {segment, segment->data() + location.offset};
+}
+
+std::shared_ptr<Segment> Neighbourhood::segment_of(Neighbour& neighbour, std::uint32_t index, Deadline deadline) {
+  std::lock_guard lock(mutex_);
+  auto known = neighbour.segments.find(index);
+  if (known == neighbour.segments.end()) {
+    // Others wait for the lock meanwhile, so a neighbour that is stopped may not hold it for long.
+    auto segment = Segment::adopt(Courier::fetch(neighbour.address, neighbour.key_word, kFirstArena + index,
+                                                 std::min(deadline, Clock::now() + kPatience)));
+    segment->close_descriptor();
+    known = neighbour.segments.emplace(index, std::move(segment)).first;
+  }
+  return known->second;
+}
+
+// Throws the job's failure where that is why `rank` does not answer. Control may hear of a process that ended a moment
+// after its socket has gone.
+void Neighbourhood::require_alive(int rank, Deadline deadline) const {
+  for (const Deadline until = std::min(deadline, Clock::now() + kNews); Clock::now() < until;) {
+    if (control_->has_left(rank) || control_->failure()) {
+      break;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  control_->check();
 }
 
 }  // namespace hpcomm::shm

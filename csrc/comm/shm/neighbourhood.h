@@ -49,7 +49,8 @@ class Neighbourhood {
   // Keeps `memory` for ever: an operation ended early after it had shown where its buffer lies, and a peer that is late
   // may still read or write there. Nothing else may come to lie in that place.
   void park(Keepalive memory);
-  // `bytes` at `location` of `rank`'s arena, mapped on first use. Throws kProtocol when they do not lie in it.
+  // `bytes` at `location` of `rank`'s arena, mapped on first use. Throws kProtocol when they do not lie in it,
+  // and the job's failure where it could not be asked for it.
   [[nodiscard]] char* map(int rank, const Location& location, std::size_t bytes, Deadline deadline);
   // The same for as long as the pointer lives, also without the neighbourhood.
   [[nodiscard]] std::shared_ptr<char> hold(int rank, const Location& location, std::size_t bytes, Deadline deadline);
@@ -65,6 +66,8 @@ class Neighbourhood {
   explicit Neighbourhood(std::shared_ptr<Control> control);
   void meet(const std::string& host, const std::vector<int>& members, Deadline deadline);
   [[nodiscard]] std::string try_to_read(Neighbour& neighbour, const std::string& page, Deadline deadline) const;
+  [[nodiscard]] std::shared_ptr<Segment> segment_of(Neighbour& neighbour, std::uint32_t index, Deadline deadline);
+  void require_alive(int rank, Deadline deadline) const;
 
   std::shared_ptr<Control> control_;
   std::shared_ptr<Courier> courier_;  // null when this rank cannot offer anything; `obstacle_` says why

@@ -50,23 +50,35 @@ void ShmMailbox::require_parent(const char* operation) const {
   }
 }
 
-void ShmMailbox::require_usable(const char* operation, int peer) const {
-  if (failed_) {
-    throw Error(*failed_);
-  }
+void ShmMailbox::require_peer(const char* operation, int peer) const {
   HPCOMM_REQUIRE(
       peer >= 0 && static_cast<std::size_t>(peer) < peers_.size() && static_cast<std::size_t>(peer) != setup_.rank,
       operation, ": rank ", setup_.rank, " of ", peers_.size(), " has no peer ", peer);
 }
 
+void ShmMailbox::require_whole(const ErrorContext& what) const {
+  if (failed_) {
+    throw failed(what, *failed_);
+  }
+}
+
+ErrorContext ShmMailbox::context(const char* operation, int peer, std::uint64_t sequence) const {
+  const int other = peer < 0 ? -1 : setup_.members[static_cast<std::size_t>(peer)];
+  return {setup_.members[setup_.rank], other, static_cast<long long>(sequence), operation};
+}
+
+Error ShmMailbox::failed(ErrorContext what, const Error& why) const {
+  what.peer = why.context().peer >= 0 ? why.context().peer : what.peer;
+  const std::string text = str(what.operation, " #", what.sequence, " on lane ", setup_.lane, ": ", why.what());
+  return {why.kind(), text, std::move(what)};
+}
+
 ShmMailbox::Held ShmMailbox::make(const char* operation, const BufferView& view, int peer, std::uint64_t tag,
                                   const OpOptions& options, std::uint64_t sequence) {
-  const int other = peer < 0 ? -1 : setup_.members[static_cast<std::size_t>(peer)];
   const auto limit = options.timeout.count() > 0 ? options.timeout : setup_.timeout;
-  ErrorContext what{setup_.members[setup_.rank], other, static_cast<long long>(sequence), operation};
   ++pending_;
-  return std::make_shared<Mail>(shared_from_this(), std::move(what), view, peer, tag, options.keepalive,
-                                deadline_after(limit));
+  return std::make_shared<Mail>(shared_from_this(), context(operation, peer, sequence), view, peer, tag,
+                                options.keepalive, deadline_after(limit));
 }
 
 MailPtr ShmMailbox::send(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options) {
@@ -75,8 +87,9 @@ MailPtr ShmMailbox::send(const BufferView& buffer, int peer, std::uint64_t tag, 
   require_parent("send");  // before the mutex, which a thread of the parent may have held
   {
     const Turn turn(*this);
-    require_usable("send", peer);
+    require_peer("send", peer);
     Peer& to = peer_at(peer);
+    require_whole(context("send", peer, to.numbers));
     pull(peer);  // a refusal, perhaps
     if (to.refusal && to.refusal->first == tag) {
       const Error refused = to.refusal->second;
@@ -115,7 +128,8 @@ MailPtr ShmMailbox::recv(const BufferView& buffer, int peer, std::uint64_t tag, 
   require_parent("recv");
   {
     const Turn turn(*this);
-    require_usable("recv", peer == kAnySource ? static_cast<int>(setup_.rank == 0) : peer);
+    require_peer("recv", peer == kAnySource ? static_cast<int>(setup_.rank == 0) : peer);
+    require_whole(context("recv", peer, receives_));
     mail = make("recv", buffer, peer, tag, options, receives_++);
     if (!take_early(mail)) {
       posted_.push_back(mail);

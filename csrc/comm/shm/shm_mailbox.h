@@ -151,7 +151,11 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   [[nodiscard]] Held make(const char* operation, const BufferView& view, int peer, std::uint64_t tag,
                           const OpOptions& options, std::uint64_t sequence);
   void require_parent(const char* operation) const;
-  void require_usable(const char* operation, int peer) const;
+  void require_peer(const char* operation, int peer) const;
+  // Throws why this mailbox ended, if it has, as the end of `what`.
+  void require_whole(const ErrorContext& what) const;
+  [[nodiscard]] ErrorContext context(const char* operation, int peer, std::uint64_t sequence) const;
+  [[nodiscard]] Error failed(ErrorContext what, const Error& why) const;
   [[nodiscard]] Peer& peer_at(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
 
   // All with the mutex held.
