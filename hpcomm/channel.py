@@ -323,7 +323,7 @@ class Channel:
             ProtocolError: what came is no message of this edge.
             RankFailed, PeerError: the peer is gone or raised.
         """
-        return self._take() if timeout < 0 else self._take(-1, timeout)
+        return self._take(-1) if timeout < 0 else self._take(-1, timeout)
 
     def irecv(self) -> Pending:
         """Asks for the next message without waiting."""

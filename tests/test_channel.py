@@ -783,6 +783,44 @@ def test_a_frozen_schema_names_the_leaf_that_differs() -> None:
     ranks.run(2, frozen_names_the_leaf)
 
 
+def call_edges_in_every_way() -> None:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        send, take = channel._sender._edge.send, channel._receiver._edge.take
+        tensor = torch.full((3,), 1.0 + mesh.rank)
+        ways: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+            ((tensor,), {}), ((tensor, 5), {}), ((tensor, 5, None), {}), ((), {"tree": tensor}),
+            ((tensor,), {"microbatch": 5}), ((tensor, 5), {"wire_dtype": torch.bfloat16}),
+            ((tensor, True), {"wire_dtype": lambda name, tensor: None}),
+            ((), {"wire_dtype": None, "microbatch": 5, "tree": tensor}),
+        ]  # fmt: skip
+        wrong: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+            (send, (), {}), (send, (tensor, "5"), {}), (send, (tensor, 1 << 40), {}), (send, (tensor, 5, None, 0), {}),
+            (send, (tensor,), {"tree": tensor}), (send, (tensor,), {"micro": 5}), (take, ("5",), {}),
+            (take, (-1, "soon"), {}), (take, (-1,), {"microbatch": 5}), (take, (), {"seconds": 1.0}),
+        ]  # fmt: skip
+        for call, arguments, named in wrong:
+            with pytest.raises(TypeError, match="incompatible function arguments"):
+                call(*arguments, **named)
+        takes: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+            ((), {}), ((-1,), {}), ((-1, -1.0), {}), ((-1, 30), {}), ((), {"timeout": 30.0}), ((-1,), {"timeout": -1}),
+            ((), {"timeout": 30.0, "microbatch": -1}), ((-1, 30.0), {}),
+        ]  # fmt: skip
+        for (arguments, named), (how, how_named) in zip(ways, takes, strict=True):
+            send(*arguments, **named).wait()
+            assert torch.equal(take(*how, **how_named), torch.full((3,), 2.0 - mesh.rank))
+        # What a keyword of the caller says comes through, and what goes wrong keeps its class.
+        send(tensor, 3)
+        with pytest.raises(hpcomm.SchemaMismatch, match="delivered microbatch 3"):
+            take(4)
+        with pytest.raises(hpcomm.InvalidArgument, match="set cannot be sent"):
+            send({1, 2})
+
+
+def test_edges_take_their_arguments_as_python_functions_do() -> None:
+    ranks.run(2, call_edges_in_every_way)
+
+
 class Meeting:
     """A lane whose operations, like the first ones of NCCL, keep the host until the peer has made the other half."""
 

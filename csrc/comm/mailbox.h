@@ -2,6 +2,7 @@
 // send and recv beyond a Communicator's first-in-first-out.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 
@@ -15,6 +16,8 @@ class MailWork : public Work {
  public:
   // Where a received message came from (a rank of the group); of a send, its receiver. Valid once done.
   [[nodiscard]] virtual int source() const noexcept = 0;
+  // How long the message was; of a receive, valid once done.
+  [[nodiscard]] virtual std::size_t bytes() const noexcept = 0;
 };
 using MailPtr = std::shared_ptr<MailWork>;
 
@@ -32,6 +35,9 @@ class Mailbox {
   // agree: kSchemaMismatch otherwise. The time-out in `options` counts from here; its keepalive is held until the end.
   virtual MailPtr send(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options = {}) = 0;
   virtual MailPtr recv(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options = {}) = 0;
+  // Takes a shorter message as well, one that travels whole at once: MailWork::bytes() says what came.
+  virtual MailPtr recv_at_most(const BufferView& buffer, int peer, std::uint64_t tag,
+                               const OpOptions& options = {}) = 0;
 };
 
 }  // namespace hpcomm

@@ -45,6 +45,9 @@ class Work {
 
 using WorkPtr = std::shared_ptr<Work>;
 
+// True when its operation has run and nothing is left to be said of it.
+[[nodiscard]] bool has_ended_well(const Work& work) noexcept;
+
 // The Work of operations that host threads execute: completed or failed exactly once, by whoever runs it.
 class HostWork final : public Work {
  public:

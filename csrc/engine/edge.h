@@ -111,7 +111,7 @@ struct Incoming {
 };
 
 struct Receipt {
-  WorkPtr work;
+  WorkPtr work;  // may be null once the message has come, where OpOptions::wants_work is false
   std::shared_ptr<const Incoming> message;
 };
 
@@ -136,8 +136,8 @@ class RecvEdge {
   ~RecvEdge();
 
   // Issues the receipt of the next message. `microbatch` >= 0 is checked against the header. Messages have no way to
-  // be skipped, so once a receipt failed all later ones fail with its error. Of `options`, inline_when_idle and poll
-  // count: a caller that is going to wait anyway may do the work itself.
+  // be skipped, so once a receipt failed all later ones fail with its error. Of `options`, inline_when_idle, wants_work
+  // and poll count: a caller that is going to wait anyway may do the work itself.
   [[nodiscard]] Receipt recv(int microbatch, const OpOptions& options = {}, const Meanwhile& meanwhile = {});
   // From now on messages must have this structure, these dtypes and shapes: any other is a kSchemaMismatch here and at
   // the sender. Wire types, requires_grad and values in the structure may be others.

@@ -1,5 +1,6 @@
 // The receiving end of a mail route (engine/mail_route.h).
 #include <algorithm>
+#include <array>
 #include <thread>
 #include <utility>
 
@@ -34,18 +35,21 @@ class MailRecv final : public RecvRoute {
     const auto caller = std::this_thread::get_id();
     OpOptions how;
     how.inline_when_idle = options.inline_when_idle;
-    const auto body = [state = std::weak_ptr<State>(state_), message, sequence, microbatch, caller, poll = options.poll,
-                       meanwhile](Deadline deadline) {
+    how.wants_work = options.wants_work;
+    auto body = [state = std::weak_ptr<State>(state_), message, sequence, microbatch, caller, poll = options.poll,
+                 meanwhile = &meanwhile](Deadline deadline) {
       const auto edge = state.lock();
       if (edge == nullptr) {
         throw Error(ErrorKind::kClosed, "the channel was closed before the message came");
       }
-      // They belong to the thread that asked.
+      // They belong to the thread that asked, and to its call: it is in there.
       const bool called = std::this_thread::get_id() == caller;
       edge->poll = called ? poll : nullptr;
-      edge->run(sequence, microbatch, *message, deadline, called ? meanwhile : Meanwhile{});
+      static const Meanwhile kNothing;
+      edge->run(sequence, microbatch, *message, deadline, called ? *meanwhile : kNothing);
     };
-    return {host_.run_in_order(std::move(what), body, how), message};
+    WorkPtr work = host_.run_in_order(std::move(what), std::move(body), how);
+    return {std::move(work), std::move(message)};
   }
 
  private:
@@ -141,17 +145,15 @@ class MailRecv final : public RecvRoute {
     }
 
     MessageHeader next_header(std::uint64_t sequence, int microbatch, Deadline deadline, const Meanwhile& meanwhile) {
-      if (head.use_count() != 1) {
-        // Tensors of the last message, or a mail that ended early, hold the old one.
-        head = std::make_shared<Envelope>();
-      }
-      const Buffer buffer{bytes_at(head->data(), head->size()), head};
-      const MailPtr mail = post(buffer, 0, head->size());
+      head = nullptr;
+      head = free_envelope();
+      const MailPtr mail =
+          mailbox->recv_at_most(bytes_at(head->data(), head->size()), inbound->peer, inbound->id, mail_options(head));
       if (repeats && meanwhile.idle != nullptr && !mail->done()) {
         meanwhile.idle(inbound->current);
       }
       wait(*mail, sequence, deadline);
-      const MessageHeader header = parse_header({head->data(), kHeaderBytes});
+      const MessageHeader header = parse_header({head->data(), std::min(mail->bytes(), kHeaderBytes)});
       inbound->require_due(header, sequence);  // or there may be no schema behind it to wait for
       std::string_view schema;
       Buffer body;
@@ -163,7 +165,25 @@ class MailRecv final : public RecvRoute {
       const KnownPtr last = inbound->current;
       const KnownPtr known = inbound->accept(header, schema, sequence, microbatch);
       repeats = known == last || (last != nullptr && same_but_shapes(known->schema, last->schema));
+      if (mail->bytes() != envelope_bytes(known->parcel)) {
+        throw Error(ErrorKind::kProtocol, str(inbound->name(), ": message #", sequence, " came with ", mail->bytes(),
+                                              " bytes in place of ", envelope_bytes(known->parcel)));
+      }
       return header;
+    }
+
+    // Tensors of earlier messages, or a mail that ended early, hold others.
+    [[nodiscard]] const std::shared_ptr<Envelope>& free_envelope() {
+      for (std::shared_ptr<Envelope>& one : envelopes) {
+        if (one == nullptr) {
+          one = std::make_shared<Envelope>();
+        }
+        if (one.use_count() == 1) {
+          return one;
+        }
+      }
+      oldest = (oldest + 1) % envelopes.size();
+      return envelopes[oldest] = std::make_shared<Envelope>();
     }
 
     // A block of the sender, until the last of its owners is gone.
@@ -218,15 +238,19 @@ class MailRecv final : public RecvRoute {
     }
 
     MailPtr post(const Buffer& buffer, std::size_t offset, std::size_t bytes) {
-      OpOptions options;
-      options.keepalive = buffer.owner;
-      options.timeout = inbound->communicator.timeout() + kGrace;
       return mailbox->recv(bytes_at(static_cast<char*>(buffer.view.data) + offset, bytes), inbound->peer, inbound->id,
-                           options);
+                           mail_options(buffer.owner));
+    }
+
+    [[nodiscard]] OpOptions mail_options(Keepalive owner) const {
+      OpOptions options;
+      options.keepalive = std::move(owner);
+      options.timeout = inbound->communicator.timeout() + kGrace;
+      return options;
     }
 
     void wait(const Work& mail, std::uint64_t sequence, Deadline deadline) {
-      while (!mail.wait_until(std::min(deadline, Clock::now() + kLook))) {
+      while (!mail.wait_until(std::min(deadline, roughly_after(kLook)))) {
         inbound->check(sequence, deadline);
         if (poll != nullptr) {
           poll();
@@ -247,8 +271,11 @@ class MailRecv final : public RecvRoute {
     const int most_kept;
     // Of the sender's blocks, by tensors that this program holds.
     const std::shared_ptr<std::atomic<int>> kept = std::make_shared<std::atomic<int>>(0);
-    std::shared_ptr<Envelope> head = std::make_shared<Envelope>();
-    bool repeats = false;  // the last message was like the one before, but for shapes
+    // As many messages as a program may hold while it waits for the next; more have memory of their own.
+    std::array<std::shared_ptr<Envelope>, 4> envelopes;
+    std::size_t oldest = 0;
+    std::shared_ptr<Envelope> head;  // of the newest message
+    bool repeats = false;            // the last message was like the one before, but for shapes
     void (*poll)() = nullptr;
   };
 

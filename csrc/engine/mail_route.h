@@ -27,11 +27,15 @@ inline constexpr auto kGrace = std::chrono::seconds(2);
 inline constexpr auto kShortestNap = std::chrono::microseconds(5);
 inline constexpr auto kLongestNap = std::chrono::microseconds(500);
 
-// What is no longer than this travels behind the header in one mail, whose length is always the same.
+// What is no longer than this travels behind the header in one mail.
 inline constexpr std::size_t kInline = 192;
 struct alignas(64) Envelope : std::array<char, kHeaderBytes + kInline> {};
 
 [[nodiscard]] inline bool is_inline(const Parcel& parcel) { return parcel.bytes() <= kInline; }
+// How long the mail with the header is.
+[[nodiscard]] inline std::size_t envelope_bytes(const Parcel& parcel) {
+  return kHeaderBytes + (is_inline(parcel) ? parcel.bytes() : 0);
+}
 
 inline BufferView bytes_at(void* data, std::size_t bytes) { return {data, bytes, bytes, DType::kUInt8, {}}; }
 

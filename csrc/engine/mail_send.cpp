@@ -1,4 +1,5 @@
 // The sending end of a mail route (engine/mail_route.h).
+#include <algorithm>
 #include <cstring>
 #include <thread>
 #include <utility>
@@ -54,7 +55,7 @@ class MailSend final : public SendRoute {
         loan = state->wait_for_loan(*queued, host, deadline, look);
       }
       const WorkPtr work = state->issue(*queued, loan, nullptr);
-      while (!work->wait_until(std::min(deadline, Clock::now() + kLook))) {
+      while (!work->wait_until(std::min(deadline, roughly_after(kLook)))) {
         look();
         if (Clock::now() >= deadline) {
           throw Error(
@@ -93,20 +94,20 @@ class MailSend final : public SendRoute {
     WorkPtr issue(Outgoing& message, const std::optional<LoanPool::Loan>& loan, std::shared_ptr<Refusal> refused) {
       const KnownSchema& known = *message.known;
       const Parcel& parcel = known.parcel;
-      std::vector<WorkPtr> mails;
       if (message.header && is_inline(parcel)) {
         return send_inline(message, std::move(refused));
       }
+      std::vector<WorkPtr> mails;
       if (loan) {
         issue_lent(mails, message, *loan);
       } else {
         if (message.header) {
-          post_head(mails, message, seal(*message.header));
+          post_head(mails, message);
         }
         if (parcel.packed.bytes() > 0) {
           const Buffer slot = slots.acquire(parcel.packed.bytes()).buffer;
           run_copies_cpu(pack_items(message, static_cast<char*>(slot.view.data), Reader::kThisCore), nullptr);
-          post(mails, slot.view.data, parcel.packed.bytes(), slot.owner);
+          mails.push_back(post(slot.view.data, parcel.packed.bytes(), slot.owner));
         }
       }
       for (const Parcel::Direct& one : parcel.direct) {
@@ -114,17 +115,20 @@ class MailSend final : public SendRoute {
         if (source.strided != nullptr) {
           const Buffer slot = slots.acquire(one.bytes).buffer;
           source.strided->write(slot.view.data, known.schema.tensors[one.tensor].dtype);
-          post(mails, slot.view.data, one.bytes, slot.owner);
+          mails.push_back(post(slot.view.data, one.bytes, slot.owner));
         } else {
-          post(mails, source.data, one.bytes, message.keepalive);
+          mails.push_back(post(source.data, one.bytes, message.keepalive));
         }
       }
-      if (mails.empty()) {  // of a frozen edge, without elements
-        auto work = std::make_shared<HostWork>(message.what);
-        work->complete();
-        return work;
+      return joint(message, std::move(mails), std::move(refused));
+    }
+
+    // No mails: of a frozen edge, without elements.
+    static WorkPtr joint(Outgoing& message, std::vector<WorkPtr> mails, std::shared_ptr<Refusal> refused) {
+      if (std::all_of(mails.begin(), mails.end(), [](const WorkPtr& mail) { return has_ended_well(*mail); })) {
+        return std::make_shared<DoneWork>(std::move(message.what));
       }
-      return std::make_shared<JointWork>(message.what, std::move(mails), std::move(refused));
+      return std::make_shared<JointWork>(std::move(message.what), std::move(mails), std::move(refused));
     }
 
     void issue_lent(std::vector<WorkPtr>& mails, Outgoing& message, const LoanPool::Loan& loan) {
@@ -133,7 +137,7 @@ class MailSend final : public SendRoute {
       try {
         items = pack_items(message, loan.payload, is_cached ? Reader::kThisCore : Reader::kOthers);
         message.header->lent = MessageHeader::Lent{loan.place.segment, loan.place.offset};
-        post_head(mails, message, seal(*message.header));
+        post_head(mails, message);
       } catch (...) {
         LoanPool::take_back(loan);  // before anybody heard of it
         throw;
@@ -145,7 +149,7 @@ class MailSend final : public SendRoute {
     // Header and tensors in one mail: nobody waits for the second.
     WorkPtr send_inline(Outgoing& message, std::shared_ptr<Refusal> refused) {
       const KnownSchema& known = *message.known;
-      const auto envelope = seal(*message.header);
+      seal(*message.header);
       char* const payload = envelope->data() + kHeaderBytes;
       run_copies_cpu(pack_items(message, payload, Reader::kThisCore), nullptr);
       for (const Parcel::Direct& one : known.parcel.direct) {
@@ -157,30 +161,45 @@ class MailSend final : public SendRoute {
           std::memcpy(target, source.data, one.bytes);
         }
       }
-      std::vector<WorkPtr> mails;
-      post_head(mails, message, envelope);
-      return std::make_shared<JointWork>(std::move(message.what), std::move(mails), std::move(refused));
+      const WorkPtr head = post_envelope(message);
+      if (message.header->schema_bytes == 0 && has_ended_well(*head)) {
+        return std::make_shared<DoneWork>(std::move(message.what));
+      }
+      std::vector<WorkPtr> mails{head};
+      post_schema(mails, message);
+      return joint(message, std::move(mails), std::move(refused));
     }
 
-    [[nodiscard]] static std::shared_ptr<Envelope> seal(const MessageHeader& header) {
-      auto envelope = std::make_shared<Envelope>();
+    void seal(const MessageHeader& header) {
+      if (enveloped != nullptr && !enveloped->done()) {
+        envelope = std::make_shared<Envelope>();
+      }
       write_header(header, envelope->data());
-      return envelope;
     }
 
-    void post_head(std::vector<WorkPtr>& mails, const Outgoing& message, const std::shared_ptr<Envelope>& envelope) {
-      post(mails, envelope->data(), envelope->size(), envelope);
+    void post_head(std::vector<WorkPtr>& mails, const Outgoing& message) {
+      seal(*message.header);
+      mails.push_back(post_envelope(message));
+      post_schema(mails, message);
+    }
+
+    const WorkPtr& post_envelope(const Outgoing& message) {
+      enveloped = post(envelope->data(), envelope_bytes(message.known->parcel), envelope);
+      return enveloped;
+    }
+
+    void post_schema(std::vector<WorkPtr>& mails, const Outgoing& message) {
       if (message.header->schema_bytes > 0) {
-        post(mails, message.known->bytes.data(), message.known->bytes.size(), message.known);
+        mails.push_back(post(message.known->bytes.data(), message.known->bytes.size(), message.known));
       }
     }
 
-    void post(std::vector<WorkPtr>& mails, const void* data, std::size_t bytes, const Keepalive& keepalive) {
+    WorkPtr post(const void* data, std::size_t bytes, const Keepalive& keepalive) {
       OpOptions options;
       options.keepalive = keepalive;
       options.timeout = limit;
       // const_cast: a BufferView serves both directions, and a send only reads.
-      mails.push_back(mailbox->send(bytes_at(const_cast<void*>(data), bytes), peer, tag, options));
+      return mailbox->send(bytes_at(const_cast<void*>(data), bytes), peer, tag, options);
     }
 
     template <typename Look>
@@ -211,6 +230,9 @@ class MailSend final : public SendRoute {
     const std::uint64_t tag;
     const std::chrono::milliseconds limit;
     const std::shared_ptr<Refusal> refusal;
+    // Of the newest message; by whoever issues.
+    std::shared_ptr<Envelope> envelope = std::make_shared<Envelope>();
+    WorkPtr enveloped;  // null before the first
     LoanPool loans;
     SlotPool slots;  // of tensors that are no dense block, and of frozen edges
     // Messages that wait on the lane for a block.

@@ -62,7 +62,7 @@ void Refusal::look(bool on_lane) {
 
 bool Refusal::is_time() {
   const std::lock_guard lock(mutex_);
-  const Deadline now = Clock::now();
+  const Deadline now = roughly_after({});
   if (!told_ && now < next_look_) {
     return false;
   }

@@ -12,7 +12,9 @@
 #include "engine/edge.h"
 #include "engine/structure.h"
 #include "torch/bindings.h"
+#include "torch/comm_calls.h"
 #include "torch/device.h"
+#include "torch/direct_call.h"
 #include "torch/gil.h"
 #include "torch/message_tensors.h"
 #include "torch/tensor.h"
@@ -90,7 +92,7 @@ DType wire_dtype(const py::handle& dtype) {
 // The wire type of each tensor: all alike, or what a function of place and tensor says.
 class WireTypes {
  public:
-  WireTypes(const py::object& wire, const FlatTree& flat) {
+  WireTypes(py::handle wire, const FlatTree& flat) {
     if (wire.is_none()) {
       return;
     }
@@ -142,7 +144,7 @@ class TreeSender {
       : edge_(config, std::make_shared<CommunicatorAllocator>(config.communicator)),
         direct_from_(direct_from == 0 ? kDirectFrom : direct_from) {}
 
-  WorkPtr send(const py::object& tree, int microbatch, const py::object& wire) {
+  WorkPtr send(py::handle tree, int microbatch, py::handle wire) {
     const FlatTree flat = flatten(tree);
     const WireTypes wires(wire, flat);  // calls the program, which may send as well
     const Turn turn(mutex_);
@@ -294,12 +296,15 @@ class TreeReceiver {
       const auto turn = take_turn();
       OpOptions options;
       options.inline_when_idle = true;
+      options.wants_work = false;
       options.poll = check_signals;
       receipt = edge_.recv(microbatch, options,
                            {[&](const KnownPtr& known) { drafting.idle(known); },
                             [&](const Incoming& message) { drafting.placed(message); }});
     }
-    wait(receipt, -1);
+    if (receipt.work != nullptr) {
+      wait(receipt, -1);
+    }
     return drafting.finish(*receipt.message);
   }
 
@@ -358,6 +363,28 @@ class TreeReceiver {
   std::map<long long, Receipt> overdue_;  // by sequence number; with the GIL
 };
 
+// --- what Python calls -----------------------------------------------------------------------------------------------
+
+py::object send(TreeSender& self, py::handle tree, int microbatch, py::handle wire_dtype) {
+  const WorkPtr work = self.send(tree, microbatch, wire_dtype);
+  return has_ended_well(*work) ? calls::ended() : py::cast(work);
+}
+
+py::object take(TreeReceiver& self, int microbatch, double timeout) { return self.take(microbatch, timeout); }
+
+struct DirectSend {
+  static constexpr auto kCall = &send;
+  static constexpr const char* kName = "send";
+  static constexpr std::array kParameters{"tree", "microbatch", "wire_dtype"};
+  static constexpr std::size_t kPositional = 3;
+};
+struct DirectTake {
+  static constexpr auto kCall = &take;
+  static constexpr const char* kName = "take";
+  static constexpr std::array kParameters{"microbatch", "timeout"};
+  static constexpr std::size_t kPositional = 2;
+};
+
 }  // namespace
 
 void bind_channel(py::module_& module) {
@@ -389,7 +416,8 @@ void bind_channel(py::module_& module) {
   const auto slot_bytes = py::arg("slot_bytes") = 0;
   const auto max_bytes = py::arg("max_bytes") = 0;
   const auto movable = py::arg("movable") = false;
-  py::class_<TreeSender>(module, "SendEdge")
+  py::class_<TreeSender> sender(module, "SendEdge");
+  sender
       .def(py::init([](std::shared_ptr<Communicator> communicator, int peer, bool frozen, std::size_t number,
                        std::size_t size, std::uint64_t most, bool moves, std::uint64_t direct_from) {
              return std::make_unique<TreeSender>(
@@ -397,11 +425,12 @@ void bind_channel(py::module_& module) {
            }),
            py::arg("communicator"), py::arg("peer"), py::arg("frozen"), py::kw_only(), slots, slot_bytes, max_bytes,
            movable, py::arg("direct_from") = 0)
-      .def("send", &TreeSender::send, py::arg("tree"), py::arg("microbatch") = -1, py::arg("wire_dtype") = py::none())
+      .def("send", &send, py::arg("tree"), py::arg("microbatch") = -1, py::arg("wire_dtype") = py::none())
       .def_property_readonly("slot_bytes", &TreeSender::slot_bytes)
       .def_property_readonly("is_under_way", &TreeSender::is_under_way);
 
-  py::class_<TreeReceiver>(module, "RecvEdge")
+  py::class_<TreeReceiver> receiver(module, "RecvEdge");
+  receiver
       .def(py::init([](std::shared_ptr<Communicator> communicator, int peer, bool frozen, std::size_t number,
                        std::size_t size, std::uint64_t most, bool moves) {
              return std::make_unique<TreeReceiver>(
@@ -410,8 +439,10 @@ void bind_channel(py::module_& module) {
            py::arg("communicator"), py::arg("peer"), py::arg("frozen"), py::kw_only(), slots, slot_bytes, max_bytes,
            movable)
       .def("recv", &TreeReceiver::recv, py::arg("microbatch") = -1)
-      .def("take", &TreeReceiver::take, py::arg("microbatch") = -1, py::arg("timeout") = -1.0)
+      .def("take", &take, py::arg("microbatch") = -1, py::arg("timeout") = -1.0)
       .def("expect", &TreeReceiver::expect, py::arg("tree"));
+  direct::Direct<DirectSend>::put_on(sender);
+  direct::Direct<DirectTake>::put_on(receiver);
 }
 
 }  // namespace hpcomm

@@ -81,16 +81,16 @@ struct Call {
     const WorkPtr work = issue_and_wait(issue);
     return async_op || self.device().type == DeviceType::kCuda ? py::cast(work) : ended();
   }
-  // What a call returns that has waited: one object for all of them, for making one takes longer than a small
-  // operation. Never let go of, as a static object would be without an interpreter.
-  [[nodiscard]] static py::object ended() {
-    static PyObject* const work =
-        py::cast(WorkPtr(std::make_shared<DoneWork>(ErrorContext{-1, -1, -1, "ended"}))).release().ptr();
-    return py::reinterpret_borrow<py::object>(work);
-  }
 };
 
 }  // namespace
+
+py::object ended() {
+  // Never let go of, as a static object would be without an interpreter.
+  static PyObject* const work =
+      py::cast(WorkPtr(std::make_shared<DoneWork>(ErrorContext{-1, -1, -1, "ended"}))).release().ptr();
+  return py::reinterpret_borrow<py::object>(work);
+}
 
 ReduceOp parse_op(std::string_view op) {
   for (const ReduceOp known : {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kProduct, ReduceOp::kMin, ReduceOp::kMax,

@@ -31,6 +31,10 @@ pybind11::object sendrecv(Communicator& self, const at::Tensor& tensor, int peer
                           bool async_op, double timeout);
 pybind11::object barrier(Communicator& self, bool async_op, double timeout);
 
+// What a call returns whose operation has ended well: one object for all of them, for making one takes longer than a
+// small operation.
+[[nodiscard]] pybind11::object ended();
+
 }  // namespace calls
 
 // Puts functions without pybind11's dispatch in front of the operations of the class Communicator, all of which it has.

@@ -73,8 +73,10 @@ MessageHeader header_of(const Schema& schema, std::uint64_t edge, std::uint64_t 
   return header;
 }
 
-// Its mail, with the room for a tiny message behind it.
-std::string forge(const MessageHeader& header) { return encode_header(header) + std::string(192, 'x'); }
+// Its mail, with the `tiny` bytes of a message that travels behind its header.
+std::string forge(const MessageHeader& header, std::size_t tiny = 0) {
+  return encode_header(header) + std::string(tiny, 'x');
+}
 
 WorkPtr post(Communicator& world, std::string& bytes, std::uint64_t edge) {
   return world.mailbox()->send({bytes.data(), bytes.size(), bytes.size(), DType::kUInt8, {}}, 1, edge, {});
@@ -341,6 +343,40 @@ TEST(mail_headers_that_do_not_fit_are_refused) {
   }
 }
 
+TEST(mail_with_more_or_less_than_its_header_says_is_refused) {
+  const Schema tiny = of_sizes({100});
+  const Schema larger = of_sizes({1000, 3000});
+  const auto tiny_bytes = static_cast<std::ptrdiff_t>(Parcel(tiny).bytes());
+  const std::ptrdiff_t header_bytes = kHeaderBytes;
+  for (const auto& [schema, behind] : {std::pair(&tiny, tiny_bytes - 1),
+                                       {&tiny, tiny_bytes + 1},
+                                       {&tiny, 0L},
+                                       {&larger, 1L},
+                                       {&tiny, -1L},
+                                       {&tiny, -header_bytes}}) {
+    const ShmJob job(2);
+    run_ranks(2, [&, schema = schema, behind = behind](int rank) {
+      const auto world = job.communicator(rank);
+      if (rank == 0) {
+        const std::uint64_t id = world->next_edge_id(0, 1);
+        std::string first = forge(header_of(*schema, id), 192);
+        first.resize(static_cast<std::size_t>(header_bytes + behind));
+        std::string second = encode_schema(*schema);
+        (void)post(*world, first, id);
+        (void)post(*world, second, id);
+        (void)job.control(0)->receive(1, 1, Clock::now() + 20s);
+      } else {
+        EdgeConfig config;
+        config.communicator = world;
+        config.peer = 0;
+        RecvEdge edge(config, heap());
+        CHECK_THROWS(ErrorKind::kProtocol, take(edge), behind < 0 ? "header" : str(header_bytes + behind, " bytes"));
+        job.control(1)->send(0, 1, "seen");
+      }
+    });
+  }
+}
+
 // The receiver hears of a block while the sender still fills it: it is told the places, and waits for the bytes.
 TEST(mail_names_a_block_before_it_is_full) {
   const Schema schema = of_sizes({1000, 3000});
@@ -449,7 +485,8 @@ TEST(mail_says_so_when_a_header_comes_again) {
     const auto world = job.communicator(rank);
     if (rank == 0) {
       const std::uint64_t id = world->next_edge_id(0, 1);
-      std::string first = forge(header_of(schema, id));  // the payload is in it
+      const MessageHeader header = header_of(schema, id);
+      std::string first = forge(header, header.payload_bytes);
       std::string second = body;
       for (std::string* bytes : {&first, &second, &first}) {
         (void)post(*world, *bytes, id);

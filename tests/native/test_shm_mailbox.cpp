@@ -351,6 +351,51 @@ TEST(shm_mail_of_another_size_is_refused_on_both_sides) {
   });
 }
 
+TEST(shm_a_receive_of_at_most_so_much_takes_what_is_shorter_too) {
+  ShmJob(2).run([](Communicator& world) {
+    const auto mailbox = world.mailbox();
+    constexpr std::size_t kRoom = 5000;
+    for (const bool is_early : {false, true}) {
+      // In its frame, behind it, in pieces, all that there is room for; more is refused.
+      for (const std::size_t count : {0UL, 1UL, 2UL, 100UL, kRoom, kRoom + 1}) {
+        const std::uint64_t tag =
+            10 + count * 2 + (is_early ? 1 : 0);  // the next send of a refused one's would raise it
+        if (world.rank() == 0) {
+          auto values = letter(0, count, count);
+          const MailPtr mail = mailbox->send(view_of(values), 1, tag);
+          const MailPtr other = mailbox->send(view_of(values), 1, 4);
+          world.barrier()->wait();
+          other->wait();
+          CHECK_EQ(other->bytes(), count * sizeof(std::int64_t));
+          if (count <= kRoom) {
+            mail->wait();
+          }
+        } else {
+          std::vector<std::int64_t> all(count);
+          if (is_early) {
+            mailbox->recv(view_of(all), 0, 4)->wait();  // so the one before it has been read
+          }
+          std::vector<std::int64_t> room(kRoom, -1);
+          const MailPtr mail = mailbox->recv_at_most(view_of(room), 0, tag);
+          const auto error = error_of(*mail);
+          CHECK_EQ(error.has_value(), count > kRoom);
+          if (!error) {
+            CHECK_EQ(mail->bytes(), count * sizeof(std::int64_t));
+            CHECK(count == kRoom || room[count] == -1);
+            room.resize(count);
+            check_letter(room, 0, count);
+          }
+          if (!is_early) {
+            mailbox->recv(view_of(all), 0, 4)->wait();
+          }
+          world.barrier()->wait();
+        }
+        world.barrier()->wait();
+      }
+    }
+  });
+}
+
 TEST(shm_a_receive_that_nobody_serves_times_out_and_the_mailbox_goes_on) {
   ShmJob(2).run([](Communicator& world) {
     const auto mailbox = world.mailbox();

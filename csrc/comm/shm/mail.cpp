@@ -79,20 +79,24 @@ void ShmMailbox::end(Mail& mail, std::exception_ptr error) {
 
 bool ShmMailbox::drive(const Mail& mail, Deadline deadline, void (*poll)()) {
   drivers_.fetch_add(1, std::memory_order_seq_cst);
-  const auto leave = [this] {
-    if (drivers_.fetch_sub(1, std::memory_order_seq_cst) == 1) {
+  bool more = true;  // at the last look, something was left to do; what is issued later arms the timer itself
+  const auto leave = [this, &more] {
+    if (drivers_.fetch_sub(1, std::memory_order_seq_cst) == 1 &&
+        (more || left_to_drivers_.load(std::memory_order_seq_cst))) {
       const Turn turn(*this);
+      left_to_drivers_.store(false, std::memory_order_relaxed);
       if (pending()) {
         arm();
       }
     }
   };
-  const auto look = [this, &mail] {
+  const auto look = [this, &mail, &more] {
     if (mail.done()) {
       return true;
     }
     const Turn turn(*this);
     progress();
+    more = pending();
     // Others who wait for what has just ended sleep on the same bell.
     if (std::exchange(ended_some_, false) && drivers_.load(std::memory_order_seq_cst) > 1) {
       ring(bell_);
@@ -326,9 +330,12 @@ void ShmMailbox::pump() {
       report_broken();
     }
     const Turn turn(*this);
-    // Whoever drives instead arms it again when it leaves.
-    if (pending() && !failed_ && drivers_.load(std::memory_order_seq_cst) == 0) {
-      arm();
+    if (pending() && !failed_) {
+      // Whoever drives instead arms it again when it leaves: either that one sees this, or this sees that it has left.
+      left_to_drivers_.store(true, std::memory_order_seq_cst);
+      if (drivers_.load(std::memory_order_seq_cst) == 0) {
+        arm();
+      }
     }
   }
 }

@@ -123,6 +123,15 @@ MailPtr ShmMailbox::send(const BufferView& buffer, int peer, std::uint64_t tag, 
 }
 
 MailPtr ShmMailbox::recv(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options) {
+  return post(buffer, peer, tag, options, false);
+}
+
+MailPtr ShmMailbox::recv_at_most(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options) {
+  return post(buffer, peer, tag, options, true);
+}
+
+ShmMailbox::Held ShmMailbox::post(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options,
+                                  bool at_most) {
   Held mail;
   bool waits = false;
   require_parent("recv");
@@ -131,6 +140,7 @@ MailPtr ShmMailbox::recv(const BufferView& buffer, int peer, std::uint64_t tag, 
     require_peer("recv", peer == kAnySource ? static_cast<int>(setup_.rank == 0) : peer);
     require_whole(context("recv", peer, receives_));
     mail = make("recv", buffer, peer, tag, options, receives_++);
+    mail->at_most_ = at_most;
     if (!take_early(mail)) {
       posted_.push_back(mail);
       progress();
@@ -397,6 +407,12 @@ ShmMailbox::Held ShmMailbox::match(int from, const Frame& frame) {
 
 // Ends `mail` with an error, here and there, when the message is another one than it expects.
 bool ShmMailbox::fits(Mail& mail, const Frame& frame, int from) {
+  const bool shorter = mail.at_most_ && frame.kind == FrameKind::kMessage && frame.count < mail.view_.count &&
+                       frame.bytes < mail.view_.bytes;
+  if (shorter) {
+    mail.view_.count = frame.count;
+    mail.view_.bytes = frame.bytes;
+  }
   if (frame.count == mail.view_.count && frame.dtype == static_cast<std::uint8_t>(mail.view_.dtype) &&
       frame.bytes == mail.view_.bytes) {
     return true;

@@ -36,6 +36,7 @@ class Mail final : public MailWork, public std::enable_shared_from_this<Mail> {
   [[nodiscard]] bool wait_until(Deadline deadline) const override;
   [[nodiscard]] Event event() const override;
   [[nodiscard]] int source() const noexcept override { return peer_; }
+  [[nodiscard]] std::size_t bytes() const noexcept override { return view_.bytes; }
 
  private:
   friend class ShmMailbox;
@@ -50,6 +51,7 @@ class Mail final : public MailWork, public std::enable_shared_from_this<Mail> {
   std::uint64_t number_ = 0;  // of a message, once it is under way
   std::size_t moved_ = 0;     // bytes
   bool matched_ = false;      // of a receive: a message is being read into it
+  bool at_most_ = false;      // of a receive: until it is matched, `view_` says what there is room for
   std::exception_ptr error_;
   std::atomic<bool> done_ = false;
 };
@@ -74,6 +76,7 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
 
   MailPtr send(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options) override;
   MailPtr recv(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options) override;
+  MailPtr recv_at_most(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options) override;
 
   // Makes everything progress until `mail` has ended; false when the deadline came first. Does not throw its error.
   [[nodiscard]] bool drive(const Mail& mail, Deadline deadline, void (*poll)() = nullptr);
@@ -150,6 +153,8 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
 
   [[nodiscard]] Held make(const char* operation, const BufferView& view, int peer, std::uint64_t tag,
                           const OpOptions& options, std::uint64_t sequence);
+  [[nodiscard]] Held post(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options,
+                          bool at_most);
   void require_parent(const char* operation) const;
   void require_peer(const char* operation, int peer) const;
   // Throws why this mailbox ended, if it has, as the end of `what`.
@@ -206,6 +211,7 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   std::optional<Error> failed_;
   std::optional<Error> broken_;
   std::atomic<int> drivers_ = 0;
+  std::atomic<bool> left_to_drivers_ = false;  // by the thread, when its timer ended
 
   std::mutex owner_mutex_;  // held while the owner is told, taken before mutex_
   std::function<void(const Error&)> owner_failed_;
