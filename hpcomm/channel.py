@@ -228,7 +228,8 @@ class Channel:
         slots: buffers for packed messages. On shared memory the receiver reads them in place, and a sender that is so
             many messages ahead waits: a direction never has more than ``slots`` of them.
         slot_bytes: size of the slots, if it is known: they are made here instead of when they are needed.
-        max_bytes: the largest message; 0 for 64 GiB. A larger one is refused before memory is taken.
+        max_bytes: the largest message as it travels, with up to 63 bytes between tensors; 0 for 64 GiB. A larger one is
+            refused before memory is taken.
         direct_from: bytes from which a tensor is not packed; 0 for what was measured.
 
     Making a Channel is collective over the two ranks. A rank with several makes them in ascending order of their peers:
@@ -301,12 +302,16 @@ class Channel:
         """Issues ``tree`` and returns; its tensors must not be written before the Work has ended. It goes out also when
         the Work, or the channel, is dropped before, and the mesh is left only then.
 
+        A message that has gone by then gives a Work that is the same for all such messages, with "ended" for its
+        operation. What the receiver finds wrong with it, a later call raises.
+
         ``wire_dtype`` is for this message, instead of the channel's.
 
         Raises:
             InvalidArgument: something that cannot travel, with its place in the tree.
             SchemaMismatch: the schema is frozen and this message has another one; or the receiver refused an earlier
                 message.
+            TimedOut: there was no room for an earlier message within the communicator's limit; none can follow.
             ProtocolError: an earlier message came to the receiver damaged.
         """
         return self._issue(tree, -1, self._wire_dtype if wire_dtype is None else wire_dtype)
@@ -314,19 +319,20 @@ class Channel:
     def recv(self, timeout: float = -1.0) -> Any:
         """Waits for the next message. Its tensors live in a receive slot that is used again when they are gone.
 
-        After TimedOut within a given ``timeout`` the next call goes on waiting for that message.
+        After TimedOut within a given ``timeout``, or Ctrl-C, the next call goes on with that message.
 
         Raises:
             TimedOut: nothing came within ``timeout`` seconds (the communicator's own limit when negative).
             SchemaMismatch: the message is not what :meth:`expect` said, or holds a class that this program has not; or
                 the peer's channel has another ``schema``.
             ProtocolError: what came is no message of this edge.
+            InvalidArgument: called by a signal's handler that interrupted a recv of this channel in the same thread.
             RankFailed, PeerError: the peer is gone or raised.
         """
         return self._take(-1) if timeout < 0 else self._take(-1, timeout)
 
     def irecv(self) -> Pending:
-        """Asks for the next message without waiting."""
+        """Asks for the next message without waiting. That message belongs to the Pending, and goes with it."""
         return self._receiver.recv()
 
     def expect(self, tree: object) -> None:

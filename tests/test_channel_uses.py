@@ -350,6 +350,122 @@ def test_ctrl_c_in_recv_on_shared_memory_ends_that_direction() -> None:
     ranks.run(2, interrupted_on_shared_memory, env={"HPCOMM_CPU_TRANSPORT": "shm"})
 
 
+def received_beside(thread: threading.Thread, channel: hpcomm.Channel, limit: float) -> Any:
+    thread.start()
+    return channel.recv(limit)
+
+
+def interrupted_as_it_comes(limit: float) -> None:
+    """Ctrl-C, and the message a moment later: before the wait has looked at signals again."""
+    rounds, again, over = 12, 0, 0
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        main = threading.main_thread().ident
+        assert main is not None
+        for i in range(rounds):
+            channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+            mesh.world.barrier()
+            if mesh.rank == 0:
+                assert mesh.control.receive(1, 996, 30) == b"now"
+                channel.send(i).wait()
+                continue
+
+            def interrupt() -> None:
+                time.sleep(0.01)
+                signal.pthread_kill(main, signal.SIGALRM)
+                mesh.control.send(0, 996, b"now")
+
+            before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+            with pytest.raises(KeyboardInterrupt):
+                received_beside(thread := threading.Thread(target=interrupt), channel, limit)
+            signal.signal(signal.SIGALRM, before)
+            thread.join()
+            try:
+                assert channel.recv(10.0) == i
+                again += 1
+            except hpcomm.Closed:
+                over += 1  # the wait looked at signals in between
+        if mesh.rank == 1:
+            assert again >= rounds // 2
+            assert over == 0 or limit < 0
+
+
+@pytest.mark.parametrize("limit", [-1.0, 30.0])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_message_that_comes_with_ctrl_c_is_not_lost(transport: str, limit: float) -> None:
+    ranks.run(2, interrupted_as_it_comes, limit, env=TRANSPORTS[transport])
+
+
+def received_by_a_handler(transport: str) -> None:
+    """A handler that receives in the midst of a recv is told so, and the recv goes on."""
+    told: list[str] = []
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        other = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        if mesh.rank == 0:
+            for i in range(3):
+                channel.send((i, torch.full((3,), float(i)))).wait()
+            other.send("other").wait()
+            assert mesh.control.receive(1, 995, 30) == b"handled"
+            channel.send((3, torch.full((3,), 3.0))).wait()
+        else:
+
+            def handle(*_: object) -> None:
+                for call in (channel.recv, channel.irecv, lambda: channel.recv(0.2)):
+                    with pytest.raises(hpcomm.InvalidArgument, match="by a signal handler"):
+                        call()
+                told.append(other.recv() if transport == "shm" else "other")
+                mesh.control.send(0, 995, b"handled")
+
+            for i in range(3):
+                assert channel.recv()[0] == i
+            before = signal.signal(signal.SIGALRM, handle)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            number, tensor = channel.recv()
+            signal.signal(signal.SIGALRM, before)
+            assert number == 3
+            assert torch.equal(tensor, torch.full((3,), 3.0))
+            assert told == ["other"]
+            if transport != "shm":
+                assert other.recv() == "other"
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])  # elsewhere a recv looks at signals outside of the edge
+def test_a_handler_that_receives_within_a_recv_is_told(transport: str) -> None:
+    ranks.run(2, received_by_a_handler, transport, env=TRANSPORTS[transport])
+
+
+def beside_a_recv_of_another_thread(transport: str) -> None:
+    """A thread waits without a limit; others ask as well, and are not held up."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        if mesh.rank == 0:
+            for i in range(4):
+                assert mesh.control.receive(1, 994, 30) == b"next"
+                channel.send(i).wait()
+        else:
+            first: list[int] = []
+            thread = threading.Thread(target=lambda: first.append(channel.recv()))
+            thread.start()
+            time.sleep(0.1)  # it waits by now; if not, this test has less to see
+            with pytest.raises(hpcomm.TimedOut):
+                channel.recv(0.1)
+            assert thread.is_alive()
+            pending = channel.irecv() if transport == "shm" else None  # over gloo its turn comes with the message
+            assert thread.is_alive()
+            mesh.control.send(0, 994, b"next")
+            thread.join(30)
+            assert first == [0]
+            for i in range(1, 4):
+                mesh.control.send(0, 994, b"next")
+                # On shared memory the recv that timed out has kept its place, with which irecv() went on.
+                assert (pending.wait(30.0) if pending is not None and i == 1 else channel.recv(30.0)) == i
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_recv_in_another_thread_holds_nobody_up(transport: str) -> None:
+    ranks.run(2, beside_a_recv_of_another_thread, transport, env=TRANSPORTS[transport])
+
+
 def recv_in_a_loop(channel: hpcomm.Channel) -> Any:
     while True:
         with contextlib.suppress(hpcomm.TimedOut):

@@ -47,6 +47,9 @@ struct OpOptions {
   // The ranks agree by it on a collective that is made of several operations. Transports that compare calls never match
   // it with one that is a call of its own.
   bool opens_composed = false;
+  // Of a Mailbox's sends: what follows under this tag means nothing without it. Its time-out ends the mailbox, as one
+  // in the midst of a message does.
+  bool must_precede = false;
   // False: an operation that has ended well when its call returns gives null in place of a Work, which costs to make.
   bool wants_work = true;
 
@@ -75,6 +78,8 @@ struct CommunicatorConfig {
   std::function<std::shared_ptr<Stream>(const std::string& lane)> make_stream;
   std::shared_ptr<Control> control;
   std::chrono::milliseconds timeout{std::chrono::minutes(10)};
+  // As OpOptions::poll, while the communicator is made: its ranks wait for each other.
+  void (*poll)() = nullptr;
 };
 
 class Communicator {

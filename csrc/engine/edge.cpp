@@ -291,9 +291,13 @@ RecvEdge::~RecvEdge() = default;
 
 Receipt RecvEdge::recv(int microbatch, const OpOptions& options, const Meanwhile& meanwhile) {
   require_in_job(*config_.communicator, config_.communicator->context("recv", config_.peer, sequence_));
-  Receipt receipt = route_->recv(sequence_, microbatch, options, meanwhile);
-  ++sequence_;
-  return receipt;
+  const std::uint64_t sequence = sequence_++;  // before another thread's turn, which may come in there
+  try {
+    return route_->recv(sequence, microbatch, options, meanwhile);
+  } catch (...) {
+    sequence_ = sequence;  // nothing was asked for
+    throw;
+  }
 }
 
 void RecvEdge::expect(std::shared_ptr<const Schema> schema) {

@@ -113,6 +113,7 @@ struct Incoming {
 struct Receipt {
   WorkPtr work;  // may be null once the message has come, where OpOptions::wants_work is false
   std::shared_ptr<const Incoming> message;
+  std::uint64_t sequence = 0;  // of its direction
 };
 
 // What a caller of recv() may do where it would wait. Each is called at most once, by its thread, from within that
@@ -120,10 +121,13 @@ struct Receipt {
 struct Meanwhile {
   // Nothing has come yet. The last message was of this schema, the one before at most of other shapes; so may be the
   // next.
-  std::function<void(const KnownPtr&)> idle;
+  std::function<void(const KnownPtr&)> idle = {};
   // The message's places are known while its bytes are still on their way: time to make tensors of them. Not called
   // where both come at once.
-  std::function<void(const Incoming&)> placed;
+  std::function<void(const Incoming&)> placed = {};
+  // The message has its place in the order: another thread may ask for the next one while this call waits. Not called
+  // where none may before it has returned.
+  std::function<void()> ordered = {};
 };
 
 class RecvEdge {
@@ -136,8 +140,8 @@ class RecvEdge {
   ~RecvEdge();
 
   // Issues the receipt of the next message. `microbatch` >= 0 is checked against the header. Messages have no way to
-  // be skipped, so once a receipt failed all later ones fail with its error. Of `options`, inline_when_idle, wants_work
-  // and poll count: a caller that is going to wait anyway may do the work itself.
+  // be skipped, so once a receipt failed all later ones fail with its error. By one thread at a time. Of `options`,
+  // inline_when_idle, wants_work and poll count: a caller that is going to wait anyway may do the work itself.
   [[nodiscard]] Receipt recv(int microbatch, const OpOptions& options = {}, const Meanwhile& meanwhile = {});
   // From now on messages must have this structure, these dtypes and shapes: any other is a kSchemaMismatch here and at
   // the sender. Wire types, requires_grad and values in the structure may be others.

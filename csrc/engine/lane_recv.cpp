@@ -31,7 +31,7 @@ class LaneRecv final : public RecvRoute {
     message->device = communicator.device();
     if (options.inline_when_idle && communicator.bytes_in_control() > 0 && communicator.stream().idle()) {
       if (WorkPtr work = recv_here(sequence, microbatch, options, meanwhile, message)) {
-        return {work, message};
+        return {work, message, sequence};
       }
     }
     auto work =
@@ -65,7 +65,7 @@ class LaneRecv final : public RecvRoute {
     } else {
       communicator.stream().enqueue([task] { task(nullptr); });
     }
-    return {work, message};
+    return {work, message, sequence};
   }
 
  private:

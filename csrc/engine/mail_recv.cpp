@@ -44,12 +44,15 @@ class MailRecv final : public RecvRoute {
       }
       // They belong to the thread that asked, and to its call: it is in there.
       const bool called = std::this_thread::get_id() == caller;
+      if (called && meanwhile->ordered != nullptr) {
+        meanwhile->ordered();
+      }
       edge->poll = called ? poll : nullptr;
       static const Meanwhile kNothing;
       edge->run(sequence, microbatch, *message, deadline, called ? *meanwhile : kNothing);
     };
     WorkPtr work = host_.run_in_order(std::move(what), std::move(body), how);
-    return {std::move(work), std::move(message)};
+    return {std::move(work), std::move(message), sequence};
   }
 
  private:

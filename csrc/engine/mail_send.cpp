@@ -198,6 +198,7 @@ class MailSend final : public SendRoute {
       OpOptions options;
       options.keepalive = keepalive;
       options.timeout = limit;
+      options.must_precede = true;
       // const_cast: a BufferView serves both directions, and a send only reads.
       return mailbox->send(bytes_at(const_cast<void*>(data), bytes), peer, tag, options);
     }

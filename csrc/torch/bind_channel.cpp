@@ -5,8 +5,8 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <chrono>
-#include <map>
 #include <mutex>
+#include <optional>
 
 #include "comm/communicator_allocator.h"
 #include "engine/edge.h"
@@ -16,9 +16,9 @@
 #include "torch/device.h"
 #include "torch/direct_call.h"
 #include "torch/gil.h"
-#include "torch/message_tensors.h"
 #include "torch/tensor.h"
 #include "torch/tree.h"
+#include "torch/tree_receiver.h"
 
 namespace py = pybind11;
 
@@ -39,15 +39,6 @@ EdgeConfig make_config(std::shared_ptr<Communicator> communicator, int peer, boo
   return config;
 }
 
-// On CPU from torch, because shared memory is for what others read or write; on a GPU what the transport can write into
-// at once.
-std::shared_ptr<Allocator> receive_allocator(const std::shared_ptr<Communicator>& communicator) {
-  if (communicator->device().type == DeviceType::kCpu) {
-    return make_torch_allocator();
-  }
-  return std::make_shared<CommunicatorAllocator>(communicator);
-}
-
 // --- sending ---------------------------------------------------------------------------------------------------------
 
 // What is no dense block: torch's own kernel copies it, from its strides straight to where it travels from.
@@ -66,13 +57,6 @@ class TensorSource final : public StridedSource {
 };
 
 bool is_dense(const at::Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(); }
-
-DType dtype_in_message(const at::Tensor& tensor, const FlatTree& flat, std::size_t i) {
-  const auto dtype = movable_dtype_of(tensor);
-  HPCOMM_REQUIRE(dtype.has_value(), leaf_names(flat.structure)[i], " is of dtype ", c10::toString(tensor.scalar_type()),
-                 ", which messages do not carry");
-  return *dtype;
-}
 
 DType wire_dtype(const py::handle& dtype) {
   HPCOMM_REQUIRE(THPDtype_Check(dtype.ptr()), "wire_dtype: expected a torch.dtype, got ",
@@ -165,7 +149,7 @@ class TreeSender {
       HPCOMM_REQUIRE(!flat.subclass || flat.subclass->first != i, "send: ", leaf_names(flat.structure)[i], " is a ",
                      flat.subclass->second, ", a class derived from torch.Tensor, which would arrive as a plain one; ",
                      "send its as_subclass(torch.Tensor) and what else it holds, and make it anew on arrival");
-      const DType dtype = dtype_in_message(tensor, flat, i);
+      const DType dtype = dtype_of_leaf(flat, i);
       writer.add(dtype, wires.of(i, dtype), tensor.requires_grad(), tensor.sizes().data(), tensor.sizes().size());
       if (tensor.numel() == 0 || is_dense(tensor)) {
         sources.emplace_back(static_cast<const void*>(tensor.const_data_ptr()));
@@ -189,178 +173,6 @@ class TreeSender {
   SendEdge edge_;
   const std::uint64_t direct_from_;
   std::string schema_;  // of the message at hand; kept for its memory
-};
-
-// --- receiving -------------------------------------------------------------------------------------------------------
-
-// The tree of a message, made as soon as its schema is known.
-class Draft {
- public:
-  Draft(const KnownPtr& known, Device device)
-      : tensors_(known, device), tree_(unflatten(known->schema.structure, tensors_.all())) {}
-  // False when this cannot be the tree of a message of schema `known`. Needs no GIL, as set_memory().
-  [[nodiscard]] bool become(const KnownPtr& known) { return tensors_.become(known); }
-  void set_memory(const Incoming& message) { tensors_.set_memory(message); }
-  [[nodiscard]] py::object take() { return std::move(tree_); }
-
- private:
-  MessageTensors tensors_;
-  py::object tree_;
-};
-
-py::object to_tree(const Incoming& message) {
-  MessageTensors tensors(message.known, message.device);
-  tensors.set_memory(message);
-  return unflatten(message.known->schema.structure, tensors.all());
-}
-
-// The tree of a message that is being received: drafted like the last one while nothing has come, which takes as long
-// as the way of a small message, and given other shapes if it has others; else made while its sender packs; else in the
-// end.
-class Drafting {
- public:
-  explicit Drafting(Device device) : device_(device) {}
-
-  // Without the GIL, as is placed().
-  void idle(const KnownPtr& known) {
-    const py::gil_scoped_acquire gil;
-    make(known);
-  }
-  void placed(const Incoming& message) {
-    if (!draft_ || !draft_->become(message.known)) {
-      const py::gil_scoped_acquire gil;
-      draft_.reset();
-      make(message.known);
-    }
-    if (draft_) {
-      draft_->set_memory(message);
-      has_memory_ = true;
-    }
-  }
-
-  // With the GIL, once the message has come.
-  [[nodiscard]] py::object finish(const Incoming& message) {
-    if (has_memory_) {
-      return draft_->take();
-    }
-    if (draft_ && draft_->become(message.known)) {
-      draft_->set_memory(message);
-      return draft_->take();
-    }
-    return to_tree(message);
-  }
-
- private:
-  void make(const KnownPtr& known) {
-    try {
-      // The fields of a dataclass may be set by code of the program, which may read them.
-      if (!holds_dataclass(known->schema.structure)) {
-        draft_.emplace(known, device_);
-      }
-    } catch (const Error&) {
-      // The message's own fault, not the edge's: the next one may be read. finish() finds it again.
-    }  // what else there is, is the program's: a signal, most likely
-  }
-
-  const Device device_;
-  std::optional<Draft> draft_;
-  bool has_memory_ = false;
-};
-
-class TreeReceiver {
- public:
-  explicit TreeReceiver(EdgeConfig config) : edge_(config, receive_allocator(config.communicator)) {}
-
-  // On a GPU the host waits for the header here.
-  Receipt recv(int microbatch) {
-    if (auto late = first_overdue()) {
-      return *late;
-    }
-    const WithoutGil scope;
-    const auto turn = take_turn();
-    return edge_.recv(microbatch);
-  }
-
-  // The next message; within `timeout` seconds, if that is not negative. Without a limit it is received by this thread
-  // where nothing is before it, and tensors are made while it is on its way.
-  py::object take(int microbatch, double timeout) {
-    if (timeout >= 0 || !overdue_.empty()) {
-      const Receipt receipt = recv(microbatch);
-      wait(receipt, timeout);
-      return to_tree(*receipt.message);
-    }
-    Drafting drafting(edge_.device());
-    Receipt receipt;
-    {
-      const WithoutGil scope;
-      const auto turn = take_turn();
-      OpOptions options;
-      options.inline_when_idle = true;
-      options.wants_work = false;
-      options.poll = check_signals;
-      receipt = edge_.recv(microbatch, options,
-                           {[&](const KnownPtr& known) { drafting.idle(known); },
-                            [&](const Incoming& message) { drafting.placed(message); }});
-    }
-    if (receipt.work != nullptr) {
-      wait(receipt, -1);
-    }
-    return drafting.finish(*receipt.message);
-  }
-
-  void expect(const py::object& tree) {
-    const FlatTree flat = flatten(tree);
-    auto schema = std::make_shared<Schema>();
-    schema->structure = flat.structure;
-    for (const at::Tensor& tensor : flat.tensors) {
-      const DType dtype = dtype_in_message(tensor, flat, schema->tensors.size());
-      schema->tensors.push_back({dtype, false, tensor.sizes().vec(), std::nullopt});
-    }
-    edge_.expect(std::move(schema));
-  }
-
- private:
-  // Threads take turns, each with the next message. A signal's handler may come within its thread's own.
-  std::unique_lock<std::recursive_timed_mutex> take_turn() {
-    std::unique_lock lock(mutex_, std::try_to_lock);
-    while (!lock.owns_lock() && !lock.try_lock_for(kSignalPoll)) {
-      check_signals();
-    }
-    return lock;
-  }
-
-  // A receipt keeps its place in the line also when its caller waits no longer: the next call goes on with it, or its
-  // message would be lost.
-  void wait(const Receipt& receipt, double timeout) {
-    try {
-      wait_for(*receipt.work, timeout);
-    } catch (...) {
-      if (!has_failed(*receipt.work)) {  // it may have come just now
-        overdue_.emplace(receipt.work->what().sequence, receipt);
-      }
-      throw;
-    }
-  }
-
-  static bool has_failed(const Work& work) {
-    try {
-      (void)work.wait_until({});
-      return false;
-    } catch (...) {
-      return true;
-    }
-  }
-
-  std::optional<Receipt> first_overdue() {
-    const auto node = overdue_.empty() ? decltype(overdue_)::node_type() : overdue_.extract(overdue_.begin());
-    return node.empty() ? std::nullopt : std::optional(std::move(node.mapped()));
-  }
-
-  static constexpr auto kSignalPoll = std::chrono::milliseconds(20);
-
-  std::recursive_timed_mutex mutex_;
-  RecvEdge edge_;
-  std::map<long long, Receipt> overdue_;  // by sequence number; with the GIL
 };
 
 // --- what Python calls -----------------------------------------------------------------------------------------------

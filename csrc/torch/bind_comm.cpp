@@ -69,6 +69,7 @@ void bind_comm(py::module_& module) {
              config.lane = std::move(lane);
              config.control = std::move(control);
              config.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1e3));
+             config.poll = check_signals;
              return config;
            }),
            py::kw_only(), py::arg("name"), py::arg("ranks"), py::arg("rank"), py::arg("lane"), py::arg("control"),

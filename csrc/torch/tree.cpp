@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "engine/structure.h"
+#include "torch/tensor.h"
 
 namespace py = pybind11;
 
@@ -405,6 +406,14 @@ FlatTree flatten(py::handle tree) {
     throw Error(ErrorKind::kInvalidArgument, str("message", refusal.place, ": ", refusal.why));
   }
   return flat;
+}
+
+DType dtype_of_leaf(const FlatTree& flat, std::size_t i) {
+  const at::Tensor& tensor = flat.tensors[i];
+  const auto dtype = movable_dtype_of(tensor);
+  HPCOMM_REQUIRE(dtype.has_value(), leaf_names(flat.structure)[i], " is of dtype ", c10::toString(tensor.scalar_type()),
+                 ", which messages do not carry");
+  return *dtype;
 }
 
 py::object unflatten(std::string_view structure, const std::vector<at::Tensor>& tensors) {

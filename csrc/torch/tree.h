@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/dtype.h"
+
 namespace hpcomm {
 
 struct FlatTree {
@@ -22,6 +24,9 @@ struct FlatTree {
 
 // Throws kInvalidArgument with the place of what cannot travel.
 [[nodiscard]] FlatTree flatten(pybind11::handle tree);
+
+// Of tensor `i`. Throws kInvalidArgument, with its place, for one that messages do not carry.
+[[nodiscard]] DType dtype_of_leaf(const FlatTree& flat, std::size_t i);
 
 // The way back; runs no code of the classes that it builds. Throws kProtocol when `structure` is damaged or has another
 // number of tensors, kSchemaMismatch when this program has no such class, or one with other fields.

@@ -224,9 +224,9 @@ class EmulatedCommunicator final : public HostCommunicator, private DeviceSlot {
   }
 
   // Until the peers have issued their halves; in a group, at its end.
-  void connect(std::vector<Connecting::Half> halves, std::chrono::milliseconds limit, void (*poll)() = nullptr) {
+  void connect(std::vector<Connecting::Half> halves, std::chrono::milliseconds limit, void (*look)() = nullptr) {
     try {
-      connecting_.wait(std::move(halves), {deadline_after(limit), interrupted_, poll});
+      connecting_.wait(std::move(halves), {deadline_after(limit), interrupted_, look});
     } catch (const Error& error) {
       abort(error);
       throw;

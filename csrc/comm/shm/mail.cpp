@@ -70,7 +70,7 @@ void ShmMailbox::end(Mail& mail, std::exception_ptr error) {
   if (mail.done()) {
     return;
   }
-  mail.error_ = std::move(error);
+  mail.error_ = error ? std::move(error) : mail.late_;
   garbage_.push_back(std::move(mail.keepalive_));
   --pending_;
   ended_some_ = true;
@@ -132,6 +132,11 @@ void ShmMailbox::expire() {
                      mail.what_.operation == "send" ? "recv" : "send", "?"),
                  mail.what_);
   };
+  const auto break_by = [this, &late](const Mail& mail) {
+    if (!broken_) {
+      broken_ = late(mail);
+    }
+  };
   const auto expired = [now](const Held& mail) { return mail != nullptr && mail->deadline_ <= now; };
   for (auto it = posted_.begin(); it != posted_.end();) {
     if (expired(*it)) {
@@ -145,8 +150,8 @@ void ShmMailbox::expire() {
     for (auto it = peer.outgoing.begin(); it != peer.outgoing.end();) {
       if (!expired(it->mail)) {
         ++it;
-      } else if (it->begun) {
-        broken_ = late(*it->mail);
+      } else if (it->begun || it->mail->must_precede_) {
+        break_by(*it->mail);
         ++it;
       } else {
         end(*it->mail, std::make_exception_ptr(late(*it->mail)));
@@ -156,25 +161,25 @@ void ShmMailbox::expire() {
     // Half a message, or memory that the receiver may read at any time: nothing can follow.
     for (const auto& [number, mail] : peer.references) {
       if (expired(mail)) {
-        broken_ = late(*mail);
+        break_by(*mail);
       }
     }
     for (const auto& [number, offer] : peer.offers) {
       if (expired(offer.mail)) {
-        broken_ = late(*offer.mail);
+        break_by(*offer.mail);
       }
     }
     for (const auto& [number, promise] : peer.promises) {
       if (expired(promise.mail)) {
-        broken_ = late(*promise.mail);
+        break_by(*promise.mail);
       }
     }
     if (peer.incoming && expired(peer.incoming->mail)) {
-      broken_ = late(*peer.incoming->mail);
+      break_by(*peer.incoming->mail);
     }
     for (const auto& early : peer.early) {
       if (expired(early->taker)) {
-        broken_ = late(*early->taker);
+        break_by(*early->taker);
       }
     }
   }

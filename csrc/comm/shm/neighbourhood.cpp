@@ -23,6 +23,7 @@ constexpr std::uint64_t kPage = 0;        // names that a courier offers: the pa
 constexpr std::uint64_t kFirstArena = 1;  // the arena's segments, and groups' segments by hash
 constexpr std::size_t kPageBytes = 4096;
 constexpr auto kPatience = std::chrono::seconds(5);
+constexpr auto kPoll = std::chrono::milliseconds(50);
 // Between the end of a process and what Control says of it.
 constexpr auto kNews = std::chrono::milliseconds(200);
 
@@ -207,7 +208,7 @@ std::string Neighbourhood::why_not(int rank) const {
 }
 
 std::shared_ptr<Segment> Neighbourhood::share(const std::string& name, const std::vector<int>& members,
-                                              std::size_t bytes, Deadline deadline) {
+                                              std::size_t bytes, Deadline deadline, void (*poll)()) {
   HPCOMM_REQUIRE(!members.empty() && contains(members), "these ranks do not share memory");
   const std::uint64_t key = hash_of(name);
   const int leader = members.front();
@@ -230,7 +231,12 @@ std::shared_ptr<Segment> Neighbourhood::share(const std::string& name, const std
     }
     return segment;
   }
-  const std::string trouble = control_->receive(leader, key, deadline);
+  std::optional<std::string> heard;
+  while (poll != nullptr && !heard && Clock::now() < deadline) {
+    poll();
+    heard = control_->try_receive(leader, key, std::min(deadline, Clock::now() + kPoll));
+  }
+  const std::string trouble = heard ? *heard : control_->receive(leader, key, deadline);
   if (!trouble.empty()) {
     throw Error(ErrorKind::kTransport, str("rank ", leader, ": ", trouble));
   }

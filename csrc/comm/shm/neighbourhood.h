@@ -38,9 +38,10 @@ class Neighbourhood {
   [[nodiscard]] std::string why_not(int rank) const;
 
   // A segment of `bytes` that `members` (of the job, in group order; all in the neighbourhood) map. Made by the first
-  // of them. Collective over them; `name` is unique. Throws kTransport on all of them when there is no memory.
+  // of them. Collective over them; `name` is unique. Throws kTransport on all of them when there is no memory. `poll`,
+  // if there is one, is called twenty times a second meanwhile, and may throw.
   [[nodiscard]] std::shared_ptr<Segment> share(const std::string& name, const std::vector<int>& members,
-                                               std::size_t bytes, Deadline deadline);
+                                               std::size_t bytes, Deadline deadline, void (*poll)() = nullptr);
   // After all members of share() have the segment: nobody else can get it from here on.
   void seal(const std::string& name);
 

@@ -146,7 +146,9 @@ void ShmMailbox::accept_refusal(int from, const Frame& frame) {
              peer.outgoing.front().frame.number == frame.number) {
     peer.outgoing.front().mail->error_ = std::make_exception_ptr(error);  // once the rest has been dropped there
   } else {
-    peer.refusal.emplace(frame.tag, error);  // that send returned long ago: the next one of its tag says so
+    // That send returned long ago: the next one of its tag says so.
+    peer.refusal.emplace(frame.tag,
+                         Error(error.kind(), str(error.what(), " (an earlier message; this one was sent)"), what));
   }
 }
 

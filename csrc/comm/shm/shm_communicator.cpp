@@ -46,8 +46,8 @@ class ShmCommunicator final : public HostCommunicator {
     const auto geometry = shm::Geometry::for_ranks(ranks().size());
     const Deadline deadline = deadline_after(timeout());
     const auto self = static_cast<std::size_t>(rank());
-    region_ =
-        std::make_shared<shm::Region>(neighbourhood_->share(name(), ranks(), geometry.bytes(), deadline), geometry);
+    region_ = std::make_shared<shm::Region>(
+        neighbourhood_->share(name(), ranks(), geometry.bytes(), deadline, this->config().poll), geometry);
     collectives_.emplace(region_, self, neighbourhood_, ranks());
     shm::ShmMailbox::Setup setup;
     setup.region = region_;
@@ -265,7 +265,7 @@ class ShmCommunicator final : public HostCommunicator {
 
   // All ranks have the segment: the descriptor that others got it by can go.
   void meet(Deadline deadline) {
-    const shm::Patience patience{deadline, &interrupted_, nullptr, nullptr};
+    const shm::Patience patience{deadline, &interrupted_, nullptr, config().poll};
     try {
       collectives_->barrier({}, patience);
     } catch (const shm::WaitEnded& ended) {

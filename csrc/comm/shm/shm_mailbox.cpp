@@ -91,13 +91,14 @@ MailPtr ShmMailbox::send(const BufferView& buffer, int peer, std::uint64_t tag, 
     Peer& to = peer_at(peer);
     require_whole(context("send", peer, to.numbers));
     pull(peer);  // a refusal, perhaps
-    if (to.refusal && to.refusal->first == tag) {
-      const Error refused = to.refusal->second;
-      to.refusal.reset();
-      throw refused;
-    }
     mail = make("send", buffer, peer, tag, options, to.numbers);
+    if (to.refusal && to.refusal->first == tag) {
+      // Of an earlier one. This one goes out all the same: its receiver does not know of the other.
+      mail->late_ = std::make_exception_ptr(to.refusal->second);
+      to.refusal.reset();
+    }
     mail->number_ = ++to.numbers;
+    mail->must_precede_ = options.must_precede;
     Frame frame;
     frame.kind = kind_of(buffer, &frame.location);
     frame.dtype = static_cast<std::uint8_t>(buffer.dtype);

@@ -51,8 +51,10 @@ class Mail final : public MailWork, public std::enable_shared_from_this<Mail> {
   std::uint64_t number_ = 0;  // of a message, once it is under way
   std::size_t moved_ = 0;     // bytes
   bool matched_ = false;      // of a receive: a message is being read into it
-  bool at_most_ = false;      // of a receive: until it is matched, `view_` says what there is room for
+  bool must_precede_ = false;
+  bool at_most_ = false;  // of a receive: until it is matched, `view_` says what there is room for
   std::exception_ptr error_;
+  std::exception_ptr late_;  // of an earlier send, which had ended: what this one ends with if it ends well
   std::atomic<bool> done_ = false;
 };
 
@@ -147,7 +149,7 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
     std::list<std::shared_ptr<Early>> early;
     std::uint64_t numbers = 0;
     bool departed = false;
-    // Of a send that had ended: the next one of its tag raises it.
+    // Of a send that had ended: the next one of its tag goes out, and ends with it.
     std::optional<std::pair<std::uint64_t, Error>> refusal;
   };
 

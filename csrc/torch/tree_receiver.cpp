@@ -1,0 +1,253 @@
+// Receiving trees. Whoever receives without a limit does it itself, in the edge's order; a message that nobody was
+// given stays in line.
+#include "torch/tree_receiver.h"
+
+#include <memory>
+#include <utility>
+
+#include "base/error.h"
+#include "comm/communicator_allocator.h"
+#include "engine/structure.h"
+#include "torch/bindings.h"
+#include "torch/gil.h"
+#include "torch/message_tensors.h"
+#include "torch/tensor.h"
+#include "torch/tree.h"
+
+namespace py = pybind11;
+
+namespace hpcomm {
+
+namespace {
+
+constexpr auto kSignalPoll = std::chrono::milliseconds(20);
+
+// On CPU from torch, because shared memory is for what others read or write; on a GPU what the transport can write into
+// at once.
+std::shared_ptr<Allocator> receive_allocator(const std::shared_ptr<Communicator>& communicator) {
+  if (communicator->device().type == DeviceType::kCpu) {
+    return make_torch_allocator();
+  }
+  return std::make_shared<CommunicatorAllocator>(communicator);
+}
+
+// The tree of a message, made as soon as its schema is known.
+class Draft {
+ public:
+  Draft(const KnownPtr& known, Device device)
+      : tensors_(known, device), tree_(unflatten(known->schema.structure, tensors_.all())) {}
+  // False when this cannot be the tree of a message of schema `known`. Needs no GIL, as set_memory().
+  [[nodiscard]] bool become(const KnownPtr& known) { return tensors_.become(known); }
+  void set_memory(const Incoming& message) { tensors_.set_memory(message); }
+  [[nodiscard]] py::object take() { return std::move(tree_); }
+
+ private:
+  MessageTensors tensors_;
+  py::object tree_;
+};
+
+// The tree of a message that is being received: drafted like the last one while nothing has come, which takes as long
+// as the way of a small message, and given other shapes if it has others; else made while its sender packs; else in the
+// end.
+class Drafting {
+ public:
+  explicit Drafting(Device device) : device_(device) {}
+
+  // Without the GIL, as is placed().
+  void idle(const KnownPtr& known) {
+    const py::gil_scoped_acquire gil;
+    make(known);
+  }
+  void placed(const Incoming& message) {
+    if (!draft_ || !draft_->become(message.known)) {
+      const py::gil_scoped_acquire gil;
+      draft_.reset();
+      make(message.known);
+    }
+    if (draft_) {
+      draft_->set_memory(message);
+      has_memory_ = true;
+    }
+  }
+
+  // With the GIL, once the message has come.
+  [[nodiscard]] py::object finish(const Incoming& message) {
+    if (has_memory_) {
+      return draft_->take();
+    }
+    if (draft_ && draft_->become(message.known)) {
+      draft_->set_memory(message);
+      return draft_->take();
+    }
+    return to_tree(message);
+  }
+
+ private:
+  void make(const KnownPtr& known) {
+    try {
+      // The fields of a dataclass may be set by code of the program, which may read them.
+      if (!holds_dataclass(known->schema.structure)) {
+        draft_.emplace(known, device_);
+      }
+    } catch (const Error&) {
+      // The message's own fault, not the edge's: the next one may be read. finish() finds it again.
+    }  // what else there is, is the program's: a signal, most likely
+  }
+
+  const Device device_;
+  std::optional<Draft> draft_;
+  bool has_memory_ = false;
+};
+
+bool has_failed(const Work& work) {
+  try {
+    (void)work.wait_until({});
+    return false;
+  } catch (...) {
+    return true;
+  }
+}
+
+void raise_signals() {
+  if (PyErr_CheckSignals() != 0) {
+    throw py::error_already_set();
+  }
+}
+
+}  // namespace
+
+py::object to_tree(const Incoming& message) {
+  MessageTensors tensors(message.known, message.device);
+  tensors.set_memory(message);
+  return unflatten(message.known->schema.structure, tensors.all());
+}
+
+// A call of take() that this thread is in, and the one around it.
+class TreeReceiver::Taking {
+ public:
+  explicit Taking(const TreeReceiver& receiver) : receiver_(receiver), outer_(innermost_) {
+    receiver.require_outside();
+    innermost_ = this;
+  }
+  ~Taking() { innermost_ = outer_; }
+  Taking(const Taking&) = delete;
+  Taking& operator=(const Taking&) = delete;
+
+  static bool is_within(const TreeReceiver& receiver) noexcept {
+    const Taking* taking = innermost_;
+    while (taking != nullptr && &taking->receiver_ != &receiver) {
+      taking = taking->outer_;
+    }
+    return taking != nullptr;
+  }
+
+ private:
+  const TreeReceiver& receiver_;
+  const Taking* const outer_;
+  static thread_local const Taking* innermost_;
+};
+
+thread_local const TreeReceiver::Taking* TreeReceiver::Taking::innermost_ = nullptr;
+
+TreeReceiver::TreeReceiver(EdgeConfig config) : edge_(config, receive_allocator(config.communicator)) {}
+
+void TreeReceiver::require_outside() const {
+  HPCOMM_REQUIRE(!Taking::is_within(*this),
+                 "recv was called by a signal handler while a recv of this channel waits in ",
+                 "the same thread; set a flag in the handler and receive afterwards");
+}
+
+Receipt TreeReceiver::recv(int microbatch) { return issue(microbatch, in_seconds(-1)); }
+
+Receipt TreeReceiver::issue(int microbatch, Deadline deadline) {
+  require_outside();
+  if (auto late = first_overdue()) {
+    return *late;
+  }
+  const WithoutGil scope;
+  const auto turn = take_turn(deadline);
+  return edge_.recv(microbatch);
+}
+
+py::object TreeReceiver::take(int microbatch, double timeout) {
+  if (timeout >= 0 || !overdue_.empty()) {
+    const Deadline deadline = in_seconds(timeout);
+    const Receipt receipt = issue(microbatch, deadline);
+    wait(receipt, timeout, deadline);
+    return to_tree(*receipt.message);
+  }
+  Drafting drafting(edge_.device());
+  Receipt receipt;
+  {
+    const Taking taking(*this);
+    const WithoutGil scope;
+    auto turn = take_turn(in_seconds(-1));
+    OpOptions options;
+    options.inline_when_idle = !is_shared_;
+    options.wants_work = false;
+    options.poll = check_signals;
+    receipt = edge_.recv(microbatch, options,
+                         {[&](const KnownPtr& known) { drafting.idle(known); },
+                          [&](const Incoming& message) { drafting.placed(message); }, [&turn] { turn.unlock(); }});
+  }
+  wait(receipt, -1, {});
+  return drafting.finish(*receipt.message);
+}
+
+void TreeReceiver::expect(const py::object& tree) {
+  const FlatTree flat = flatten(tree);
+  auto schema = std::make_shared<Schema>();
+  schema->structure = flat.structure;
+  for (const at::Tensor& tensor : flat.tensors) {
+    const DType dtype = dtype_of_leaf(flat, schema->tensors.size());
+    schema->tensors.push_back({dtype, false, tensor.sizes().vec(), std::nullopt});
+  }
+  edge_.expect(std::move(schema));
+}
+
+std::unique_lock<std::timed_mutex> TreeReceiver::take_turn(Deadline deadline) {
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  while (!lock.owns_lock() && !lock.try_lock_for(kSignalPoll)) {
+    is_shared_ = true;
+    check_signals();
+    if (Clock::now() >= deadline) {
+      throw Error(ErrorKind::kTimedOut,
+                  "recv: the message before this one, which another thread receives, did not come");
+    }
+  }
+  return lock;
+}
+
+void TreeReceiver::wait(const Receipt& receipt, double seconds, Deadline deadline) {
+  try {
+    if (receipt.work != nullptr && seconds < 0) {
+      wait_for(*receipt.work, seconds);
+    } else if (receipt.work != nullptr &&
+               !wait_in_slices(deadline, [&](Deadline until) { return receipt.work->wait_until(until); })) {
+      const ErrorContext& what = receipt.work->what();
+      throw Error(ErrorKind::kTimedOut, str("recv #", what.sequence, " has not ended after ", seconds, " s"), what);
+    }
+    raise_signals();  // before the message is handed over: who is interrupted on the way would lose it
+  } catch (...) {
+    keep(receipt);
+    throw;
+  }
+}
+
+// Its place in the line, unless it has failed.
+void TreeReceiver::keep(const Receipt& receipt) {
+  Receipt kept = receipt;
+  if (kept.work == nullptr) {
+    kept.work = std::make_shared<DoneWork>(ErrorContext{-1, -1, static_cast<long long>(receipt.sequence), "recv"});
+  }
+  if (!has_failed(*kept.work)) {  // it may have come just now
+    overdue_.emplace(receipt.sequence, std::move(kept));
+  }
+}
+
+std::optional<Receipt> TreeReceiver::first_overdue() {
+  const auto node = overdue_.empty() ? decltype(overdue_)::node_type() : overdue_.extract(overdue_.begin());
+  return node.empty() ? std::nullopt : std::optional(std::move(node.mapped()));
+}
+
+}  // namespace hpcomm
