@@ -198,6 +198,62 @@ def test_every_reduction_of_every_dtype() -> None:
     ranks.run(3, every_reduction)
 
 
+def uneven_parts() -> None:
+    """Parts of the ranks that differ in size, one of them empty; and a rank whose list is another one."""
+    with world() as (rank, size):
+        sizes = [(2 * r + 1) % 4 * r for r in range(size)]
+        for dtype in (torch.float32, torch.int64, torch.bfloat16, torch.complex64):
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT):
+                if dtype.is_complex and op != dist.ReduceOp.SUM:
+                    continue
+
+                def part(of: int, to: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+                    return (torch.arange(sizes[to]) % 2 + 1 + of).to(dtype)
+
+                parts = [part(rank, to).view(sizes[to], 1) for to in range(size)]
+                each = torch.stack([part(r, rank) for r in range(size)])
+                expected = (each.sum(0) if op == dist.ReduceOp.SUM else each.prod(0)).to(dtype)
+                piece = torch.zeros(sizes[rank], dtype=dtype)
+                dist.reduce_scatter(piece, parts, op)
+                same(piece, expected)
+                strided = torch.zeros(sizes[rank], 2, dtype=dtype)[:, 0]
+                work = dist.reduce_scatter(strided, parts, op, async_op=True)
+                assert work is not None
+                work.wait()
+                same(strided.clone(memory_format=torch.contiguous_format), expected)
+        if size > 1:
+            even = [torch.ones(2)] * size
+            other = [torch.ones(2 + 2 * r) for r in range(size)]
+            for mine in (even if rank == 0 else other, [*other[:-1], torch.ones(7 + rank)]):
+                with pytest.raises((hpcomm.SchemaMismatch, hpcomm.InvalidArgument)):
+                    dist.reduce_scatter(torch.zeros(len(mine[rank])), mine)
+                dist.barrier()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_reduce_scatter_of_parts_of_different_sizes(size: int) -> None:
+    ranks.run(size, uneven_parts)
+
+
+def complex_halves() -> None:
+    with world() as (rank, size):
+        mine = torch.view_as_complex(torch.stack([filled(rank, size), -filled(rank, size)], 1).half())
+        total = sum(3**r for r in range(size))
+        expected = torch.view_as_complex(torch.full((size, 2), float(total)).half() * torch.tensor([1.0, -1.0]).half())
+        whole, reduced, piece = mine.clone(), mine.clone(), torch.empty(1, dtype=torch.complex32)
+        dist.all_reduce(whole)
+        dist.reduce(reduced, 0)
+        dist.reduce_scatter(piece, list(mine.split(1)))
+        pairs = [(whole, expected), (reduced, expected if rank == 0 else mine), (piece, expected[:1])]
+        dist.reduce_scatter_tensor(piece, mine)
+        for actual, wanted in (*pairs, (piece, expected[:1])):
+            assert torch.equal(torch.view_as_real(actual), torch.view_as_real(wanted))
+
+
+def test_sums_of_complex_halves() -> None:
+    ranks.run(2, complex_halves)
+
+
 def sixteen_bits() -> None:
     """One more than it has bits for: a sum that was rounded at every step would stay where it is."""
     with world() as (rank, size):
@@ -216,7 +272,7 @@ def sixteen_bits() -> None:
                 same(piece, expected[: count // size])
                 strided = torch.stack([mine, mine], 1)[:, 0]
                 dist.all_reduce(strided)
-                same(strided.contiguous(), expected)
+                same(strided.clone(memory_format=torch.contiguous_format), expected)
 
 
 def test_sums_of_16_bits_are_rounded_once() -> None:

@@ -220,6 +220,56 @@ def test_ctrl_c_ends_the_start(wait: str, tmp_path: Path) -> None:
     ranks.run(2, interrupted_at_the_start, wait, env={"FOLDER": str(tmp_path)})
 
 
+def interrupted_in_a_new_group(who: int) -> None:
+    dist.init_process_group("hpcomm", timeout=timedelta(seconds=600))
+    dist.barrier()
+    if rank() == who:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        with pytest.raises(KeyboardInterrupt):
+            after_an_alarm(lambda: dist.new_group([0, 1]))
+        Path(os.environ["FOLDER"], "interrupted").touch()
+    else:
+        until_interrupted()
+
+
+@pytest.mark.parametrize("who", [0, 1])  # who makes the memory of the group waits elsewhere than who is given it
+def test_ctrl_c_ends_new_group(who: int, tmp_path: Path) -> None:
+    ranks.run(2, interrupted_in_a_new_group, who, env={**SHM, "FOLDER": str(tmp_path)})
+
+
+def refused() -> str:
+    """A receiver expects another message than that of a send which has returned: the next one says so, and comes."""
+    dist.init_process_group("hpcomm", timeout=timedelta(seconds=20))
+    text = ""
+    for count in (2, 1 << 19):  # large enough to wait for its receiver, or not
+        if rank() == 0:
+            told = []
+            for i in range(3):
+                try:
+                    dist.send(full(count), 1)
+                except hpcomm.SchemaMismatch as error:
+                    told.append(i)
+                    text = str(error)
+                dist.barrier()
+            assert told == [1 if count == 2 else 0]
+        else:
+            with pytest.raises(hpcomm.SchemaMismatch, match=f"expected {count + 1} float32"):
+                dist.recv(torch.empty(count + 1), 0)
+            dist.barrier()
+            for _ in range(2):
+                tensor = torch.zeros(count)
+                dist.recv(tensor, 0)
+                assert torch.equal(tensor, torch.full((count,), float(7)))
+                dist.barrier()
+    dist.destroy_process_group()
+    return text
+
+
+def test_what_follows_a_refused_message_comes() -> None:
+    text, _ = ranks.run(2, refused, env=SHM)
+    assert "rank 1 refused it" in text
+
+
 def together(call: Callable[[torch.Tensor], object], *tensors: torch.Tensor) -> None:
     """The calls in one coalesced operation; `dist` collects them, and issues them at the end."""
     with dist.distributed_c10d._coalescing_manager(group=dist.group.WORLD):
@@ -308,6 +358,39 @@ def disagreeing(how: str) -> str:
     assert bool((mine == 21).all())
     dist.destroy_process_group()
     return str(caught.value)
+
+
+def rooted(how: str, each: list[torch.Tensor] | None, asynchronous: bool) -> None:
+    if how == "scatter":
+        work = dist.scatter(torch.zeros(4), each, src=1, async_op=asynchronous)
+    else:
+        work = dist.gather(torch.zeros(4), each, dst=1, async_op=asynchronous)
+    if work is not None:
+        work.wait()
+
+
+def listed_wrong(how: str) -> str:
+    """The root's list holds a tensor of another size, which the others cannot see."""
+    dist.init_process_group("hpcomm", timeout=timedelta(seconds=20))
+    each = [torch.zeros(4), torch.zeros(5), torch.zeros(4)] if rank() == 1 else None
+    wrong = hpcomm.InvalidArgument if rank() == 1 else hpcomm.SchemaMismatch
+    for asynchronous in (False, True):
+        with pytest.raises(wrong) as caught:
+            rooted(how, each, asynchronous)
+        mine = full(4)
+        dist.all_reduce(mine)
+        assert bool((mine == 21).all())
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["scatter", "gather"])
+def test_what_the_root_alone_can_see_is_an_error_on_every_rank(how: str) -> None:
+    first, root, third = ranks.run(3, listed_wrong, how, env=SHM)
+    assert "all tensors must have the dtype and size" in root
+    assert "[5]" in root
+    for text in (first, third):
+        assert f"rank 1 called {how} with a list that it refused" in text
 
 
 @pytest.mark.parametrize("how", DISAGREE)

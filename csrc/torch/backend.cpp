@@ -49,6 +49,11 @@ void require_parts(const std::vector<at::Tensor>& parts, const at::Tensor& like,
   }
 }
 
+bool is_even(const std::vector<at::Tensor>& parts) {
+  return std::all_of(parts.begin(), parts.end(),
+                     [&](const at::Tensor& part) { return part.numel() == parts.front().numel(); });
+}
+
 // True when `part` lies in `whole` or across its edge, and not where the part of `rank` is. Pieces are read and written
 // in an order of the transport's: then it would find its own results.
 bool overlap_elsewhere(const at::Tensor& whole, const at::Tensor& part, int rank) {
@@ -277,8 +282,11 @@ HpcommBackend::C10dWork HpcommBackend::reduce_scatter(Tensors& outputs, TensorLi
                     options.timeout};
     const at::Tensor& output = only(outputs, call.name);
     const Tensors& parts = only(inputs, call.name);
-    require_parts(parts, output, size_, call.name);
     const Reduction how = reduction(options.reduceOp, call.name);
+    if (!is_even(parts)) {
+      return reduce_scatter_uneven(call, output, parts, how);
+    }
+    require_parts(parts, output, size_, call.name);
     const at::Tensor whole = as_one(parts);
     if (whole.defined() && is_direct(output) && how.is_plain()) {
       const BufferView to = reducible_view(output, how.op, call.name);

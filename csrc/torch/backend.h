@@ -104,6 +104,9 @@ class HpcommBackend final : public c10d::Backend {
   C10dWork issue(const Call& call, const Tensors& inputs, Tensors results, const Start& start);
   // The same for what is composed of several steps.
   C10dWork compose(const Call& call, const Tensors& inputs, Tensors results, std::function<void(Step&)> body);
+  // For parts of different sizes.
+  C10dWork reduce_scatter_uneven(const Call& call, const at::Tensor& output, const Tensors& parts,
+                                 const Reduction& how);
   C10dWork message(c10d::OpType type, const char* title, Tensors& tensors, int peer, int tag);
 
   [[nodiscard]] OpOptions op_options(std::chrono::milliseconds timeout) const;

@@ -112,6 +112,17 @@ void require_pairs(const Tensors& outputs, const Tensors& inputs, const char* wh
                  inputs.size(), " inputs");
 }
 
+// What the root alone can see to be wrong with its list; empty when nothing is.
+std::string difference_of(const Tensors& parts, const at::Tensor& like, const char* rule) {
+  for (const auto& part : parts) {
+    if (part.numel() != like.numel() || part.scalar_type() != like.scalar_type()) {
+      return hpcomm::str(rule, ", got ", part.dtype().name(), " ", part.sizes(), " and ", like.dtype().name(), " ",
+                         like.sizes());
+    }
+  }
+  return "";
+}
+
 }  // namespace
 
 HpcommBackend::C10dWork HpcommBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
@@ -141,39 +152,40 @@ HpcommBackend::C10dWork HpcommBackend::gather(TensorLists& outputs, Tensors& inp
     const int root = static_cast<int>(options.rootRank);
     const Call call{c10d::OpType::GATHER, "gather", "hpcomm:gather", options.asyncOp, options.timeout, root};
     Tensors parts;
+    std::string unlike;
     if (rank_ == root) {
       HPCOMM_REQUIRE(outputs.size() == 1 && static_cast<int>(outputs[0].size()) == size_,
                      "gather: the root gives a list with a tensor for each of ", size_, " ranks");
       parts = outputs[0];
-      for (const auto& part : parts) {
-        HPCOMM_REQUIRE(part.numel() == inputs[0].numel() && part.scalar_type() == inputs[0].scalar_type(),
-                       "gather: all tensors must have the dtype and size of the input, got ", part.dtype().name(), " ",
-                       part.sizes(), " and ", inputs[0].dtype().name(), " ", inputs[0].sizes());
-      }
+      unlike = difference_of(parts, inputs[0], "gather: all tensors must have the dtype and size of the input");
     } else {
       HPCOMM_REQUIRE(outputs.empty() || outputs[0].empty(), "gather: only the root gives outputs");
     }
-    return compose(call, inputs, parts, [root, to = lane_aliases(parts), from = lane_alias(inputs[0])](Step& step) {
-      step.agree(from, root, from.numel());
-      if (step.rank() != root) {
-        step.send(direct(from, "gather"), root);
-        step.exchange();
-        return;
-      }
-      Tensors received;
-      for (const auto& part : to) {
-        received.push_back(receptacle(part));
-        if (const int peer = static_cast<int>(received.size()) - 1; peer != root) {
-          step.recv(received.back(), peer);
-        }
-      }
-      const auto self = static_cast<std::size_t>(root);
-      received[self].copy_(from.view_as(received[self]));
-      step.exchange();
-      for (std::size_t i = 0; i < to.size(); ++i) {
-        deliver(received[i], to[i]);
-      }
-    });
+    return compose(call, inputs, parts,
+                   [root, unlike, to = lane_aliases(parts), from = lane_alias(inputs[0])](Step& step) {
+                     if (!unlike.empty()) {
+                       step.refuse(from, root, unlike);
+                     }
+                     step.agree(from, root, from.numel());
+                     if (step.rank() != root) {
+                       step.send(direct(from, "gather"), root);
+                       step.exchange();
+                       return;
+                     }
+                     Tensors received;
+                     for (const auto& part : to) {
+                       received.push_back(receptacle(part));
+                       if (const int peer = static_cast<int>(received.size()) - 1; peer != root) {
+                         step.recv(received.back(), peer);
+                       }
+                     }
+                     const auto self = static_cast<std::size_t>(root);
+                     received[self].copy_(from.view_as(received[self]));
+                     step.exchange();
+                     for (std::size_t i = 0; i < to.size(); ++i) {
+                       deliver(received[i], to[i]);
+                     }
+                   });
   });
 }
 
@@ -185,35 +197,36 @@ HpcommBackend::C10dWork HpcommBackend::scatter(Tensors& outputs, TensorLists& in
     const int root = static_cast<int>(options.rootRank);
     const Call call{c10d::OpType::SCATTER, "scatter", "hpcomm:scatter", options.asyncOp, options.timeout, root};
     Tensors parts;
+    std::string unlike;
     if (rank_ == root) {
       HPCOMM_REQUIRE(inputs.size() == 1 && static_cast<int>(inputs[0].size()) == size_,
                      "scatter: the root gives a list with a tensor for each of ", size_, " ranks");
       parts = inputs[0];
-      for (const auto& part : parts) {
-        HPCOMM_REQUIRE(part.numel() == outputs[0].numel() && part.scalar_type() == outputs[0].scalar_type(),
-                       "scatter: all tensors must have the dtype and size of the output, got ", part.dtype().name(),
-                       " ", part.sizes(), " and ", outputs[0].dtype().name(), " ", outputs[0].sizes());
-      }
+      unlike = difference_of(parts, outputs[0], "scatter: all tensors must have the dtype and size of the output");
     } else {
       HPCOMM_REQUIRE(inputs.empty() || inputs[0].empty(), "scatter: only the root gives inputs");
     }
-    return compose(call, parts, outputs, [root, to = lane_alias(outputs[0]), from = lane_aliases(parts)](Step& step) {
-      step.agree(to, root, to.numel());
-      if (step.rank() != root) {
-        const at::Tensor received = receptacle(to);
-        step.recv(received, root);
-        step.exchange();
-        deliver(received, to);
-        return;
-      }
-      for (int peer = 0; peer < step.size(); ++peer) {
-        if (peer != root) {
-          step.send(direct(from[static_cast<std::size_t>(peer)], "scatter"), peer);
-        }
-      }
-      to.copy_(from[static_cast<std::size_t>(root)].view_as(to));
-      step.exchange();
-    });
+    return compose(call, parts, outputs,
+                   [root, unlike, to = lane_alias(outputs[0]), from = lane_aliases(parts)](Step& step) {
+                     if (!unlike.empty()) {
+                       step.refuse(to, root, unlike);
+                     }
+                     step.agree(to, root, to.numel());
+                     if (step.rank() != root) {
+                       const at::Tensor received = receptacle(to);
+                       step.recv(received, root);
+                       step.exchange();
+                       deliver(received, to);
+                       return;
+                     }
+                     for (int peer = 0; peer < step.size(); ++peer) {
+                       if (peer != root) {
+                         step.send(direct(from[static_cast<std::size_t>(peer)], "scatter"), peer);
+                       }
+                     }
+                     to.copy_(from[static_cast<std::size_t>(root)].view_as(to));
+                     step.exchange();
+                   });
   });
 }
 
@@ -312,6 +325,34 @@ HpcommBackend::C10dWork HpcommBackend::allgather_into_tensor_coalesced(Tensors& 
         deliver(received, to[i]);
       }
     });
+  });
+}
+
+HpcommBackend::C10dWork HpcommBackend::reduce_scatter_uneven(const Call& call, const at::Tensor& output,
+                                                             const Tensors& parts, const Reduction& how) {
+  const auto self = static_cast<std::size_t>(rank_);
+  HPCOMM_REQUIRE(static_cast<int>(parts.size()) == size_, call.name, ": expected a tensor for each of ", size_,
+                 " ranks, got ", parts.size());
+  for (const auto& part : parts) {
+    HPCOMM_REQUIRE(part.scalar_type() == output.scalar_type(), call.name, ": the output is ", output.dtype().name(),
+                   ", a part of the input ", part.dtype().name());
+  }
+  HPCOMM_REQUIRE(parts[self].numel() == output.numel(), call.name, ": the output has ", output.sizes(),
+                 ", this rank's part of the input ", parts[self].sizes());
+  return compose(call, parts, {output}, [how, to = lane_alias(output), from = lane_aliases(parts)](Step& step) {
+    step.agree_on_all(from);
+    Tensors rows;
+    for (const auto& part : from) {
+      rows.push_back(part.reshape(-1));
+    }
+    // All of it on all ranks, as gloo does it: parts of their own sizes are rare.
+    const at::Tensor whole = how.prepared(at::cat(rows), false, "reduce_scatter");
+    step.all_reduce(whole, how.op);
+    std::int64_t begin = 0;
+    for (int before = 0; before < step.rank(); ++before) {
+      begin += rows[static_cast<std::size_t>(before)].numel();
+    }
+    to.copy_(whole.narrow(0, begin, to.numel()).view(to.sizes()));
   });
 }
 

@@ -64,8 +64,12 @@ BufferView movable_view(const at::Tensor& tensor, const char* what) {
 
 BufferView reducible_view(const at::Tensor& tensor, ReduceOp op, const char* what) {
   require_served(tensor, what);
+  const bool is_sum = op == ReduceOp::kSum || op == ReduceOp::kAverage;
+  if (is_sum && tensor.scalar_type() == at::kComplexHalf) {
+    return view_of(at::view_as_real(tensor), what);
+  }
   BufferView view = view_of(tensor, what);
-  if (op == ReduceOp::kSum || op == ReduceOp::kAverage) {
+  if (is_sum) {
     if (view.dtype == DType::kComplex64) {
       return {view.data, view.bytes, 2 * view.count, DType::kFloat32, view.device};
     }
@@ -171,6 +175,9 @@ struct Step::Description {
     if (type < 0) {
       return str(what, " of ", count, " tensors");
     }
+    if (count < 0) {
+      return str(what, " with a list that it refused");
+    }
     const auto dtype = static_cast<at::ScalarType>(type);
     std::string text = str(what, "(", count, " x ", c10::toString(dtype));
     if (root >= 0) {
@@ -182,6 +189,17 @@ struct Step::Description {
 
 void Step::agree(const at::Tensor& tensor, int root, std::int64_t count) {
   (void)compare({static_cast<std::int64_t>(tensor.scalar_type()), root, count, 0});
+}
+
+void Step::refuse(const at::Tensor& tensor, int root, const std::string& why) {
+  try {
+    agree(tensor, root, -1);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kSchemaMismatch) {
+      throw;
+    }
+  }
+  throw Error(ErrorKind::kInvalidArgument, why, what_);
 }
 
 void Step::agree_on_all(const std::vector<at::Tensor>& tensors) {

@@ -63,6 +63,9 @@ class Step {
   [[nodiscard]] std::vector<std::int64_t> show(std::vector<std::int64_t> mine);
   // Throws kSchemaMismatch on every rank unless all describe the same call.
   void agree(const at::Tensor& tensor, int root, std::int64_t count);
+  // In place of agree(), for what only this rank can see to be wrong: throws kInvalidArgument here, and kSchemaMismatch
+  // on the others.
+  [[noreturn]] void refuse(const at::Tensor& tensor, int root, const std::string& why);
   // The same where there are many tensors: as many on all ranks, of equal dtypes and sizes.
   void agree_on_all(const std::vector<at::Tensor>& tensors);
   // `one` and `other` are what two of this group's ranks called.
