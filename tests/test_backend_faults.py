@@ -369,10 +369,10 @@ def rooted(how: str, each: list[torch.Tensor] | None, asynchronous: bool) -> Non
         work.wait()
 
 
-def listed_wrong(how: str) -> str:
-    """The root's list holds a tensor of another size, which the others cannot see."""
+def listed_wrong(how: str, sizes: list[int]) -> str:
+    """The root's list is wrong in a way that the others cannot see."""
     dist.init_process_group("hpcomm", timeout=timedelta(seconds=20))
-    each = [torch.zeros(4), torch.zeros(5), torch.zeros(4)] if rank() == 1 else None
+    each = [torch.zeros(size) for size in sizes] if rank() == 1 else None
     wrong = hpcomm.InvalidArgument if rank() == 1 else hpcomm.SchemaMismatch
     for asynchronous in (False, True):
         with pytest.raises(wrong) as caught:
@@ -384,11 +384,14 @@ def listed_wrong(how: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "why"),
+    [([4, 5, 4], "all tensors must have the dtype and size of the .*5"), ([4, 4], "for each of 3 ranks, got 2")],
+)
 @pytest.mark.parametrize("how", ["scatter", "gather"])
-def test_what_the_root_alone_can_see_is_an_error_on_every_rank(how: str) -> None:
-    first, root, third = ranks.run(3, listed_wrong, how, env=SHM)
-    assert "all tensors must have the dtype and size" in root
-    assert "[5]" in root
+def test_what_the_root_alone_can_see_is_an_error_on_every_rank(how: str, sizes: list[int], why: str) -> None:
+    first, root, third = ranks.run(3, listed_wrong, how, sizes, env=SHM)
+    assert re.search(why, root)
     for text in (first, third):
         assert f"rank 1 called {how} with a list that it refused" in text
 

@@ -395,7 +395,47 @@ def test_a_message_that_comes_with_ctrl_c_is_not_lost(transport: str, limit: flo
     ranks.run(2, interrupted_as_it_comes, limit, env=TRANSPORTS[transport])
 
 
-def received_by_a_handler(transport: str) -> None:
+def interrupted_as_it_is_made(limit: float) -> None:
+    """Ctrl-C while the tree of a message that has come is being made."""
+    leaves, rounds, early = 20_000, 8, 0
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        tensors = [torch.full((1,), 3.0)] * leaves
+        if mesh.rank == 0:
+            for i in range(rounds + 2):
+                channel.send((i, tensors)).wait()
+                assert mesh.control.receive(1, 993, 30) == b"next"
+            return
+        previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        for i in range(rounds + 2):
+            time.sleep(0.02)  # it has come by now
+            begun = time.perf_counter()
+            got = None
+            try:
+                if i >= 2:
+                    signal.setitimer(signal.ITIMER_REAL, seconds * (i - 1) / (rounds + 1))
+                got = channel.recv(limit)
+            except KeyboardInterrupt:
+                early += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            seconds = time.perf_counter() - begun if got is not None else seconds
+            if got is None:
+                got = channel.recv(30.0)
+            assert got[0] == i
+            assert got[1][-1] == 3
+            mesh.control.send(0, 993, b"next")
+        signal.signal(signal.SIGALRM, previous)
+        assert early >= rounds // 2
+
+
+@pytest.mark.parametrize("limit", [-1.0, 30.0])
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_message_that_is_interrupted_as_it_is_made_is_not_lost(transport: str, limit: float) -> None:
+    ranks.run(2, interrupted_as_it_is_made, limit, env=TRANSPORTS[transport])
+
+
+def received_by_a_handler(transport: str, limit: float) -> None:
     """A handler that receives in the midst of a recv is told so, and the recv goes on."""
     told: list[str] = []
     with hpcomm.init(dp=1, pp=2) as mesh:
@@ -420,7 +460,7 @@ def received_by_a_handler(transport: str) -> None:
                 assert channel.recv()[0] == i
             before = signal.signal(signal.SIGALRM, handle)
             signal.setitimer(signal.ITIMER_REAL, 0.2)
-            number, tensor = channel.recv()
+            number, tensor = channel.recv(limit)
             signal.signal(signal.SIGALRM, before)
             assert number == 3
             assert torch.equal(tensor, torch.full((3,), 3.0))
@@ -429,9 +469,10 @@ def received_by_a_handler(transport: str) -> None:
                 assert other.recv() == "other"
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])  # elsewhere a recv looks at signals outside of the edge
-def test_a_handler_that_receives_within_a_recv_is_told(transport: str) -> None:
-    ranks.run(2, received_by_a_handler, transport, env=TRANSPORTS[transport])
+@pytest.mark.parametrize("limit", [-1.0, 30.0])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_handler_that_receives_within_a_recv_is_told(transport: str, limit: float) -> None:
+    ranks.run(2, received_by_a_handler, transport, limit, env=TRANSPORTS[transport])
 
 
 def beside_a_recv_of_another_thread(transport: str) -> None:

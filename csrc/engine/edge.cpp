@@ -295,7 +295,9 @@ Receipt RecvEdge::recv(int microbatch, const OpOptions& options, const Meanwhile
   try {
     return route_->recv(sequence, microbatch, options, meanwhile);
   } catch (...) {
-    sequence_ = sequence;  // nothing was asked for
+    // Nothing was asked for; if another thread had its turn already, what it asked for has no message before it.
+    std::uint64_t next = sequence + 1;
+    sequence_.compare_exchange_strong(next, sequence);
     throw;
   }
 }

@@ -1,6 +1,7 @@
 // Edge: a directed link between two ranks that carries Messages in order. A Channel is the two Edges of a pair.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -151,7 +152,7 @@ class RecvEdge {
  private:
   EdgeConfig config_;
   std::unique_ptr<RecvRoute> route_;
-  std::uint64_t sequence_ = 0;
+  std::atomic<std::uint64_t> sequence_ = 0;
 };
 
 }  // namespace hpcomm

@@ -113,11 +113,16 @@ void require_pairs(const Tensors& outputs, const Tensors& inputs, const char* wh
 }
 
 // What the root alone can see to be wrong with its list; empty when nothing is.
-std::string difference_of(const Tensors& parts, const at::Tensor& like, const char* rule) {
-  for (const auto& part : parts) {
+std::string fault_of(const std::vector<Tensors>& lists, int size, const at::Tensor& like, const char* what,
+                     const char* model) {
+  if (lists.size() != 1 || static_cast<int>(lists[0].size()) != size) {
+    return hpcomm::str(what, ": the root gives a list with a tensor for each of ", size, " ranks, got ",
+                       lists.empty() ? 0 : lists[0].size());
+  }
+  for (const auto& part : lists[0]) {
     if (part.numel() != like.numel() || part.scalar_type() != like.scalar_type()) {
-      return hpcomm::str(rule, ", got ", part.dtype().name(), " ", part.sizes(), " and ", like.dtype().name(), " ",
-                         like.sizes());
+      return hpcomm::str(what, ": all tensors must have the dtype and size of the ", model, ", got ",
+                         part.dtype().name(), " ", part.sizes(), " and ", like.dtype().name(), " ", like.sizes());
     }
   }
   return "";
@@ -152,19 +157,17 @@ HpcommBackend::C10dWork HpcommBackend::gather(TensorLists& outputs, Tensors& inp
     const int root = static_cast<int>(options.rootRank);
     const Call call{c10d::OpType::GATHER, "gather", "hpcomm:gather", options.asyncOp, options.timeout, root};
     Tensors parts;
-    std::string unlike;
+    std::string fault;
     if (rank_ == root) {
-      HPCOMM_REQUIRE(outputs.size() == 1 && static_cast<int>(outputs[0].size()) == size_,
-                     "gather: the root gives a list with a tensor for each of ", size_, " ranks");
-      parts = outputs[0];
-      unlike = difference_of(parts, inputs[0], "gather: all tensors must have the dtype and size of the input");
+      fault = fault_of(outputs, size_, inputs[0], "gather", "input");
+      parts = fault.empty() ? outputs[0] : Tensors();
     } else {
       HPCOMM_REQUIRE(outputs.empty() || outputs[0].empty(), "gather: only the root gives outputs");
     }
     return compose(call, inputs, parts,
-                   [root, unlike, to = lane_aliases(parts), from = lane_alias(inputs[0])](Step& step) {
-                     if (!unlike.empty()) {
-                       step.refuse(from, root, unlike);
+                   [root, fault, to = lane_aliases(parts), from = lane_alias(inputs[0])](Step& step) {
+                     if (!fault.empty()) {
+                       step.refuse(from, root, fault);
                      }
                      step.agree(from, root, from.numel());
                      if (step.rank() != root) {
@@ -197,19 +200,17 @@ HpcommBackend::C10dWork HpcommBackend::scatter(Tensors& outputs, TensorLists& in
     const int root = static_cast<int>(options.rootRank);
     const Call call{c10d::OpType::SCATTER, "scatter", "hpcomm:scatter", options.asyncOp, options.timeout, root};
     Tensors parts;
-    std::string unlike;
+    std::string fault;
     if (rank_ == root) {
-      HPCOMM_REQUIRE(inputs.size() == 1 && static_cast<int>(inputs[0].size()) == size_,
-                     "scatter: the root gives a list with a tensor for each of ", size_, " ranks");
-      parts = inputs[0];
-      unlike = difference_of(parts, outputs[0], "scatter: all tensors must have the dtype and size of the output");
+      fault = fault_of(inputs, size_, outputs[0], "scatter", "output");
+      parts = fault.empty() ? inputs[0] : Tensors();
     } else {
       HPCOMM_REQUIRE(inputs.empty() || inputs[0].empty(), "scatter: only the root gives inputs");
     }
     return compose(call, parts, outputs,
-                   [root, unlike, to = lane_alias(outputs[0]), from = lane_aliases(parts)](Step& step) {
-                     if (!unlike.empty()) {
-                       step.refuse(to, root, unlike);
+                   [root, fault, to = lane_alias(outputs[0]), from = lane_aliases(parts)](Step& step) {
+                     if (!fault.empty()) {
+                       step.refuse(to, root, fault);
                      }
                      step.agree(to, root, to.numel());
                      if (step.rank() != root) {

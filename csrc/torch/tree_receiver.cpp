@@ -72,14 +72,16 @@ class Drafting {
 
   // With the GIL, once the message has come.
   [[nodiscard]] py::object finish(const Incoming& message) {
-    if (has_memory_) {
-      return draft_->take();
-    }
-    if (draft_ && draft_->become(message.known)) {
+    if (!has_memory_ && draft_ && draft_->become(message.known)) {
       draft_->set_memory(message);
-      return draft_->take();
+      has_memory_ = true;
     }
-    return to_tree(message);
+    if (!has_memory_) {
+      return to_tree(message);
+    }
+    py::object tree = draft_->take();
+    draft_.reset();
+    return tree;
   }
 
  private:
@@ -157,10 +159,12 @@ void TreeReceiver::require_outside() const {
                  "the same thread; set a flag in the handler and receive afterwards");
 }
 
-Receipt TreeReceiver::recv(int microbatch) { return issue(microbatch, in_seconds(-1)); }
+Receipt TreeReceiver::recv(int microbatch) {
+  require_outside();
+  return issue(microbatch, in_seconds(-1));
+}
 
 Receipt TreeReceiver::issue(int microbatch, Deadline deadline) {
-  require_outside();
   if (auto late = first_overdue()) {
     return *late;
   }
@@ -170,16 +174,16 @@ Receipt TreeReceiver::issue(int microbatch, Deadline deadline) {
 }
 
 py::object TreeReceiver::take(int microbatch, double timeout) {
+  const Taking taking(*this);
   if (timeout >= 0 || !overdue_.empty()) {
     const Deadline deadline = in_seconds(timeout);
     const Receipt receipt = issue(microbatch, deadline);
     wait(receipt, timeout, deadline);
-    return to_tree(*receipt.message);
+    return hand_over(receipt, [&] { return to_tree(*receipt.message); });
   }
   Drafting drafting(edge_.device());
   Receipt receipt;
   {
-    const Taking taking(*this);
     const WithoutGil scope;
     auto turn = take_turn(in_seconds(-1));
     OpOptions options;
@@ -191,7 +195,7 @@ py::object TreeReceiver::take(int microbatch, double timeout) {
                           [&](const Incoming& message) { drafting.placed(message); }, [&turn] { turn.unlock(); }});
   }
   wait(receipt, -1, {});
-  return drafting.finish(*receipt.message);
+  return hand_over(receipt, [&] { return drafting.finish(*receipt.message); });
 }
 
 void TreeReceiver::expect(const py::object& tree) {
@@ -227,7 +231,22 @@ void TreeReceiver::wait(const Receipt& receipt, double seconds, Deadline deadlin
       const ErrorContext& what = receipt.work->what();
       throw Error(ErrorKind::kTimedOut, str("recv #", what.sequence, " has not ended after ", seconds, " s"), what);
     }
-    raise_signals();  // before the message is handed over: who is interrupted on the way would lose it
+  } catch (...) {
+    keep(receipt);
+    throw;
+  }
+}
+
+// Who is interrupted on the way out would lose the message, so signals are looked at once more when all is made, and what
+// it was made with is gone: nothing takes long from there on.
+template <class Make>
+py::object TreeReceiver::hand_over(const Receipt& receipt, const Make& make) {
+  try {
+    py::object tree = make();
+    raise_signals();
+    return tree;
+  } catch (const Error&) {
+    throw;  // the message's own fault, which stays: the next one may be read
   } catch (...) {
     keep(receipt);
     throw;

@@ -20,7 +20,7 @@ class TreeReceiver {
   explicit TreeReceiver(EdgeConfig config);
 
   // Asks for the next message. On a GPU the host waits for the header here. Throws kInvalidArgument, as take() does, in
-  // a signal's handler that interrupted take() in this thread.
+  // a signal's handler that interrupted take() in this thread: it would get the message after that one.
   [[nodiscard]] Receipt recv(int microbatch);
   // The next message; within `timeout` seconds, if that is not negative. Without a limit it is received by this thread
   // where nothing is before it, and tensors are made while it is on its way. Whatever it throws but what the edge
@@ -38,12 +38,14 @@ class TreeReceiver {
   [[nodiscard]] std::unique_lock<std::timed_mutex> take_turn(Deadline deadline);
   // `seconds` as in take(); they end at `deadline`.
   void wait(const Receipt& receipt, double seconds, Deadline deadline);
+  template <class Make>
+  [[nodiscard]] pybind11::object hand_over(const Receipt& receipt, const Make& make);
   void keep(const Receipt& receipt);
   [[nodiscard]] std::optional<Receipt> first_overdue();
 
   std::timed_mutex mutex_;  // held by the thread whose turn it is to ask
   RecvEdge edge_;
-  // A thread has waited for another one's message: from now on none waits within its turn.
+  // A thread has waited for another one's message: from now on none waits within its turn, nor receives by itself.
   std::atomic<bool> is_shared_ = false;
   // Receipts whose callers went away without the message, by sequence number.
   std::map<std::uint64_t, Receipt> overdue_;

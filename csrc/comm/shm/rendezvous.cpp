@@ -147,8 +147,8 @@ void ShmMailbox::accept_refusal(int from, const Frame& frame) {
     peer.outgoing.front().mail->error_ = std::make_exception_ptr(error);  // once the rest has been dropped there
   } else {
     // That send returned long ago: the next one of its tag says so.
-    peer.refusal.emplace(frame.tag,
-                         Error(error.kind(), str(error.what(), " (an earlier message; this one was sent)"), what));
+    peer.refusals.emplace(frame.tag,
+                          Error(error.kind(), str(error.what(), " (an earlier message; this one was sent)"), what));
   }
 }
 

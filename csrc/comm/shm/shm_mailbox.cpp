@@ -92,10 +92,10 @@ MailPtr ShmMailbox::send(const BufferView& buffer, int peer, std::uint64_t tag, 
     require_whole(context("send", peer, to.numbers));
     pull(peer);  // a refusal, perhaps
     mail = make("send", buffer, peer, tag, options, to.numbers);
-    if (to.refusal && to.refusal->first == tag) {
+    if (const auto refused = to.refusals.find(tag); refused != to.refusals.end()) {
       // Of an earlier one. This one goes out all the same: its receiver does not know of the other.
-      mail->late_ = std::make_exception_ptr(to.refusal->second);
-      to.refusal.reset();
+      mail->late_ = std::make_exception_ptr(refused->second);
+      to.refusals.erase(refused);
     }
     mail->number_ = ++to.numbers;
     mail->must_precede_ = options.must_precede;

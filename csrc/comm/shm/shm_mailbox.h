@@ -149,8 +149,8 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
     std::list<std::shared_ptr<Early>> early;
     std::uint64_t numbers = 0;
     bool departed = false;
-    // Of a send that had ended: the next one of its tag goes out, and ends with it.
-    std::optional<std::pair<std::uint64_t, Error>> refusal;
+    // By tag, in order, of sends that had ended: the next one of the tag goes out, and ends with the first of them.
+    std::multimap<std::uint64_t, Error> refusals;
   };
 
   [[nodiscard]] Held make(const char* operation, const BufferView& view, int peer, std::uint64_t tag,
