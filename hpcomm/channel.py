@@ -219,8 +219,8 @@ class Channel:
     Args:
         communicator: a communicator that both ranks belong to, e.g. ``mesh.pp``.
         peer: the other rank, in that communicator.
-        schema: "per_message" (structure and shapes may change) or "frozen" (fixed by the first message; later ones
-            carry no header); the same on both ranks.
+        schema: "per_message" (structure and shapes may change) or "frozen" (fixed by the first message, its numbers and
+            texts included; later ones carry no header); the same on both ranks.
         wire_dtype: what real floating point tensors are cast to on the way, and back on arrival: a dtype, or a function
             of a tensor's place (such as ``"message['h'][0]"``) and the tensor that returns a dtype or None. Rounded to
             nearest, ties to even. Integers, bools, complex numbers and float8 other than e4m3fn and e5m2 are never
@@ -228,8 +228,8 @@ class Channel:
         slots: buffers for packed messages. On shared memory the receiver reads them in place, and a sender that is so
             many messages ahead waits: a direction never has more than ``slots`` of them.
         slot_bytes: size of the slots, if it is known: they are made here instead of when they are needed.
-        max_bytes: the largest message as it travels, with up to 63 bytes between tensors; 0 for 64 GiB. A larger one is
-            refused before memory is taken.
+        max_bytes: the largest message as it travels, where each tensor takes a multiple of 64 bytes; 0 for 64 GiB. A
+            larger one is refused before memory is taken.
         direct_from: bytes from which a tensor is not packed; 0 for what was measured.
 
     Making a Channel is collective over the two ranks. A rank with several makes them in ascending order of their peers:

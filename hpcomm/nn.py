@@ -53,7 +53,9 @@ def send(channel: Channel, tree: object) -> torch.Tensor:
 def recv(channel: Channel) -> Any:
     """The next message of :func:`send`; the backward of its tensors sends their gradients back, None where one is.
 
-    Every message that has a tensor with a gradient must take part in exactly one backward, or the sender waits.
+    Every message that has a tensor with a gradient must take part in exactly one backward, or the sender waits: also one
+    that was received under ``torch.no_grad()``, so evaluate under it on both ranks. ``torch.autograd.grad`` with respect
+    to what was received sends nothing. Sparse gradients travel dense.
 
     Raises:
         what :meth:`hpcomm.Channel.recv` raises.
@@ -112,6 +114,7 @@ class _Recv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, *gradients: torch.Tensor | None) -> tuple[None, ...]:
         wanted = [g for g, is_wanted in zip(gradients, ctx.wanted, strict=True) if is_wanted]  # type: ignore[attr-defined]
+        wanted = [g.to_dense() if g is not None and g.layout != torch.strided else g for g in wanted]
         reached = [g is not None for g in wanted]
         if ctx.__dict__.setdefault("reached", reached) != reached:
             raise InvalidArgument(

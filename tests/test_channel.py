@@ -765,13 +765,25 @@ def frozen_names_the_leaf() -> None:
     with hpcomm.init(dp=1, pp=2) as mesh:
         channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, schema="frozen")
         if mesh.rank == 0:
-            channel.send({"a": torch.zeros(2), "b": torch.zeros(3)}).wait()
+            channel.send({"a": torch.zeros(2), "b": torch.zeros(3), "k": ["t"]}).wait()
             for tree, words in (
-                ({"a": torch.zeros(2), "b": torch.zeros(4)}, r"message\['b'\]: float32\[4\] instead of float32\[3\]"),
-                ({"a": torch.zeros(2), "b": torch.zeros(3).int()}, r"message\['b'\]: int32\[3\] instead of float32"),
+                (
+                    {"a": torch.zeros(2), "b": torch.zeros(4), "k": ["t"]},
+                    r"message\['b'\]: float32\[4\] instead of float32\[3\]",
+                ),
+                (
+                    {"a": torch.zeros(2), "b": torch.zeros(3).int(), "k": ["t"]},
+                    r"message\['b'\]: int32\[3\] instead of float32",
+                ),
                 ({"a": torch.zeros(2)}, r"message\['b'\]: float32\[3\] is missing"),
                 ({"a": torch.zeros(2), "c": torch.zeros(3)}, r"message\['c'\] where message\['b'\] is expected"),
-                ({"a": torch.zeros(2), "b": torch.zeros(3), "n": 1}, "the values or containers around"),
+                (
+                    {"a": torch.zeros(2), "b": torch.zeros(3), "n": 1, "k": ["t"]},
+                    r"message\['n'\], where nothing is expected",
+                ),
+                ({"a": torch.zeros(2), "b": torch.zeros(3), "k": ["u"]}, r"message\['k'\]\[0\]: another value"),
+                ({"a": torch.zeros(2), "b": torch.zeros(3), "k": "u"}, r"message\['k'\]: another value"),
+                ({"a": torch.zeros(2), "b": torch.zeros(3)}, r"message\['k'\] is missing"),
             ):
                 with pytest.raises(hpcomm.SchemaMismatch, match=words):
                     channel.send(tree)

@@ -245,6 +245,27 @@ def test_a_refused_edge_ends_alone(env: dict[str, str]) -> None:
     ranks.run(2, one_edge_is_refused, env=env)
 
 
+def leaving_amid_messages() -> str:
+    """Rank 1 leaves in order while rank 0 goes on sending."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        large = torch.ones(1 << 20)
+        if mesh.rank == 1:
+            for _ in range(3):
+                channel.recv()
+            return ""
+        with pytest.raises(hpcomm.RankFailed) as caught:
+            while True:
+                channel.send(large).wait()
+        assert caught.value.peer == 1
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("env", [SHM, GLOO], ids=["shm", "gloo"])
+def test_a_receiver_that_leaves_is_named(env: dict[str, str]) -> None:
+    assert "rank 1 has left the job" in ranks.run(2, leaving_amid_messages, env=env)[0]
+
+
 def in_a_ring() -> str:
     """Each rank makes its channel to the next rank first; then in the order that the error tells."""
     mesh = hpcomm.init(dp=3, timeout=3.0)

@@ -88,6 +88,24 @@ def test_a_gradient_that_nobody_finds_is_none(env: dict[str, str]) -> None:
     ranks.run(2, a_gradient_that_nobody_finds, env=env)
 
 
+def a_sparse_gradient() -> None:
+    """An embedding whose table came in a message."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        table = torch.arange(8.0).view(4, 2).requires_grad_()
+        if mesh.rank == 0:
+            hpcomm.nn.send(channel, table).backward()
+            assert table.grad is not None
+            assert torch.equal(table.grad, torch.tensor([[0.0, 0.0], [2.0, 2.0], [0.0, 0.0], [1.0, 1.0]]))
+        else:
+            rows = torch.nn.functional.embedding(torch.tensor([1, 3, 1]), hpcomm.nn.recv(channel), sparse=True)
+            rows.sum().backward()
+
+
+def test_a_sparse_gradient_travels_dense() -> None:
+    ranks.run(2, a_sparse_gradient)
+
+
 def both_ways() -> None:
     """Each rank has half of two models: messages cross, and so do their gradients, whatever runs first."""
     with hpcomm.init(dp=1, pp=2) as mesh:

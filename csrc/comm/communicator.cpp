@@ -248,7 +248,7 @@ Buffer Communicator::allocate(std::size_t bytes) {
   const std::size_t rounded = (bytes + 63) / 64 * 64;  // 0 when the addition wraps around
   void* data = rounded < bytes ? nullptr : std::aligned_alloc(64, rounded);
   if (data == nullptr && bytes > 0) {
-    throw std::bad_alloc();
+    throw Error(ErrorKind::kTransport, str("allocate: no ", bytes, " bytes of memory"));
   }
   return {{data, bytes, bytes, DType::kUInt8, {}}, Keepalive(data, std::free)};
 }

@@ -2,11 +2,16 @@
 #include "comm/host_communicator.h"
 
 #include <functional>
+#include <thread>
 #include <utility>
 
 #include "base/fork.h"
 
 namespace hpcomm {
+
+namespace {
+constexpr auto kLastSteps = std::chrono::milliseconds(20);
+}  // namespace
 
 HostCommunicator::HostCommunicator(CommunicatorConfig config)
     : Communicator(std::move(config)), generation_(fork_generation()) {}
@@ -231,7 +236,12 @@ void HostCommunicator::shut_down() noexcept {
   if (listener_ != 0) {
     control().remove_listener(listener_);
   }
-  if (!stream().idle() || pending_.load(std::memory_order_acquire) > 0) {
+  const auto busy = [this] { return !stream().idle() || pending_.load(std::memory_order_acquire) > 0; };
+  // What its caller has seen the end of may still be on its way out of the lane.
+  for (const Deadline until = Clock::now() + kLastSteps; busy() && Clock::now() < until;) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  if (busy()) {
     abort(Error(ErrorKind::kClosed, "the communicator was destroyed", context("close", -1, 0)));
   }
   // Tasks of the lane use this object and never own it, so this is not the lane's own thread.

@@ -254,7 +254,15 @@ std::string difference(const Schema& found, const Schema& expected, Compare what
     return str(expected_names[both], ": ", expected.tensors[both].to_text(), " is missing");
   }
   const bool same = what == Compare::kLeaves || found.structure == expected.structure;
-  return same ? "" : "the values or containers around the tensors differ";
+  if (same) {
+    return "";
+  }
+  try {
+    std::string where = difference_around_tensors(found.structure, expected.structure);
+    return where.empty() ? "the order of the entries around the tensors differs" : where;
+  } catch (const Error&) {
+    return "the values or containers around the tensors differ";  // damaged; who reads it finds out
+  }
 }
 
 bool same_but_shapes(const Schema& one, const Schema& other) noexcept {

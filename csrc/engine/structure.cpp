@@ -2,6 +2,7 @@
 #include "engine/structure.h"
 
 #include <cstring>
+#include <map>
 
 #include "base/error.h"
 
@@ -11,10 +12,17 @@ namespace {
 
 [[noreturn]] void reject(const std::string& why) { throw Error(ErrorKind::kProtocol, "message structure " + why); }
 
-// Visits every node; `names` may be null.
+// A node that is no tensor: its place, and its bytes without those of nodes below it and their number.
+struct Other {
+  std::string place;
+  std::string_view bytes;
+};
+
+// Visits every node; `names` and `others` may be null.
 class Walk {
  public:
-  Walk(std::string_view structure, std::vector<std::string>* names) : reader_(structure), names_(names) {}
+  Walk(std::string_view structure, std::vector<std::string>* names, std::vector<Other>* others = nullptr)
+      : structure_(structure), reader_(structure), names_(names), others_(others) {}
 
   std::size_t run() {
     std::string place = "message";
@@ -32,6 +40,7 @@ class Walk {
     if (depth > kMaxDepth) {
       reject(str("is deeper than ", kMaxDepth, " levels"));
     }
+    const std::size_t begin = structure_.size() - reader_.left();
     switch (reader_.node()) {
       case Node::kTensor:
         ++tensors_;
@@ -42,26 +51,27 @@ class Walk {
       case Node::kNone:
       case Node::kTrue:
       case Node::kFalse:
-        return;
+        return note(place, begin);
       case Node::kInteger:
         (void)reader_.integer();
-        return;
+        return note(place, begin);
       case Node::kReal:
         (void)reader_.real();
-        return;
+        return note(place, begin);
       case Node::kComplex:
         (void)reader_.real();
         (void)reader_.real();
-        return;
+        return note(place, begin);
       case Node::kBigInteger:
       case Node::kText:
         (void)reader_.text();
-        return;
+        return note(place, begin);
       case Node::kNamedTuple:
         (void)reader_.text();
         [[fallthrough]];
       case Node::kList:
       case Node::kTuple: {
+        note(place, begin);
         const std::uint32_t count = reader_.count();
         for (std::uint32_t i = 0; i < count; ++i) {
           below(place, str("[", i, "]"), depth);
@@ -70,6 +80,7 @@ class Walk {
       }
       case Node::kDict:
       case Node::kOrderedDict: {
+        note(place, begin);
         const std::uint32_t count = reader_.count();
         for (std::uint32_t i = 0; i < count; ++i) {
           const std::string key = dict_key();
@@ -80,6 +91,7 @@ class Walk {
       case Node::kDataclass: {
         has_dataclass_ = true;
         (void)reader_.text();
+        note(place, begin);
         const std::uint32_t count = reader_.count();
         for (std::uint32_t i = 0; i < count; ++i) {
           const std::string_view field = reader_.text();
@@ -89,6 +101,12 @@ class Walk {
       }
     }
     reject("has an unknown kind of node");
+  }
+
+  void note(const std::string& place, std::size_t begin) {
+    if (others_ != nullptr) {
+      others_->push_back({place, structure_.substr(begin, structure_.size() - reader_.left() - begin)});
+    }
   }
 
   void below(std::string& place, const std::string& step, int depth) {
@@ -129,8 +147,10 @@ class Walk {
     reject("has a dict key that is neither text nor a whole number");
   }
 
+  const std::string_view structure_;
   StructureReader reader_;
   std::vector<std::string>* names_;
+  std::vector<Other>* others_;
   std::size_t tensors_ = 0;
   bool has_dataclass_ = false;
 };
@@ -175,6 +195,34 @@ std::vector<std::string> leaf_names(std::string_view structure) {
   std::vector<std::string> names;
   (void)Walk(structure, &names).run();
   return names;
+}
+
+std::string difference_around_tensors(std::string_view found, std::string_view expected) {
+  std::vector<std::string> names;  // so that places have their names
+  std::vector<Other> here;
+  std::vector<Other> there;
+  (void)Walk(found, &names, &here).run();
+  (void)Walk(expected, &names, &there).run();
+  std::map<std::string_view, std::string_view> wanted;
+  for (const Other& other : there) {
+    wanted.emplace(other.place, other.bytes);
+  }
+  for (const Other& other : here) {
+    const auto same = wanted.find(other.place);
+    if (same == wanted.end()) {
+      return str(other.place, ", where nothing is expected");
+    }
+    if (same->second != other.bytes) {
+      return str(other.place, ": another value or container than expected");
+    }
+    wanted.erase(same);
+  }
+  for (const Other& other : there) {
+    if (wanted.count(other.place) > 0) {
+      return str(other.place, " is missing");
+    }
+  }
+  return "";
 }
 
 std::size_t count_leaves(std::string_view structure) { return Walk(structure, nullptr).run(); }

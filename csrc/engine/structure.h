@@ -45,6 +45,7 @@ class StructureReader {
   [[nodiscard]] std::int64_t integer();
   [[nodiscard]] double real();
   [[nodiscard]] bool at_end() const noexcept { return rest_.empty(); }
+  [[nodiscard]] std::size_t left() const noexcept { return rest_.size(); }
 
  private:
   std::string_view take(std::size_t bytes);
@@ -54,6 +55,9 @@ class StructureReader {
 
 // Where each tensor of a structure hangs: "message['hidden'][0]", in order. Throws Error(kProtocol) for damaged bytes.
 [[nodiscard]] std::vector<std::string> leaf_names(std::string_view structure);
+// Where `found` first differs from `expected`, and how, beside tensors: "message['k']: another value or container than
+// expected". Empty when it does not, but for the order of entries.
+[[nodiscard]] std::string difference_around_tensors(std::string_view found, std::string_view expected);
 // The number of tensors, with every check of leaf_names() and no text.
 [[nodiscard]] std::size_t count_leaves(std::string_view structure);
 // Throws as count_leaves() does.

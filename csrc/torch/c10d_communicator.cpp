@@ -345,24 +345,33 @@ class C10dCommunicator final : public HostCommunicator {
 
   // A rank that closed its Control and lives on takes part in nothing more, but keeps gloo's connections open.
   void watch_departures(const Operation& operation) {
-    const auto gone = std::find_if(ranks().begin(), ranks().end(), [this](int member) {
-      return member != control().rank() && control().has_left(member);
-    });
-    if (gone == ranks().end()) {
+    const std::optional<int> gone = who_left();
+    if (!gone) {
       return;
     }
     if (!farewell_) {
       farewell_ = Clock::now() + kFarewell;
     } else if (Clock::now() >= *farewell_) {
-      ErrorContext what = what_of(operation);
-      what.peer = *gone;
       abandoned_ = true;
-      const Error error(
-          ErrorKind::kRankFailed,
-          str(what.operation, " #", what.sequence, " on lane ", lane(), ": rank ", *gone, " has left the job"), what);
-      abort(error);
-      throw error;
+      fail_without(*gone, operation);
     }
+  }
+
+  [[nodiscard]] std::optional<int> who_left() const {
+    const auto gone = std::find_if(ranks().begin(), ranks().end(), [this](int member) {
+      return member != control().rank() && control().has_left(member);
+    });
+    return gone == ranks().end() ? std::nullopt : std::optional(*gone);
+  }
+
+  [[noreturn]] void fail_without(int gone, const Operation& operation) {
+    ErrorContext what = what_of(operation);
+    what.peer = gone;
+    const Error error(
+        ErrorKind::kRankFailed,
+        str(what.operation, " #", what.sequence, " on lane ", lane(), ": rank ", gone, " has left the job"), what);
+    abort(error);
+    throw error;
   }
 
   [[nodiscard]] ErrorContext what_of(const Operation& operation) const {
@@ -422,10 +431,13 @@ class C10dCommunicator final : public HostCommunicator {
       throw late;
     }
     const Deadline patience = Clock::now() + kBlameWait;
-    while (Clock::now() < patience && !aborted()) {
+    while (Clock::now() < patience && !aborted() && !who_left()) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     throw_if_aborted(what);
+    if (const std::optional<int> gone = who_left()) {
+      fail_without(*gone, operation);  // its end closed the connection
+    }
     throw Error(ErrorKind::kTransport, str(where, ": ", error), what);
   }
 

@@ -237,8 +237,8 @@ void TreeReceiver::wait(const Receipt& receipt, double seconds, Deadline deadlin
   }
 }
 
-// Who is interrupted on the way out would lose the message, so signals are looked at once more when all is made, and what
-// it was made with is gone: nothing takes long from there on.
+// Who is interrupted on the way out would lose the message, so signals are looked at once more when all is made, and
+// what it was made with is gone: nothing takes long from there on.
 template <class Make>
 py::object TreeReceiver::hand_over(const Receipt& receipt, const Make& make) {
   try {

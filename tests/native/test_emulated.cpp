@@ -15,6 +15,7 @@
 #include "native/check.h"
 #include "native/patience.h"
 #include "native/plan_fixtures.h"
+#include "native/shm_job.h"
 #include "native/thread_communicator.h"
 #include "plan/compile.h"
 #include "plan/verify.h"
@@ -488,6 +489,23 @@ TEST(emulated_abort_ends_every_wait) {
     comm->abort(Error(ErrorKind::kClosed, "enough"));
     CHECK(contains(message_of(head), "enough"));
   });
+}
+
+TEST(emulated_shared_memory_goes_on_after_a_mismatch_of_collectives) {
+  for (const Start start : {Start::kIssueOrder, Start::kAdversarial}) {
+    const ShmJob job(2);
+    run_ranks(2, [&](int rank) {
+      Setup setup;
+      setup.start = start;
+      const auto comm = emulated(job.communicator(rank), setup);
+      std::vector<float> values(rank == 0 ? 4 : 5, 1.0F);
+      const auto error = error_of(*comm->all_reduce(view_of(values), ReduceOp::kSum));
+      CHECK(error && error->kind() == ErrorKind::kSchemaMismatch);
+      values.resize(4);
+      comm->all_reduce(view_of(values), ReduceOp::kSum)->wait();
+      CHECK_EQ(values[3], 2.0F);
+    });
+  }
 }
 
 TEST(emulated_messages_of_different_sizes_are_a_mismatch_on_both_sides) {

@@ -687,6 +687,49 @@ TEST(shm_a_rank_that_leaves_fails_only_what_it_did_not_do) {
   });
 }
 
+// It lives on, and so does the job: nobody else would say so.
+TEST(shm_a_rank_that_has_gone_from_a_communicator_is_not_waited_for) {
+  for (const bool closes : {false, true}) {
+    for (const bool message : {false, true}) {
+      const ShmJob job(2);
+      std::atomic<bool> gone{false};
+      std::atomic<bool> told{false};
+      run_ranks(2, [&](int rank) {
+        auto world = job.communicator(rank);
+        float value = 1;
+        const BufferView view{&value, 4, 1, DType::kFloat32, {}};
+        if (rank == 0) {
+          if (closes) {
+            world->send(view, 1)->wait();
+            world.reset();
+          } else {
+            OpOptions options;
+            options.timeout = 50ms;
+            const auto late = error_of(*world->all_reduce(view, ReduceOp::kSum, options));
+            CHECK(late && late->kind() == ErrorKind::kTimedOut);
+          }
+          gone = true;
+          CHECK(eventually([&] { return told.load(); }));
+          return;
+        }
+        CHECK(eventually([&] { return gone.load(); }, 20s));
+        // What it did before counts.
+        if (closes) {
+          world->recv(view, 0)->wait();
+        } else {
+          world->all_reduce(view, ReduceOp::kSum)->wait();
+          CHECK_EQ(value, 2.0F);
+        }
+        const auto error = error_of(message ? *world->recv(view, 0) : *world->barrier());
+        CHECK(error && error->kind() == ErrorKind::kPeerError && error->context().peer == 0);
+        const std::string words = error ? error->what() : "";
+        CHECK(words.find(closes ? "rank 0 has closed" : "rank 0 has given up") != std::string::npos);
+        told = true;
+      });
+    }
+  }
+}
+
 TEST(shm_memory_that_was_shown_is_not_used_again_after_a_time_out) {
   for (const bool message : {false, true}) {
     const ShmJob job(2);

@@ -143,6 +143,11 @@ class EmulatedCommunicator final : public HostCommunicator, private DeviceSlot {
       run(operation, deadline);
     } catch (const Error& error) {
       throw_if_aborted(what);
+      // Told on all ranks before data moved, where the transport below can go on.
+      const bool goes_on = error.kind() == ErrorKind::kSchemaMismatch || error.kind() == ErrorKind::kInvalidArgument;
+      if (goes_on && !inner_->aborted()) {
+        throw;
+      }
       Error told = error;
       if (told.kind() == ErrorKind::kTimedOut) {
         const std::string behind = ticket ? emulation_.device->waiting_behind(*ticket) : "";

@@ -29,6 +29,18 @@ void ring_always(Bell& bell) noexcept {
   (void)::syscall(SYS_futex, &bell.rings, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
+const char* to_string(Gone why) noexcept {
+  switch (why) {
+    case Gone::kNo:
+      break;
+    case Gone::kGivenUp:
+      return "has given up this communicator: an operation of it failed or timed out there";
+    case Gone::kClosed:
+      return "has closed this communicator";
+  }
+  return "is there";
+}
+
 WaitPolicy policy_for(std::size_t ranks, std::size_t cores) noexcept {
   WaitPolicy policy;
   if (ranks <= cores) {

@@ -22,11 +22,22 @@
 
 namespace hpcomm::shm {
 
+// Why a rank takes part in nothing more: Bell::gone.
+enum class Gone : std::uint32_t {
+  kNo,
+  kGivenUp,  // an operation of it failed: what it showed of its memory does not count any more
+  kClosed,   // in order: what it published and sent counts
+};
+
+[[nodiscard]] const char* to_string(Gone why) noexcept;  // "has closed this communicator"
+// So long what is known of the job comes first: a rank that ends closes its communicators on the way.
+constexpr auto kNewsOfTheJob = std::chrono::milliseconds(200);
+
 struct alignas(64) Bell {
   std::atomic<std::uint32_t> rings{0};     // the futex word
   std::atomic<std::uint32_t> sleepers{0};  // threads that may be asleep on it
-  // Its rank has given up the group: what it showed of its memory does not count any more.
-  std::atomic<std::uint32_t> gone{0};
+  // Written once by its rank, which then rings all others.
+  std::atomic<Gone> gone{Gone::kNo};
   // How often its rank has come to a meeting of all; see Steps::meet().
   std::atomic<std::uint32_t> meetings{0};
 };
@@ -64,6 +75,8 @@ struct Patience {
   const std::atomic<bool>* departed = nullptr;
   // Called about twenty times a second; may throw.
   void (*poll)() = nullptr;
+  // As `departed`, of this communicator only: Bell::gone of that rank.
+  const std::atomic<Gone>* gone = nullptr;
 };
 
 enum class Waited : std::uint8_t { kReady, kInterrupted, kTimedOut };
@@ -82,7 +95,10 @@ template <typename Ready>
   const auto is_set = [](const std::atomic<bool>* flag) {
     return flag != nullptr && flag->load(std::memory_order_seq_cst);
   };
-  const auto interrupted = [&] { return is_set(patience.interrupted) || is_set(patience.departed); };
+  const auto interrupted = [&] {
+    return is_set(patience.interrupted) || is_set(patience.departed) ||
+           (patience.gone != nullptr && patience.gone->load(std::memory_order_seq_cst) != Gone::kNo);
+  };
   const Deadline yields_end = Clock::now() + policy.yields;
   Deadline now;
   int vain = 0;

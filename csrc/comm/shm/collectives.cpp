@@ -116,9 +116,8 @@ std::vector<char*> Collectives::map_all(const void* own, std::size_t bytes, cons
 }
 
 void Collectives::require_present(std::size_t rank) const {
-  if (rank != steps_.rank() && steps_.has_given_up(rank)) {
-    throw Error(ErrorKind::kPeerError,
-                str("rank ", members_[rank], " has given up this communicator: an operation of it failed or timed out"),
+  if (rank != steps_.rank() && steps_.gone(rank) == Gone::kGivenUp) {
+    throw Error(ErrorKind::kPeerError, str("rank ", members_[rank], " ", to_string(Gone::kGivenUp)),
                 {members_[steps_.rank()], members_[rank], -1, ""});
   }
 }

@@ -96,6 +96,9 @@ bool ShmMailbox::drive(const Mail& mail, Deadline deadline, void (*poll)()) {
     }
     const Turn turn(*this);
     progress();
+    if (!mail.done()) {
+      miss(mail.peer_);
+    }
     more = pending();
     // Others who wait for what has just ended sleep on the same bell.
     if (std::exchange(ended_some_, false) && drivers_.load(std::memory_order_seq_cst) > 1) {
@@ -195,20 +198,46 @@ void ShmMailbox::depart(std::size_t rank) {
   ring_always(bell_);
 }
 
+// A rank that has closed or given up this communicator, as nobody else says: it may live on.
+void ShmMailbox::miss(int rank) {
+  bool buries = false;
+  for (std::size_t r = 0; r < peers_.size(); ++r) {
+    Peer& peer = peers_[r];
+    if ((rank != kAnySource && r != static_cast<std::size_t>(rank)) || r == setup_.rank || peer.is_over() ||
+        setup_.region->bell(r).gone.load(std::memory_order_seq_cst) == Gone::kNo) {
+      continue;
+    }
+    const Deadline now = Clock::now();
+    if (!peer.gone_since) {
+      peer.gone_since = now;
+    }
+    peer.gone = now - *peer.gone_since >= kNewsOfTheJob;
+    buries = buries || peer.gone;
+  }
+  if (buries) {
+    progress();  // what it sent before counts
+    bury();
+  }
+}
+
 void ShmMailbox::bury() {
   const auto gone = [this](const Mail& mail) {
+    const Peer* peer = mail.peer_ == kAnySource ? nullptr : &peer_at(mail.peer_);
+    const bool left = peer == nullptr || peer->departed;
     return std::make_exception_ptr(
-        Error(ErrorKind::kRankFailed,
+        Error(left ? ErrorKind::kRankFailed : ErrorKind::kPeerError,
               str(mail.what_.operation, " #", mail.what_.sequence, " on lane ", setup_.lane, ": ",
-                  mail.what_.peer < 0 ? str("all other ranks have left") : str("rank ", mail.what_.peer, " has left"),
-                  " the job"),
+                  peer == nullptr ? std::string("all other ranks have left the job")
+                  : left          ? str("rank ", mail.what_.peer, " has left the job")
+                                  : str("rank ", mail.what_.peer, " ",
+                                        to_string(setup_.region->bell(static_cast<std::size_t>(mail.peer_)).gone))),
               mail.what_));
   };
   const bool alone = std::all_of(peers_.begin(), peers_.end(),
-                                 [](const Peer& peer) { return peer.departed || !peer.writer.has_value(); });
+                                 [](const Peer& peer) { return peer.is_over() || !peer.writer.has_value(); });
   for (auto it = posted_.begin(); it != posted_.end();) {
     const int from = (*it)->peer_;
-    if (from == kAnySource ? alone : peer_at(from).departed) {
+    if (from == kAnySource ? alone : peer_at(from).is_over()) {
       end(**it, gone(**it));
       it = posted_.erase(it);
     } else {
@@ -216,7 +245,7 @@ void ShmMailbox::bury() {
     }
   }
   for (Peer& peer : peers_) {
-    if (!peer.departed) {
+    if (!peer.is_over()) {
       continue;
     }
     for (Outgoing& outgoing : peer.outgoing) {

@@ -54,7 +54,7 @@ void ShmMailbox::take_reference(Mail& mail, const Frame& frame, int from) {
     const char* source = setup_.neighbourhood->map(setup_.members[static_cast<std::size_t>(from)], frame.location,
                                                    frame.bytes, mail.deadline_);
     copy_once(static_cast<char*>(mail.view_.data), source, frame.bytes);
-    if (setup_.region->bell(static_cast<std::size_t>(from)).gone.load(std::memory_order_seq_cst) != 0) {
+    if (setup_.region->bell(static_cast<std::size_t>(from)).gone.load(std::memory_order_seq_cst) == Gone::kGivenUp) {
       const int sender = setup_.members[static_cast<std::size_t>(from)];
       ErrorContext what = mail.what_;
       what.peer = sender;
@@ -91,7 +91,7 @@ void ShmMailbox::deposit(int to, std::uint64_t number, const Frame& place) {
   } catch (const Error&) {
     return send_rest(to, number, offer.mail);  // no memory for the mapping, perhaps: the ring is there
   }
-  if (setup_.region->bell(static_cast<std::size_t>(to)).gone.load(std::memory_order_seq_cst) != 0) {
+  if (setup_.region->bell(static_cast<std::size_t>(to)).gone.load(std::memory_order_seq_cst) == Gone::kGivenUp) {
     ErrorContext what = offer.mail->what_;
     offer.mail->error_ = std::make_exception_ptr(Error(ErrorKind::kPeerError,
                                                        str("send #", what.sequence, " on lane ", setup_.lane, ": rank ",

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <optional>
+#include <thread>
 #include <utility>
 
 #include "comm/host_communicator.h"
@@ -141,7 +142,7 @@ class ShmCommunicator final : public HostCommunicator {
   }
 
   void interrupt() noexcept override {
-    collectives_->steps().give_up();  // before any memory is let go of
+    collectives_->steps().leave(shm::Gone::kGivenUp);  // before any memory is let go of
     interrupted_.store(true, std::memory_order_seq_cst);
     collectives_->steps().wake();
     mailbox_->fail(*aborted());
@@ -158,6 +159,9 @@ class ShmCommunicator final : public HostCommunicator {
   void end() noexcept {
     control().remove_listener(departures_);
     shut_down();
+    if (!forked()) {
+      collectives_->steps().leave(shm::Gone::kClosed);
+    }
     mailbox_->stop();
   }
 
@@ -278,17 +282,39 @@ class ShmCommunicator final : public HostCommunicator {
     }
   }
 
+  // Where a rank that did not come to `step` has gone: until it is known whether it has left the job.
+  void await_news(std::uint64_t step) {
+    const shm::Steps& steps = collectives_->steps();
+    const auto is_late = [&](std::size_t r) {
+      return !steps.has_come(r, step) && steps.gone(r) != shm::Gone::kNo && !steps.has_departed(r);
+    };
+    const Deadline until = deadline_after(shm::kNewsOfTheJob);
+    for (std::size_t r = 0; r < ranks().size(); ++r) {
+      while (is_late(r) && !interrupted_.load(std::memory_order_seq_cst) && Clock::now() < until) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    }
+  }
+
   [[noreturn]] void explain(const Operation& operation, const shm::WaitEnded& ended) {
     ErrorContext what = what_of(operation);
     throw_if_aborted(what);
+    if (ended.how == shm::Waited::kInterrupted) {
+      await_news(ended.step);
+      throw_if_aborted(what);
+    }
     std::string missing;
     int missing_rank = -1;
     for (std::size_t r = 0; r < ranks().size(); ++r) {
       if (!collectives_->steps().has_come(r, ended.step)) {
-        if (ended.how == shm::Waited::kInterrupted && collectives_->steps().has_departed(r)) {
+        const shm::Steps& steps = collectives_->steps();
+        if (ended.how == shm::Waited::kInterrupted && (steps.has_departed(r) || steps.gone(r) != shm::Gone::kNo)) {
           what.peer = ranks()[r];
-          const Error gone(ErrorKind::kRankFailed,
-                           str(describe_operation(operation), ": rank ", what.peer, " has left the job"), what);
+          const bool departed = steps.has_departed(r);
+          const Error gone(departed ? ErrorKind::kRankFailed : ErrorKind::kPeerError,
+                           str(describe_operation(operation), ": rank ", what.peer, " ",
+                               departed ? "has left the job" : to_string(steps.gone(r))),
+                           what);
           abort(gone);
           throw gone;
         }

@@ -110,7 +110,7 @@ MailPtr ShmMailbox::send(const BufferView& buffer, int peer, std::uint64_t tag, 
       std::memcpy(frame.payload, buffer.data, frame.bytes);
     }
     to.outgoing.push_back({frame, mail});
-    if (to.departed) {
+    if (to.is_over()) {
       bury();
     } else {
       push(peer);
@@ -146,7 +146,7 @@ ShmMailbox::Held ShmMailbox::post(const BufferView& buffer, int peer, std::uint6
       posted_.push_back(mail);
       progress();
     }
-    if (std::any_of(peers_.begin(), peers_.end(), [](const Peer& other) { return other.departed; })) {
+    if (std::any_of(peers_.begin(), peers_.end(), [](const Peer& other) { return other.is_over(); })) {
       bury();  // also of an offer whose rest nobody will send
     }
     waits = pending();

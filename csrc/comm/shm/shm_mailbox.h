@@ -149,6 +149,10 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
     std::list<std::shared_ptr<Early>> early;
     std::uint64_t numbers = 0;
     bool departed = false;
+    // Since when it is known to have gone from this communicator; and that nothing has been heard of the job since.
+    std::optional<Deadline> gone_since;
+    bool gone = false;
+    [[nodiscard]] bool is_over() const noexcept { return departed || gone; }
     // By tag, in order, of sends that had ended: the next one of the tag goes out, and ends with the first of them.
     std::multimap<std::uint64_t, Error> refusals;
   };
@@ -191,6 +195,8 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   void expire();
   // Ends what a rank that has left cannot end any more.
   void bury();
+  // Is `rank`, or any for kAnySource, known to have gone by what it wrote on its bell? Then bury().
+  void miss(int rank);
   [[nodiscard]] bool is_wanted(int from) const;
   [[nodiscard]] bool pending() const;
 

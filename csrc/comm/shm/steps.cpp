@@ -46,6 +46,7 @@ bool Steps::meet(const Patience& patience) {
     };
     Patience limits = patience;
     limits.departed = &departed_[r];
+    limits.gone = &region_->bell(r).gone;
     if (!has_come() && wait_on(region_->bell(rank_), policy_, limits, has_come) != Waited::kReady) {
       return false;
     }
@@ -55,6 +56,18 @@ bool Steps::meet(const Patience& patience) {
 
 bool Steps::has_come(std::size_t rank, std::uint64_t step) const noexcept {
   return region_->line(rank, step).step.load(std::memory_order_seq_cst) >= step;
+}
+
+void Steps::leave(Gone why) noexcept {
+  Gone before = Gone::kNo;
+  if (!region_->bell(rank_).gone.compare_exchange_strong(before, why, std::memory_order_seq_cst)) {
+    return;
+  }
+  for (std::size_t r = 0; r < ranks(); ++r) {
+    if (r != rank_) {
+      ring(region_->bell(r));
+    }
+  }
 }
 
 void Steps::depart(std::size_t rank) noexcept {
@@ -69,6 +82,7 @@ void Steps::wait_until(std::size_t rank, std::uint64_t step, const Patience& pat
   }
   Patience limits = patience;
   limits.departed = &departed_[rank];
+  limits.gone = &region_->bell(rank).gone;
   const Waited how =
       wait_on(region_->bell(rank_), policy_, limits, [&] { return published.load(std::memory_order_seq_cst) >= step; });
   if (how != Waited::kReady) {

@@ -48,13 +48,13 @@ class Steps {
 
   // Did `rank` publish the step in which a wait ended?
   [[nodiscard]] bool has_come(std::size_t rank, std::uint64_t step) const noexcept;
-  // `rank` will publish nothing more: waits for it end with kInterrupted unless it has come. From any thread.
+  // `rank` has left the job: waits for it end with kInterrupted unless it has come. From any thread.
   void depart(std::size_t rank) noexcept;
   [[nodiscard]] bool has_departed(std::size_t rank) const noexcept { return departed_[rank]; }
-  // This rank takes part in nothing more. From any thread.
-  void give_up() noexcept { region_->bell(rank_).gone.store(1, std::memory_order_seq_cst); }
-  [[nodiscard]] bool has_given_up(std::size_t rank) const noexcept {
-    return region_->bell(rank).gone.load(std::memory_order_seq_cst) != 0;
+  // This rank takes part in nothing more, and all who wait for it hear of it; the first reason counts. From any thread.
+  void leave(Gone why) noexcept;
+  [[nodiscard]] Gone gone(std::size_t rank) const noexcept {
+    return region_->bell(rank).gone.load(std::memory_order_seq_cst);
   }
   // Ends a wait of this rank: it looks at `interrupted` again. From any thread.
   void wake() const noexcept { ring_always(region_->bell(rank_)); }
