@@ -31,7 +31,7 @@ from hpcomm.communicator import (
     start_control,
 )
 from hpcomm.devices import pick_device
-from hpcomm.errors import InvalidArgument, PeerError, RankFailed, TimedOut
+from hpcomm.errors import Closed, InvalidArgument, PeerError, RankFailed, TimedOut
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -133,17 +133,17 @@ class Mesh:
     @property
     def dp(self) -> Communicator:
         """Replicas of this rank's part of the model."""
-        return self._communicators["dp"]
+        return self._communicator("dp")
 
     @property
     def pp(self) -> Communicator:
         """The pipeline that this rank is a stage of."""
-        return self._communicators["pp"]
+        return self._communicator("pp")
 
     @property
     def tp(self) -> Communicator:
         """The ranks that share this rank's layers."""
-        return self._communicators["tp"]
+        return self._communicator("tp")
 
     @property
     def timeout(self) -> float:
@@ -172,6 +172,7 @@ class Mesh:
 
     def lane(self, ranks: Sequence[int], lane: str) -> Communicator:
         """The communicator of ``ranks`` on ``lane``; made at the first call, which is collective over them."""
+        self._require_open("lane()")
         key = (tuple(ranks), lane)
         if key not in self._lanes:
             self._lanes[key] = self.world.subgroup(list(ranks), lane)
@@ -179,16 +180,20 @@ class Mesh:
 
     def barrier(self) -> None:
         """Returns when every rank of the mesh has called it."""
+        self._require_open("barrier()")
         self.world.barrier()
 
     def close(self) -> None:
-        """Leaves the job in order, when what channels were given has gone. Idempotent; runs by itself at exit.
+        """Leaves the job in order, when what channels were given has gone, and what was issued on the communicators of
+        this mesh has ended, at its time-out at the latest. Idempotent; runs by itself at exit.
 
         In a forked child it does nothing: the parent has not left.
         """
         if self._closed or os.getpid() != self._process:
             return
-        let_go(self.control, self.timeout)  # a Ctrl-C that ends this wait is an error as any: the peers are told
+        # A Ctrl-C that ends one of these waits is an error as any: the peers are told.
+        let_go(self.control, self.timeout)
+        self._end_lanes()
         self._closed = True
         self._lanes.clear()
         self._communicators.clear()
@@ -217,6 +222,24 @@ class Mesh:
     def __repr__(self) -> str:
         axes = ", ".join(f"{axis}={size}" for axis, size in self._sizes.items())
         return f"Mesh({axes}; rank {self.rank} at {self.coordinate})"
+
+    def _communicator(self, axis: str) -> Communicator:
+        self._require_open(axis)
+        return self._communicators[axis]
+
+    def _require_open(self, what: str) -> None:
+        if self._closed:
+            raise Closed(f"mesh.{what} was used after close(); hpcomm.init() makes a new mesh", rank=self.rank)
+
+    def _end_lanes(self) -> None:
+        """What was issued ends with its result: a communicator that is dropped would end it with an error, and an NCCL
+        communicator the whole job.
+        """
+        # In the order in which they were made, alike on all ranks: NCCL's ends wait for each other.
+        for communicator in (*self._lanes.values(), self.world):
+            if self.control.failure() is not None:
+                return  # that has ended what was issued
+            communicator.close()
 
     def _row(self, axis: str) -> list[int]:
         stride = math.prod(list(self._sizes.values())[list(self._sizes).index(axis) + 1 :])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +18,8 @@ import torch.distributed as dist
 
 import hpcomm
 from hpcomm.mesh import axis_sizes
+
+_PEER = 10  # a Control channel of these tests
 
 
 def test_axis_sizes() -> None:
@@ -155,6 +159,58 @@ def test_a_rank_that_never_comes() -> None:
     outcome = ranks.run(2, rank_one_never_comes, expect_failure=True)[0]
     assert outcome.exception == "TimedOut"
     assert "rank 1 did not come within 1 s" in outcome.message
+
+
+def closed_over_operations() -> tuple[list[float], list[str]]:
+    mesh = hpcomm.init(dp=2, timeout=20.0)
+    total = torch.ones(4)
+    lane = mesh.lane(mesh.ranks("dp"), "of its own")
+    lane.all_reduce(total)
+    if mesh.rank == 1:
+        mesh.control.receive(0, _PEER, 20.0)
+    works = [each.all_reduce(total, async_op=True) for each in (lane, lane, lane)]
+    if mesh.rank == 0:
+        mesh.control.send(1, _PEER, b"issued")
+    del lane
+    mesh.close()
+    assert all(work.done() for work in works)
+    for work in works:
+        work.wait()
+    said = []
+    for use in (lambda: mesh.dp, lambda: mesh.pp, lambda: mesh.tp, lambda: mesh.lane([0, 1], "dp"), mesh.barrier):
+        with pytest.raises(hpcomm.Closed) as caught:
+            use()  # type: ignore[operator]
+        said.append(str(caught.value).split(" was used after close()")[0])
+    with pytest.raises(hpcomm.Closed):
+        mesh.world.barrier()
+    return total.tolist(), said
+
+
+def test_what_was_issued_ends_before_its_mesh_does() -> None:
+    for total, said in ranks.run(2, closed_over_operations):
+        assert total == [16.0] * 4
+        assert said == ["mesh.dp", "mesh.pp", "mesh.tp", "mesh.lane()", "mesh.barrier()"]
+
+
+def closed_by_ctrl_c() -> None:
+    mesh = hpcomm.init(dp=2, timeout=60.0)
+    if mesh.rank == 0:
+        waits = mesh.dp.recv(torch.empty(1), 1, async_op=True)  # for what is sent once this rank was interrupted
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            mesh.close()
+        timer.join()
+        mesh.control.send(1, _PEER, b"interrupted")
+        waits.wait()
+    else:
+        mesh.control.receive(0, _PEER, 30.0)
+        mesh.dp.send(torch.ones(1), 0)
+    mesh.close()
+
+
+def test_ctrl_c_ends_the_wait_for_what_was_issued_and_the_mesh_stays() -> None:
+    ranks.run(2, closed_by_ctrl_c)
 
 
 def several_meshes(own_group: bool) -> None:

@@ -155,6 +155,8 @@ class Communicator {
   // A communicator of the ranks that pass the same `color`, ordered by (key, rank), on `lane` or a second one of this
   // lane. Collective over this one. What was issued here before has to end first where the transport wants that (NCCL).
   [[nodiscard]] std::shared_ptr<Communicator> split(int color, int key, const std::optional<std::string>& lane = {});
+  // Waits until all that was issued has ended, well or not, also by other threads; false when the deadline came first.
+  [[nodiscard]] virtual bool idle_until(Deadline deadline) const = 0;
   // Finishes what was issued, then refuses more. Idempotent; local.
   virtual void close() = 0;
   // Ends every operation, running or queued, with `why`. From any thread; does not wait.

@@ -179,7 +179,8 @@ void HostCommunicator::throw_if_aborted(const ErrorContext& what) const {
 }
 
 bool HostCommunicator::idle_until(Deadline deadline) const {
-  while (pending_.load(std::memory_order_acquire) != 0) {
+  // The threads of a forked child's parent are not there.
+  while (!forked() && (pending_.load(std::memory_order_acquire) != 0 || !stream().idle())) {
     if (Clock::now() >= deadline) {
       return false;
     }

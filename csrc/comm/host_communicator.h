@@ -21,8 +21,7 @@ class HostCommunicator : public Communicator {
   // True in a forked child of the process that made it: close() and abort() do nothing there, as the memory that peers
   // look at is the parent's too, and operations throw.
   [[nodiscard]] bool forked() const noexcept;
-  // Waits until nothing is issued and not ended, also by other threads; false when the deadline came first.
-  [[nodiscard]] bool idle_until(Deadline deadline) const;
+  [[nodiscard]] bool idle_until(Deadline deadline) const override;
 
   // Runs `body` at its place in this communicator's order, as one operation named `what`: what it issues here runs in
   // place. `body` is given the operation's deadline and may throw; options are read as for any operation.

@@ -39,6 +39,14 @@ at::Tensor allocate(Communicator& self, const std::vector<std::int64_t>& shape, 
       at::TensorOptions().dtype(type).device(torch_device(self.device())));
 }
 
+void close(Communicator& self) {
+  // What was issued ends by itself, at its time-out at the latest; Ctrl-C ends this wait, and the communicator stays
+  // open.
+  (void)wait_in_slices(in_seconds(-1), [&](Deadline until) { return self.idle_until(until); });
+  const WithoutGil scope;
+  self.close();
+}
+
 // Python functions need the GIL to be called and to be let go of; communicators are destroyed without it.
 C10dBackendFactory to_factory(py::function function) {
   const std::shared_ptr<py::function> shared(new py::function(std::move(function)), [](py::function* owned) {
@@ -124,7 +132,7 @@ void bind_comm(py::module_& module) {
             return released_without_gil(self.subgroup(members, lane));
           },
           py::arg("members"), py::arg("lane"))
-      .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
+      .def("close", &close)
       .def(
           "abort",
           [](Communicator& self, const std::string& reason) {

@@ -8,6 +8,8 @@ import pytest
 import torch
 from gpu_tools import Point, host_never_waits, mesh_on, one_and_two, run, sleep, synchronize
 
+import hpcomm
+
 
 def operation_waits_for_its_input(device: str) -> None:
     with mesh_on(device, dp=-1) as mesh:
@@ -172,6 +174,46 @@ def barrier_blocks_the_host(device: str) -> None:
 @one_and_two
 def test_a_barrier_blocks_the_host(device: str, world: int) -> None:
     run(device, world, barrier_blocks_the_host)
+
+
+def closed_over_what_nobody_waits_for(device: str) -> None:
+    mesh = mesh_on(device, dp=-1)
+    x = torch.full((1 << 20,), 2.0, device=device)
+    mesh.dp.all_reduce(torch.ones(1, device=device))  # NCCL connects in the first
+    sleep(device, 50.0)
+    works = [mesh.dp.all_reduce(x, async_op=True) for _ in range(3)]
+    mesh.close()
+    assert mesh.control.failure() is None
+    for work in works:
+        work.wait()
+    assert bool((x == 2.0 * mesh.size**3).all())
+
+
+@one_and_two
+def test_closing_a_mesh_whose_operations_nobody_has_waited_for(device: str, world: int) -> None:
+    run(device, world, closed_over_what_nobody_waits_for)
+
+
+def dropped_behind_its_backward(device: str) -> None:
+    with mesh_on(device, dp=-1) as mesh:
+        group = mesh.group("dp")
+        for _ in range(2):
+            wrapped = hpcomm.DistributedDataParallel(torch.nn.Linear(256, 256).to(device), process_group=group)
+            weight = wrapped.module.weight
+            wrapped(torch.ones(4, 256, device=device)).sum().backward()
+            sleep(device, 50.0)
+            wrapped.zero_grad()
+            wrapped(torch.full((4, 256), 10.0**mesh.rank, device=device)).sum().backward()
+            del wrapped  # with a lane of its own
+            gc.collect()
+            expected = 4 * sum(10.0**r for r in range(mesh.size)) / mesh.size
+            torch.testing.assert_close(weight.grad, torch.full_like(weight, expected))
+        mesh.barrier()
+
+
+@one_and_two
+def test_dropping_a_wrapper_whose_reductions_run(device: str, world: int) -> None:
+    run(device, world, dropped_behind_its_backward)
 
 
 def closed_while_it_runs(device: str) -> None:

@@ -198,6 +198,39 @@ TEST(nccl_close_without_the_peer_turns_into_an_abort) {
   CHECK_EQ(fake_nccl::calls("ncclCommAbort"), 2);
 }
 
+TEST(nccl_what_is_under_way_ends_well_when_its_communicator_is_closed_or_dropped) {
+  for (const bool closes : {true, false}) {
+    NcclJob job(2);
+    CapturedStderr captured;
+    job.run_threads([&](int rank) {
+      auto lane = job.connected(rank);
+      DeviceVector<float> values(rank, 4, 1);
+      if (rank == 1) {
+        job.meet(rank, 1);
+        std::this_thread::sleep_for(20ms);
+      }
+      std::vector<WorkPtr> works;
+      for (int i = 0; i < 3; ++i) {
+        works.push_back(lane->all_reduce(values.view(), ReduceOp::kSum));
+      }
+      if (rank == 0) {
+        job.meet(rank, 1);
+      }
+      if (closes) {
+        lane->close();
+      }
+      lane.reset();
+      for (const WorkPtr& work : works) {
+        CHECK(!error_of(*work));
+      }
+      CHECK_EQ(values[3], 8.0F);
+      CHECK(!job.control(rank)->failure());
+    });
+    CHECK_EQ(captured.text(), "");
+    CHECK_EQ(fake_nccl::calls("ncclCommAbort"), 0);
+  }
+}
+
 TEST(nccl_destruction_ends_what_is_pending) {
   for (int round = 0; round < 3; ++round) {
     NcclJob job(2);

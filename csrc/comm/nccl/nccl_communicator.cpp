@@ -24,6 +24,9 @@ using namespace nccl;
 constexpr std::size_t kMostInGroup = 256;
 // Longer than a finalisation waits for peers, and an abort after it.
 constexpr std::chrono::seconds kTeardown{8};
+// The host runs ahead of its device: what a lane that is dropped has issued is under way, and ends unless a peer does
+// not come.
+constexpr std::chrono::seconds kUnderWay{3};
 
 // Memory that a kernel may still use when its communicator cannot be ended. Within reach, so that leak checkers see
 // that it is meant.
@@ -53,7 +56,7 @@ class NcclCommunicator final : public Communicator {
       return;  // threads, locks and the device are the parent's
     }
     try {
-      if (session_->busy() && !session_->is_aborted()) {
+      if (!idle_until(Clock::now() + kUnderWay)) {
         const Error why(ErrorKind::kClosed, "the communicator was destroyed while operations were pending",
                         context("close", -1, 0));
         std::fprintf(stderr, "hpcomm: rank %d: %s on lane %s\n", why.context().rank, why.what(), lane().c_str());
@@ -122,6 +125,10 @@ class NcclCommunicator final : public Communicator {
       work->fail(error);
     }
     return work;
+  }
+
+  [[nodiscard]] bool idle_until(Deadline deadline) const override {
+    return forked() || session_->idle_until(deadline) || session_->is_aborted();
   }
 
   void close() override {

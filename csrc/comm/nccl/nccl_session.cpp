@@ -76,16 +76,6 @@ void Session::watch(const std::vector<NcclWorkPtr>& works) {
   pending_.insert(pending_.end(), works.begin(), works.end());
 }
 
-bool Session::busy() {
-  // Outside the lock: looking at an event may take a while.
-  std::deque<NcclWorkPtr> works;
-  {
-    const std::lock_guard lock(mutex_);
-    works = pending_;
-  }
-  return !std::all_of(works.begin(), works.end(), [](const NcclWorkPtr& work) { return work->done(); });
-}
-
 bool Session::idle_until(Deadline deadline) {
   std::deque<NcclWorkPtr> works;
   {

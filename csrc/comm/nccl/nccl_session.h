@@ -47,7 +47,6 @@ class Session : public std::enable_shared_from_this<Session> {
   void watch(const std::vector<NcclWorkPtr>& works);
   // Blocks until nothing is pending; false when the deadline came first, or the session was aborted.
   [[nodiscard]] bool idle_until(Deadline deadline);
-  [[nodiscard]] bool busy();
 
   // --- Its end ------------------------------------------------------------------------------------------------------
   void require_open(const ErrorContext& what) const;
