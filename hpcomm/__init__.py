@@ -1,7 +1,7 @@
 """hpcomm: a hybrid-parallel training step as one verified communication plan, run natively, fused and overlapped.
 
 Public names only. They are looked up at first use, so ``import hpcomm`` does no work, but for making the backend
-"hpcomm" known to ``torch.distributed`` once the program imports that.
+"hpcomm" known to ``torch.distributed`` once the program imports that, and for one variable that NCCL reads only once.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hpcomm import launch_order as _launch_order  # noqa: F401 - it asks when it is imported
 from hpcomm._version import __version__
 from hpcomm.backend import register_with_torch
 

@@ -23,6 +23,7 @@ MODULES = (
     "errors",
     "_version",
     "_build",
+    "launch_order",
     "_native",
     "_C",
     "tree",

@@ -158,6 +158,7 @@ void bind_comm(py::module_& module) {
       },
       py::arg("config"), py::kw_only(), py::arg("limits") = std::map<std::string, std::tuple<int, int, int>>());
   module.def("nccl_version", &nccl_version);
+  set_launch_order_in_time(py::module_::import("hpcomm.launch_order").attr("IN_TIME").cast<bool>());
   module.def("built_with_cuda", &built_with_cuda);
   module.def(
       "emulated_communicator",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 import torch
@@ -70,6 +71,16 @@ def many_lanes(device: str) -> None:
 @one_and_two
 def test_races_between_lanes(device: str, world: int) -> None:
     run(device, world, many_lanes)
+
+
+def many_lanes_by_events(device: str) -> None:
+    os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = "0"  # of this rank alone, before its first use of NCCL
+    many_lanes(device)
+
+
+@one_and_two
+def test_lanes_that_events_keep_in_order(device: str, world: int) -> None:
+    run(device, world, many_lanes_by_events)
 
 
 def dropped_tensors(device: str) -> None:

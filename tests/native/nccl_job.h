@@ -66,6 +66,7 @@ class NcclJob {
       : size_(size), timeout_(timeout) {
     ::setenv("HPCOMM_NCCL_LIBRARY", HPCOMM_TEST_NCCL_LIBRARY, 1);
     ::unsetenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+    set_launch_order_in_time(true);
     fake_cuda::reset(seed, 100);
     fake_cuda::set_device_count(size);
     fake_nccl::reset(rules);

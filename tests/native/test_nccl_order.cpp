@@ -4,6 +4,7 @@
 #include <thread>
 #include <vector>
 
+#include "comm/nccl/nccl_library.h"
 #include "native/nccl_job.h"
 
 using namespace hpcomm;
@@ -52,6 +53,31 @@ TEST(nccl_lanes_are_ordered_by_events_where_nccl_is_told_not_to) {
     CHECK(!fake_nccl::last_config().launch_order);
     CHECK_EQ(std::string(std::getenv("NCCL_LAUNCH_ORDER_IMPLICIT")), "0");
     CHECK(fake_cuda::calls("cudaStreamWaitEvent") >= 100);
+  }
+}
+
+TEST(nccl_lanes_are_ordered_by_events_where_nccl_was_used_before_it_was_told) {
+  NcclJob job(2);
+  CapturedStderr captured;
+  set_launch_order_in_time(false);
+  fake_nccl::use_elsewhere();
+  use_two_lanes(job, 30);
+  CHECK(!fake_nccl::last_config().launch_order);
+  CHECK(fake_cuda::calls("cudaStreamWaitEvent") >= 100);
+}
+
+TEST(nccl_is_believed_to_keep_the_order_where_it_must_have_been_told) {
+  CapturedStderr captured;
+  nccl::Library old;
+  old.version = 23007;
+  nccl::Library told_by_config;
+  told_by_config.version = 23100;
+  for (const bool in_time : {true, false}) {
+    set_launch_order_in_time(in_time);
+    CHECK_EQ(nccl::keeps_launch_order(old, true), in_time);
+    CHECK(nccl::keeps_launch_order(told_by_config, true));
+    CHECK(!nccl::keeps_launch_order(old, false));
+    CHECK(!nccl::keeps_launch_order(told_by_config, false));
   }
 }
 

@@ -44,7 +44,7 @@ class NcclCommunicator final : public Communicator {
         options_(options),
         session_(std::move(session)),
         order_(LaunchOrder::of(session_->device)),
-        nccl_keeps_order_(launch_order) {
+        nccl_keeps_order_(keeps_launch_order(session_->nccl, launch_order)) {
     watch(session_);
   }
 

@@ -34,6 +34,11 @@ struct NcclOptions : NcclLimits {
 [[nodiscard]] std::shared_ptr<Communicator> make_nccl_communicator(CommunicatorConfig config,
                                                                    const NcclOptions& options = {});
 
+// NCCL reads NCCL_LAUNCH_ORDER_IMPLICIT once, at its first use in the process, which may be somebody else's. True: it
+// was set by then, and not to 0. Nobody knows before this is called, and communicators of NCCL before 2.31, which tells
+// it of each by its config, keep their order by events.
+void set_launch_order_in_time(bool in_time) noexcept;
+
 // "2.28.9", and where it was loaded from; empty when no NCCL can be loaded.
 [[nodiscard]] std::string nccl_version();
 

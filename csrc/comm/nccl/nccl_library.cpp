@@ -3,6 +3,8 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -21,6 +23,8 @@ constexpr std::size_t kSize227 = offsetof(Config, n_channels_per_net_peer);
 // would be values of ours.
 constexpr std::size_t kSize231 = offsetof(Config, launch_order_implicit) + sizeof(Config::launch_order_implicit);
 constexpr int kOrderInConfig = version_code(2, 31, 0);
+
+std::atomic<bool> launch_order_in_time = false;
 
 template <typename Function>
 void look_up(void* handle, const char* name, Function& function) {
@@ -143,9 +147,26 @@ bool ask_for_launch_order() {
   return asked != nullptr && std::atoi(asked) != 0;
 }
 
+bool keeps_launch_order(const Library& nccl, bool asked) {
+  if (!asked || nccl.version >= kOrderInConfig || launch_order_in_time) {
+    return asked;
+  }
+  static std::once_flag told;
+  std::call_once(told, [&] {
+    std::fprintf(stderr,
+                 "hpcomm: NCCL %s may have been used before NCCL_LAUNCH_ORDER_IMPLICIT was set, so events keep its "
+                 "kernels in order, and lanes do not overlap each other. Import hpcomm before CUDA is used, or start "
+                 "the process with NCCL_LAUNCH_ORDER_IMPLICIT=1\n",
+                 nccl.version_text().c_str());
+  });
+  return false;
+}
+
 }  // namespace hpcomm::nccl
 
 namespace hpcomm {
+
+void set_launch_order_in_time(bool in_time) noexcept { nccl::launch_order_in_time = in_time; }
 
 std::string nccl_version() {
   try {

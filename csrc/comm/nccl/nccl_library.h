@@ -70,8 +70,10 @@ struct Library {
 // A config that this library reads as we mean it: non-blocking, with the fields that it has.
 [[nodiscard]] Config make_config(const Library& nccl, const NcclLimits& limits, bool launch_order_implicit);
 
-// NCCL_LAUNCH_ORDER_IMPLICIT=1 unless the user said otherwise; called before NCCL's first initialisation here. True
-// when NCCL will keep the order in which one host thread issues on several communicators of a device.
+// NCCL_LAUNCH_ORDER_IMPLICIT=1 unless the user said otherwise; called before a communicator is made. True when NCCL is
+// asked to keep the order in which one host thread issues on several communicators of a device.
 [[nodiscard]] bool ask_for_launch_order();
+// Whether it will: where it was `asked`, and is told by the config or has found the variable at its first use.
+[[nodiscard]] bool keeps_launch_order(const Library& nccl, bool asked);
 
 }  // namespace hpcomm::nccl

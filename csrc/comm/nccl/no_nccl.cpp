@@ -9,6 +9,8 @@ std::shared_ptr<Communicator> make_nccl_communicator(CommunicatorConfig, const N
               "this copy of hpcomm was built without CUDA; build it with USE_CUDA=1 against a torch with CUDA");
 }
 
+void set_launch_order_in_time(bool) noexcept {}
+
 std::string nccl_version() { return ""; }
 
 }  // namespace hpcomm

@@ -52,14 +52,13 @@ ncclResult_t read_config(const ncclConfig_t* given, SeenConfig& seen) {
     violation("config: a value behind the fields that the caller knows");
     return ncclInvalidArgument;
   }
-  const char* order = std::getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
   seen = {given->size,
           config.version,
           config.blocking == INT_MIN ? 1 : config.blocking,
           config.cgaClusterSize,
           config.minCTAs,
           config.maxCTAs,
-          config.launchOrderImplicit == 1 || (order != nullptr && std::atoi(order) != 0)};
+          config.launchOrderImplicit == 1 || launch_order_of_environment()};
   return ncclSuccess;
 }
 

@@ -15,8 +15,9 @@ namespace fake_nccl {
 
 // How kernels of several communicators of one device share it.
 enum class Device {
-  // One kernel at a time: in the order of issue where NCCL_LAUNCH_ORDER_IMPLICIT (or its field of the config) was set
-  // when the communicator was made, else whichever stream comes first.
+  // One kernel at a time: in the order of issue where NCCL_LAUNCH_ORDER_IMPLICIT was set when the first communicator
+  // was
+  // made, or its field of the config for this one; else whichever stream comes first.
   kOneKernel,
   kManyKernels,  // one per stream
 };
@@ -42,6 +43,8 @@ struct Rules {
 // Back to a healthy library with `rules`, no injected errors, counts at zero. What is left of before is forgotten.
 void reset(const Rules& rules = {});
 [[nodiscard]] const Rules& rules();
+// Somebody else in the process, as torch, makes a communicator: NCCL reads its environment now.
+void use_elsewhere();
 // The end of Rules::abort_hangs.
 void let_aborts_return();
 

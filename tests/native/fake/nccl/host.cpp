@@ -1,6 +1,7 @@
 // Call sites, what tests ask for, and what the library says of itself.
 #include "native/fake/nccl/host.h"
 
+#include <cstdlib>
 #include <cstring>
 
 namespace fake_nccl {
@@ -72,6 +73,7 @@ void reset(const Rules& wanted) {
     h.largest_group = 0;
     h.averages = 0;
     h.registrations = 0;
+    h.launch_order.reset();
   }
   Calls& made = calls_made();
   const std::lock_guard lock(made.mutex);
@@ -81,6 +83,18 @@ void reset(const Rules& wanted) {
   made.violations.clear();
   made.fail_in = 0;
 }
+
+bool launch_order_of_environment() {
+  Host& h = host();
+  const std::lock_guard lock(h.mutex);
+  if (!h.launch_order) {
+    const char* order = std::getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+    h.launch_order = order != nullptr && std::atoi(order) != 0;
+  }
+  return *h.launch_order;
+}
+
+void use_elsewhere() { (void)launch_order_of_environment(); }
 
 const Rules& rules() { return calls_made().rules; }
 

@@ -63,8 +63,11 @@ struct Host {
   std::size_t largest_group = 0;
   std::uint64_t averages = 0;
   SeenConfig config;
+  std::optional<bool> launch_order;  // NCCL_LAUNCH_ORDER_IMPLICIT as it was at the first use
 };
 Host& host();
+// The variable, which NCCL reads once.
+[[nodiscard]] bool launch_order_of_environment();
 
 // Null when it is a living communicator that may be used now, else why not.
 ncclResult_t check_comm(ncclComm_t comm, const char* function);

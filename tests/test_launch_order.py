@@ -1,0 +1,52 @@
+"""NCCL reads one variable once: it is set when hpcomm is imported, and believed only where NCCL must have found it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+# As a process in which torch has used the GPU; nobody has one here.
+_CUDA_IN_USE = "import torch; torch.cuda.is_initialized = lambda: True\n"
+
+
+def found(program: str, **variables: str) -> list[str]:
+    """What a program prints that was started with these variables."""
+    code = textwrap.dedent(program) + "import os; print(launch_order.IN_TIME, os.environ[launch_order.VARIABLE])"
+    clean = {name: value for name, value in os.environ.items() if name != "NCCL_LAUNCH_ORDER_IMPLICIT"}
+    environment = {**clean, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("before", "given", "expected"),
+    [
+        ("", {}, ["True", "1"]),
+        ("import torch\n", {}, ["True", "1"]),
+        (_CUDA_IN_USE, {}, ["False", "1"]),
+        (_CUDA_IN_USE, {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, ["True", "1"]),
+        ("", {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, ["False", "0"]),
+        (_CUDA_IN_USE, {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, ["False", "0"]),
+        ("", {"NCCL_LAUNCH_ORDER_IMPLICIT": "yes"}, ["False", "yes"]),  # NCCL takes it for its default, 0
+    ],
+)
+def test_it_is_in_time_where_nccl_cannot_have_been_used(
+    before: str, given: dict[str, str], expected: list[str]
+) -> None:
+    assert found(before + "from hpcomm import launch_order\n", **given) == expected
+
+
+def test_what_the_program_sets_late_is_not_believed() -> None:
+    late = "import os; os.environ['NCCL_LAUNCH_ORDER_IMPLICIT'] = '1'\n"
+    assert found(_CUDA_IN_USE + late + "from hpcomm import launch_order\n") == ["False", "1"]
+    assert found(late + "from hpcomm import launch_order\n") == ["True", "1"]
+
+
+def test_to_import_hpcomm_is_enough() -> None:
+    assert found("import hpcomm\nfrom hpcomm import launch_order\n") == ["True", "1"]
