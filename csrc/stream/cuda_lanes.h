@@ -27,10 +27,14 @@ class CudaLanes {
   [[nodiscard]] std::shared_ptr<Stream> make(const std::string& lane);
 
  private:
+  // Once, on stderr, where there are as many lanes as queues between host and device.
+  void warn_of_shared_queues();
+
   const int device_;
   const Pool pool_;
   std::mutex mutex_;
   std::unordered_map<void*, std::weak_ptr<Stream>> used_;
+  bool warned_ = false;
 };
 
 }  // namespace hpcomm

@@ -1,6 +1,7 @@
 // stream/cuda_lanes: the priority of each use, and streams that nobody else has.
 #include <cuda_runtime_api.h>
 
+#include <cstdlib>
 #include <memory>
 #include <set>
 #include <string>
@@ -112,4 +113,37 @@ TEST(cuda_lanes_share_no_stream_while_the_pool_has_another) {
     users += stream != nullptr && stream->native_handle() == again->native_handle() ? 1 : 0;
   }
   CHECK_EQ(users, 0);
+}
+
+TEST(cuda_lanes_beyond_the_queues_of_the_device_are_told_of_once) {
+  fake_cuda::reset();
+  (void)cudaSetDevice(0);
+  for (const int queues : {0, 3}) {  // 0: not set, and CUDA has eight
+    if (queues == 0) {
+      ::unsetenv("CUDA_DEVICE_MAX_CONNECTIONS");
+    } else {
+      ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "3", 1);
+    }
+    Pool pool(16);
+    CudaLanes lanes(0, pool.take());
+    std::vector<std::shared_ptr<Stream>> living;
+    const int enough = queues == 0 ? 8 : queues;
+    {
+      CapturedStderr silence;
+      for (int i = 0; i < 20; ++i) {
+        (void)lanes.make("gone");
+      }
+      for (int i = 1; i < enough; ++i) {
+        living.push_back(lanes.make("up"));
+      }
+      CHECK_EQ(silence.text(), "");
+    }
+    CapturedStderr captured;
+    living.push_back(lanes.make("down"));
+    living.push_back(lanes.make("down"));
+    CHECK_EQ(captured.text(), str("hpcomm: ", enough, " lanes on CUDA device 0, which has ", enough,
+                                  " queues (CUDA_DEVICE_MAX_CONNECTIONS): lanes that share one wait for each other. "
+                                  "Start the process with CUDA_DEVICE_MAX_CONNECTIONS=32\n"));
+  }
+  ::unsetenv("CUDA_DEVICE_MAX_CONNECTIONS");
 }
