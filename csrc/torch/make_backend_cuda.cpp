@@ -42,7 +42,7 @@ class DeviceBackend final : public c10d::Backend {
   c10::intrusive_ptr<Options> getBackendOptions() override { return cpu_->getBackendOptions(); }
   void setTimeout(std::chrono::milliseconds timeout) override {
     cpu_->setTimeout(timeout);
-    const std::lock_guard lock(mutex_);
+    const auto lock = locked();
     timeout_ = timeout;
     if (cuda_) {
       cuda_->setTimeout(timeout);
@@ -187,9 +187,20 @@ class DeviceBackend final : public c10d::Backend {
   }
   c10d::Backend& of(const Tensors& tensors) { return tensors.empty() ? *cpu_ : of(tensors.front()); }
 
+  // Who makes the communicator has it for as long as that takes, and takes the GIL back before letting it go: so nobody
+  // waits for it with the GIL.
+  [[nodiscard]] std::unique_lock<std::mutex> locked() {
+    std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock.owns_lock()) {
+      const WithoutGil scope;
+      lock.lock();
+    }
+    return lock;
+  }
+
   CudaBackend& cuda(const c10::Device& where) {
     return *for_torch([&]() -> CudaBackend* {
-      const std::lock_guard lock(mutex_);
+      const auto lock = locked();
       const Device device = device_of(where);
       if (!cuda_) {
         const WithoutGil scope;
