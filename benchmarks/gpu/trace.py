@@ -76,10 +76,15 @@ def communicates(event: Event) -> bool:
 
 
 def share_under_compute(events: Iterable[Event]) -> float | None:
-    """The part of the time in which NCCL's kernels run that other kernels run in as well; None without any."""
-    kernels = [event for event in events if event.category in ON_DEVICE]
+    """The part of the time in which NCCL's kernels run that the model's kernels run in as well; None without any.
+
+    What packs and unpacks is communication too, though not on the wire; copies and fills compute nothing.
+    """
+    kernels = [event for event in events if event.category == "kernel"]
     wire = merged((event.start, event.end) for event in kernels if communicates(event))
-    compute = merged((event.start, event.end) for event in kernels if not communicates(event))
+    compute = merged(
+        (event.start, event.end) for event in kernels if not communicates(event) and OURS not in event.name
+    )
     total = sum(end - start for start, end in wire)
     if total == 0:
         return None
