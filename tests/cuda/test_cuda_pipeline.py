@@ -140,10 +140,10 @@ def test_frozen_steps_have_no_hidden_synchronization(device: str, axes: dict[str
     assert run(device, world, quiet, axes) == [[]] * world
 
 
-def captured(_: str) -> list[tuple[float, dict[str, torch.Tensor]]]:
-    with mesh_on("cuda") as mesh:
+def captured(_: str, axes: dict[str, int]) -> list[tuple[float, dict[str, torch.Tensor]]]:
+    with mesh_on("cuda", **axes) as mesh:
         pipe = hpcomm.Pipeline(model(), mesh=mesh, num_microbatches=4, loss_fn=mse, schema="frozen")
-        x, y = batch(0, "cuda")
+        x, y = batch(mesh.dp.rank, "cuda")
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -158,17 +158,18 @@ def captured(_: str) -> list[tuple[float, dict[str, torch.Tensor]]]:
             loss = pipe.step(x, target=y)
         results = []
         for salt in (1, 2, 3):
-            for static, new in zip((x, y), batch(0, "cuda", salt), strict=True):
+            for static, new in zip((x, y), batch(mesh.dp.rank, "cuda", salt), strict=True):
                 static.copy_(new)
             graph.replay()
             results.append((float(loss), gradients(pipe)))
         torch.cuda.synchronize()
-        del graph
+        del graph  # before the mesh closes: NCCL keeps a communicator as long as a graph has operations of it
         return results
 
 
 @pytest.mark.cuda
-def test_a_frozen_step_in_a_graph_is_replayed_with_new_data() -> None:
-    (results,) = run("cuda", 1, captured)
+@MESHES
+def test_a_frozen_step_in_a_graph_is_replayed_with_new_data(axes: dict[str, int]) -> None:
+    results = run("cuda", world_of(axes), captured, axes)
     for i, salt in enumerate((1, 2, 3)):
-        require_one_process([results[i]], 1, salt)
+        require_one_process([mine[i] for mine in results], axes.get("dp", 1), salt)
