@@ -24,8 +24,12 @@ from typing import Any
 
 OLDEST_PYTHON = (3, 10)
 SHARES_A_GPU = (2, 30, 3)  # the first NCCL that lets several ranks use one GPU
-# What torch itself may do without: to build, and besides that to run the tests.
-MODULES = {"bench": ("setuptools",), "test": ("setuptools", "pytest", "hypothesis")}
+# What torch itself may do without: to build, to run the benchmarks, to run the tests.
+MODULES = {
+    "build": ("setuptools",),
+    "bench": ("setuptools",),  # which builds
+    "test": ("setuptools", "pytest", "hypothesis"),
+}
 
 
 def run(*command: str) -> str:
@@ -144,8 +148,12 @@ def cpu_name() -> str:
     return match[1] if match else platform.processor()
 
 
-def missing(found: dict[str, Any], what: str = "test") -> list[str]:
-    """What the GPU half cannot do without for ``make gpu-<what>``, each with what to do about it."""
+def missing(found: dict[str, Any], what: str = "test", *, builds: bool = True) -> list[str]:
+    """What the GPU half cannot do without for ``make gpu-<what>``, each with what to do about it.
+
+    Args:
+        builds: False where the module was built elsewhere, and nothing that builds it is needed.
+    """
     lacks = []
     if tuple(int(part) for part in found["python"].split(".")[:2]) < OLDEST_PYTHON:
         lacks.append(f"Python 3.10 or newer: {found['executable']} is {found['python']}; use make PYTHON=...")
@@ -156,6 +164,23 @@ def missing(found: dict[str, Any], what: str = "test") -> list[str]:
     elif not found["gpus"]:
         driver = f"the driver is {found['driver']}" if found["driver"] else "nvidia-smi finds no driver"
         lacks.append(f"a GPU: torch {found['torch']} sees none here ({driver})")
+    if builds:
+        lacks += missing_to_build(found)
+    needed = MODULES[what] if builds else [name for name in MODULES[what] if name not in MODULES["build"]]
+    lacks += [f"the Python module {name}" for name in needed if not found["modules"][name]]
+    if found["gpu_nccl"] and not found["gpu_nccl_version"]:
+        lacks.append(f"an NCCL: GPU_NCCL={found['gpu_nccl']} is not a library that can be loaded")
+    elif found["gpu_nccl"] and tuple(map(int, found["gpu_nccl_version"].split("."))) < SHARES_A_GPU:
+        lacks.append(
+            f"an NCCL that lets ranks share a GPU (2.30.3 or newer): GPU_NCCL is {found['gpu_nccl_version']}; "
+            "leave it away to run what one rank can"
+        )
+    return lacks
+
+
+def missing_to_build(found: dict[str, Any]) -> list[str]:
+    """What the build needs."""
+    lacks = []
     if not found["programs"]["nvcc"]:
         lacks.append("nvcc, the compiler of the CUDA toolkit: set CUDA_HOME or PATH")
     elif found["torch_cuda"] and found["nvcc"].split(".")[0] != found["torch_cuda"].split(".")[0]:
@@ -166,14 +191,6 @@ def missing(found: dict[str, Any], what: str = "test") -> list[str]:
         lacks.append(f"a C++ compiler: {os.environ.get('CXX', 'c++')} does not run")
     if not found["python_header"]:
         lacks.append(f"Python.h: {found['executable']} has no headers (python3-dev, python3.12-dev or the like)")
-    lacks += [f"the Python module {name}" for name in MODULES[what] if not found["modules"][name]]
-    if found["gpu_nccl"] and not found["gpu_nccl_version"]:
-        lacks.append(f"an NCCL: GPU_NCCL={found['gpu_nccl']} is not a library that can be loaded")
-    elif found["gpu_nccl"] and tuple(map(int, found["gpu_nccl_version"].split("."))) < SHARES_A_GPU:
-        lacks.append(
-            f"an NCCL that lets ranks share a GPU (2.30.3 or newer): GPU_NCCL is {found['gpu_nccl_version']}; "
-            "leave it away to run what one rank can"
-        )
     return lacks
 
 

@@ -28,6 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import check_gpu  # noqa: E402
+import gpu_ranks  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     end = time.monotonic() + 60 * float(os.environ.get("GPU_MINUTES", "8"))
     found = check_gpu.facts()
     print(check_gpu.describe(found), flush=True)
-    lacks = check_gpu.missing(found, arguments[0])
+    lacks = check_gpu.missing(found, arguments[0], builds=builds())
     if lacks:
         print("\n" + check_gpu.complain(lacks), file=sys.stderr)
         return 1
@@ -63,8 +64,11 @@ def main(arguments: Sequence[str]) -> int:
             path = result_path(arguments[0], found)
             write(path, {**report, "failed": "the build"})
             return code
+        found |= ask_two_ranks(found)
+        report["two_ranks"] = found["two_ranks"]
         step = run_tests if arguments[0] == "test" else run_benchmarks
-        return step(list(arguments[1:]), found, report, end)
+        code = step(list(arguments[1:]), found, report, end)
+        return code if found["ranks"] == check_gpu.most_ranks(found) else code or 1
     finally:
         copy_results()
 
@@ -97,11 +101,16 @@ def result_path(what: str, found: dict[str, Any]) -> Path:
     return RESULTS / f"gpu-bench-{name}.json"
 
 
+def builds() -> bool:
+    """Whether the module is built here, and not carried here."""
+    return os.environ.get("GPU_BUILD") != "0"
+
+
 def build(found: dict[str, Any]) -> int:
     """In place, for the GPU that is here; a second time it finds nothing to do. With GPU_BUILD=0 what was carried here
     is used: a module built elsewhere, for this Python, this torch and this GPU.
     """
-    if os.environ.get("GPU_BUILD") == "0":
+    if not builds():
         program = "from hpcomm import _C; assert _C.built_with_cuda(), 'it was built without CUDA'; print(_C.__file__)"
         done = subprocess.run(
             [sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False
@@ -139,6 +148,19 @@ def architectures(found: dict[str, Any]) -> str:
     return ";".join(sorted({gpu["capability"] for gpu in found["gpus"]}))
 
 
+def ask_two_ranks(found: dict[str, Any]) -> dict[str, Any]:
+    """What is found out by trying: "ranks" that tests and benchmarks may use, "rank_variables" that they need for it,
+    and in words what is wrong with two of them, "two_ranks".
+    """
+    most = check_gpu.most_ranks(found)
+    if most < 2:
+        return {"ranks": most, "rank_variables": {}, "two_ranks": ""}
+    verdict = gpu_ranks.judge(gpu_ranks.attempt, variables_of_ranks(found))
+    if verdict.why:
+        print(f"\n== {verdict.why}", file=sys.stderr, flush=True)
+    return {"ranks": 2 if verdict.usable else 1, "rank_variables": verdict.variables, "two_ranks": verdict.why}
+
+
 def variables_of_ranks(found: dict[str, Any]) -> dict[str, str]:
     """Of whatever starts ranks."""
     sharing = len(found["gpus"]) == 1
@@ -156,6 +178,10 @@ def variables_of_ranks(found: dict[str, Any]) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
         "NCCL_IB_DISABLE": os.environ.get("NCCL_IB_DISABLE", "1"),
+        # Queues between host and GPU. Lanes that share one wait for each other; CUDA's own 8 are soon used up by the
+        # lanes of a pipeline beside torch's streams.
+        "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "32"),
+        **found.get("rank_variables", {}),
     }
 
 
@@ -163,10 +189,12 @@ def run_tests(arguments: list[str], found: dict[str, Any], report: dict[str, Any
     """Runs what is marked cuda. Its report is read line by line: pytest may not have come to its end."""
     variables = variables_of_ranks(found)
     variables["HPCOMM_REQUIRE_GPUS"] = "1"
-    if check_gpu.most_ranks(found) >= 2:
+    if found["ranks"] >= 2:
         variables["HPCOMM_REQUIRE_MULTIRANK"] = "1"
     else:
         print("One rank alone: tests of two ranks are skipped, each says why.")
+    if found["ranks"] < check_gpu.most_ranks(found):
+        variables["HPCOMM_NO_SECOND_RANK"] = "two ranks cannot talk over NCCL here, which was tried first"
     lines = LOGS / "tests.jsonl"
     lines.unlink(missing_ok=True)
     variables["HPCOMM_TEST_REPORT"] = str(lines)
@@ -227,7 +255,7 @@ def run_benchmarks(arguments: list[str], found: dict[str, Any], report: dict[str
     header = LOGS / "header.json"
     write(header, report)
     seconds = max(30.0, end - time.monotonic() - GRACE)
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cuda", "--ranks", str(check_gpu.most_ranks(found)),
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cuda", "--ranks", str(found["ranks"]),
                "--json", str(path), "--header", str(header), "--seconds", f"{seconds:.0f}", *arguments]  # fmt: skip
     (code,) = run_until([command], variables_of_ranks(found), end)
     print(f"written: {path.relative_to(ROOT)}")
@@ -282,12 +310,12 @@ def write(path: Path, document: dict[str, Any]) -> None:
 
 
 def copy_results() -> None:
-    """To OUT, where somebody set it; logs as well."""
+    """To OUT, where somebody set it; logs as well, and what tests said one by one: their report may not be written."""
     out = os.environ.get("OUT")
     if not out:
         return
     Path(out).mkdir(parents=True, exist_ok=True)
-    for path in [*sorted(RESULTS.glob("gpu-*.json")), *sorted(LOGS.glob("*.log"))]:
+    for path in [*sorted(RESULTS.glob("gpu-*.json")), *sorted(LOGS.glob("*.log")), *sorted(LOGS.glob("*.jsonl"))]:
         shutil.copy(path, out)
 
 

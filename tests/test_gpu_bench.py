@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ for folder in (ROOT, ROOT / "scripts"):  # `pytest` alone, other than `python -m
 import blocks  # noqa: E402
 import check_gpu  # noqa: E402
 import gpu as gpu_command  # noqa: E402
+import gpu_ranks  # noqa: E402
 import gpu_table  # noqa: E402
 
 from benchmarks.gpu import __main__ as program  # noqa: E402
@@ -230,6 +232,10 @@ def test_the_share_of_reductions_under_compute() -> None:
         ("kernel", "gemm", 14, 20),
         ("kernel", nccl, 18, 28),
         ("cpu_op", "aten::mm", 0, 100),
+        # Of the communication itself, or no computation at all:
+        ("kernel", "void hpcomm::copy_kernel<1020u>(TaskTable)", 0, 100),
+        ("gpu_memset", "Memset (Device)", 20, 24),
+        ("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 24, 28),
     )
     # 5 to 12, 14 to 15, 18 to 20, of 20 in all.
     assert trace.share_under_compute(found) == pytest.approx(0.5)
@@ -317,6 +323,25 @@ def test_what_a_machine_lacks_is_said(changed: dict[str, Any], words: str) -> No
     assert words in check_gpu.complain(lacks)
 
 
+def test_a_module_that_was_carried_needs_nothing_that_builds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = facts(
+        programs={"nvcc": "", "cmake": "", "ninja": ""},
+        nvcc="",
+        compiler="",
+        python_header=False,
+        modules={"setuptools": False, "pytest": True, "hypothesis": True},
+    )
+    assert len(check_gpu.missing(bare)) == 6
+    assert check_gpu.missing(bare, builds=False) == []
+    assert "a GPU" in check_gpu.complain(check_gpu.missing({**bare, "gpus": []}, builds=False))
+    monkeypatch.setattr(check_gpu, "facts", lambda: {**bare, "gpus": []})
+    monkeypatch.setenv("GPU_BUILD", "0")
+    assert gpu_command.main(["test"]) == 1
+    assert "nvcc, the compiler" not in capsys.readouterr().err
+
+
 def test_benchmarks_need_neither_pytest_nor_hypothesis() -> None:
     bare = facts(modules={"setuptools": True, "pytest": False, "hypothesis": False})
     assert len(check_gpu.missing(bare, "test")) == 2
@@ -340,6 +365,65 @@ def test_a_module_that_was_carried_is_not_built_again(monkeypatch: pytest.Monkey
     monkeypatch.setattr(gpu_command, "architectures", lambda _: pytest.fail("it builds"))
     code = gpu_command.build({"gpus": [], "cores": 1})
     assert code == 0 if _C.built_with_cuda() else code != 0
+
+
+# --- Whether two ranks can talk --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "given", "usable", "variables", "said"),
+    [
+        ([True], {}, True, {}, []),
+        ([False, True], {}, True, {"NCCL_P2P_DISABLE": "1"}, ["only with NCCL_P2P_DISABLE=1", "words of 1"]),
+        ([False, False], {}, False, {}, ["cannot talk over NCCL", "words of 1", "words of 2"]),
+        ([False], {"NCCL_P2P_DISABLE": "1"}, False, {}, ["cannot talk over NCCL", "words of 1"]),
+    ],
+)
+def test_two_ranks_are_tried_before_many_wait_for_them(
+    outcomes: list[bool], given: dict[str, str], usable: bool, variables: dict[str, str], said: list[str]
+) -> None:
+    tried: list[dict[str, str]] = []
+
+    def attempt(environment: Mapping[str, str]) -> gpu_ranks.Attempt:
+        tried.append(dict(environment))
+        return gpu_ranks.Attempt(outcomes[len(tried) - 1], f"words of {len(tried)}")
+
+    verdict = gpu_ranks.judge(attempt, {"A": "b", **given})
+    assert (verdict.usable, verdict.variables) == (usable, variables)
+    assert all(word in verdict.why for word in said)
+    assert bool(verdict.why) == bool(said)
+    assert len(tried) == len(outcomes)
+    assert all(environment["A"] == "b" for environment in tried)
+    assert [environment.get("NCCL_P2P_DISABLE") for environment in tried][1:] == ["1"] * (len(tried) - 1)
+
+
+def test_two_ranks_talk_and_one_that_hangs_is_ended() -> None:
+    assert gpu_ranks.attempt(os.environ, "cpu").talked
+    hung = gpu_ranks.attempt(os.environ, "cpu", limit=0.05)
+    assert not hung.talked
+    assert "rank 1: not done after 0 s" in hung.words
+    broken = gpu_ranks.attempt({**os.environ, "GLOO_SOCKET_IFNAME": "nowhere"}, "cpu")
+    assert not broken.talked
+    assert "rank 0: exit code 1" in broken.words
+    assert "nowhere" in broken.words
+
+
+def test_what_was_tried_decides_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = facts(gpus=facts()["gpus"] * 2)
+    monkeypatch.setattr(gpu_ranks, "attempt", lambda _: pytest.fail("there is one rank"))
+    assert gpu_command.ask_two_ranks(facts())["ranks"] == 1
+    for talks, ranks_found, p2p in ((True, 2, None), (False, 1, None), (None, 2, "1")):
+        monkeypatch.setattr(
+            gpu_ranks,
+            "attempt",
+            lambda given, talks=talks: gpu_ranks.Attempt(
+                "NCCL_P2P_DISABLE" in given if talks is None else talks, "why"
+            ),
+        )
+        found = two | gpu_command.ask_two_ranks(two)
+        assert found["ranks"] == ranks_found
+        assert gpu_command.variables_of_ranks(found).get("NCCL_P2P_DISABLE") == p2p
+        assert ("why" in found["two_ranks"]) == (talks is not True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="promises are kept where there is a GPU")
@@ -368,6 +452,7 @@ def test_results_are_written_and_copied_when_everything_fails(
     monkeypatch.setenv("HPCOMM_COMMIT", "abc")
     assert gpu_command.main(["test", "tests/cuda/test_cuda_backend.py", "-k", "both_devices"]) == 1
     document = json.loads((out / "gpu-test.json").read_text())
+    assert len((out / "tests.jsonl").read_text().splitlines()) == 2, "as they ended"
     assert document["environment"]["commit"] == "abc"
     assert document["environment"]["gpu"] == "NVIDIA H100 80GB HBM3"
     assert document["counts"] == {"error": 2}, "of one rank and of two"
