@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import hpcomm
-from hpcomm.ddp import lane, wrapper
+from hpcomm.ddp import lane
+from hpcomm.ddp.attached import install
 
 
 def model(seed: int = 0) -> nn.Sequential:
@@ -135,7 +136,7 @@ def attached() -> list[torch.Tensor]:
     stock = nn.parallel.DistributedDataParallel(model())
     hpcomm.attach(stock)
     with pytest.raises(RuntimeError, match="can only be called once"):
-        wrapper._install(stock, lane.lane_over(dist.group.WORLD, torch.device("cpu")), "gloo")
+        install(stock, lane.lane_over(dist.group.WORLD, torch.device("cpu")), "gloo")
     x, y = shard(dist.get_rank())
     loss_of(stock(x), y).backward()
     return [p.grad for p in stock.parameters() if p.grad is not None]

@@ -40,6 +40,7 @@ MODULES = (
     "ddp.lane",
     "ddp.choice",
     "ddp.meeting",
+    "ddp.attached",
     "ddp.sizes",
     "ddp.steplog",
     "ddp.native",

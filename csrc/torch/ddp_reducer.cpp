@@ -2,6 +2,7 @@
 #include "torch/ddp_reducer.h"
 
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <exception>
@@ -17,8 +18,6 @@ namespace hpcomm {
 
 namespace {
 
-constexpr int kMostNamed = 100;  // parameters in a message
-
 double now() { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); }
 
 }  // namespace
@@ -26,9 +25,7 @@ double now() { return std::chrono::duration<double>(Clock::now().time_since_epoc
 void DdpReducer::prepare(const std::vector<at::Tensor>& outputs) {
   std::lock_guard lock(mutex_);
   if (state_ == State::kReducing || state_ == State::kDraining) {
-    // A RuntimeError in torch's words: callers look for them. hpcomm/ddp adds what to do.
-    TORCH_CHECK(false, "Expected to have finished reduction in the prior iteration before starting a new one.",
-                unready());
+    refuse_unfinished();
   }
   if (!alone_) {
     require_unchanged();
@@ -52,7 +49,7 @@ void DdpReducer::prepare(const std::vector<at::Tensor>& outputs) {
 void DdpReducer::expect_none() {
   next_ = 0;
   order_.clear();
-  marked_.assign(params_.size(), 0);
+  marked_.assign(params_.size(), kUnmarked);
   for (std::size_t b = 0; b < slots_.size(); ++b) {
     slots_[b].missing = plan_.buckets[b].params.size();
     slots_[b].work = nullptr;
@@ -98,6 +95,7 @@ void DdpReducer::mark(int param, const at::Tensor& incoming) {
         return;
       }
       state_ = State::kReducing;
+      backward_ = torch::autograd::get_current_graph_task_id();
       stats_.first_ready = now();
       counts_.issued = 0;
       packs_.clear();
@@ -106,6 +104,8 @@ void DdpReducer::mark(int param, const at::Tensor& incoming) {
       }
       break;
     case State::kReducing:
+      require_same_step();
+      break;
     case State::kDraining:
       break;
   }
@@ -114,10 +114,10 @@ void DdpReducer::mark(int param, const at::Tensor& incoming) {
 
 void DdpReducer::mark_locked(int param, const at::Tensor& incoming) {
   const auto index = static_cast<std::size_t>(param);
-  if (marked_[index] != 0) {
+  if (marked_[index] != kUnmarked) {
     refuse_second_mark(index);
   }
-  marked_[index] = 1;
+  marked_[index] = params_[index].grad().defined() ? kMarkedWithGradient : kMarked;
   order_.push_back(param);
   if (carries_) {
     const double begin = times_ == nullptr ? 0 : now();
@@ -128,23 +128,6 @@ void DdpReducer::mark_locked(int param, const at::Tensor& incoming) {
   }
   --slots_[places_[index].bucket].missing;
   issue_complete(incoming);
-}
-
-void DdpReducer::refuse_second_mark(std::size_t param) const {
-  const std::string message =
-      str("Expected to mark a variable ready only once. This error is caused by one of the following reasons: 1) Use "
-          "of a module parameter outside the `forward` function. Please make sure model parameters are not shared "
-          "across multiple concurrent forward-backward passes, or try to use _set_static_graph() as a workaround if "
-          "this module graph does not change during training loop. 2) Reused parameters in multiple reentrant "
-          "backward passes, for example, if you use multiple `checkpoint` functions to wrap the same part of your "
-          "model, it would result in the same set of parameters been used by different reentrant backward passes "
-          "multiple times, and hence marking a variable ready multiple times. 3) Incorrect unused parameter "
-          "detection. Parameter at index ",
-          param, " with name ", names_[param], " has been marked as ready twice.");
-  if (log_) {
-    log_(message);
-  }
-  TORCH_CHECK(false, message);
 }
 
 void DdpReducer::issue_complete(const at::Tensor& incoming) {
@@ -468,21 +451,6 @@ std::vector<DdpReducer::Times> DdpReducer::times() const {
 std::vector<std::pair<double, double>> DdpReducer::packs() const {
   std::lock_guard lock(mutex_);
   return packs_;
-}
-
-std::string DdpReducer::unready() const {
-  std::string names;
-  std::string indices;
-  int count = 0;
-  for (std::size_t i = 0; i < marked_.size(); ++i) {
-    if (marked_[i] == 0 && ++count <= kMostNamed) {
-      names += str(names.empty() ? "" : ", ", names_[i]);
-      indices += str(indices.empty() ? "" : " ", i);
-    }
-  }
-  const char* const more = count > kMostNamed ? " ..." : "";
-  return str("\nParameters which did not receive grad for rank ", communicator_->rank(), ": ", names, more,
-             "\nParameter indices which did not receive grad for rank ", communicator_->rank(), ": ", indices, more);
 }
 
 }  // namespace hpcomm

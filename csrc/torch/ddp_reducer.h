@@ -5,13 +5,16 @@
 //   kIdle       | -> kExpecting  | ignored: it only accumulates     | -
 //   kExpecting  | kExpecting     | -> kReducing, and as there       | -
 //   kReducing   | error (2)      | counts; a full bucket is issued; | only (3): issues all -> kDraining
-//               |                | all issued: -> kDraining         |
+//               |                | all issued: -> kDraining; (4)    |
 //   kDraining   | error (2)      | error (1)                        | waits, hands out -> kIdle
 //
 //   (1) A parameter that is ready twice. (2) The last backward did not reach all parameters. Both are torch's errors,
-//   in torch's words, where torch has them. (3) Where no rank has a core left (meet()), full buckets wait for the end
-//   of the backward. What cannot be issued then leaves the state as it is, as it does earlier. reset() leads to kIdle
-//   from everywhere, once nothing runs on the lane any more.
+//   in torch's words, where torch has them. A forward that does not prepare, in no_sync(), raises (2) as well by
+//   require_finished(): its backward would complete a reduction of an earlier step. (3) Where no rank has a core left
+//   (meet()), full buckets wait for the end of the backward. What cannot be issued then leaves the state as it is, as
+//   it does earlier. reset() leads to kIdle from everywhere, once nothing runs on the lane any more. (4) Another
+//   backward may go on with what one has begun, as with two losses of one forward. But once gradients that wait for the
+//   reduction have been cleared, it is of another step, and its first gradient is error (2).
 //
 //   Where it waits, a handler of a signal may run in the waiting thread, and look at all of this or reset() it.
 #pragma once
@@ -67,6 +70,8 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   [[nodiscard]] bool lacks_core() const noexcept { return carries_; }
   // The next backward reduces. `outputs` are those of the forward, for `find_unused`.
   void prepare(const std::vector<at::Tensor>& outputs);
+  // Raises error (2) where a reduction has begun and is not at its end; with `expected`, also where it has not begun.
+  void require_finished(bool expected = false) const;
   // Drops what was begun. Gradients that were on their way are undefined.
   void reset();
 
@@ -121,6 +126,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   [[nodiscard]] std::vector<std::pair<double, double>> packs() const;
 
  private:
+  enum Mark : std::uint8_t { kUnmarked, kMarked, kMarkedWithGradient };
   enum class State { kIdle, kExpecting, kReducing, kDraining };
   // What becomes of a gradient once its bucket is reduced.
   enum class Fate {
@@ -156,6 +162,8 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void mark(int param, const at::Tensor& incoming);
   void mark_locked(int param, const at::Tensor& incoming);
   [[noreturn]] void refuse_second_mark(std::size_t param) const;
+  [[noreturn]] void refuse_unfinished() const;
+  void require_same_step();
   void issue_complete(const at::Tensor& incoming);
   void complete_bucket(std::size_t index, const at::Tensor& incoming);
   void issue_bucket(std::size_t index, bool in_caller = false);
@@ -210,7 +218,8 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   BucketPlan plan_;
   std::vector<Place> places_;
   std::vector<Slot> slots_;
-  std::vector<std::uint8_t> marked_;
+  std::vector<Mark> marked_;
+  int backward_ = -1;  // autograd's number of the one that has marked last, nested ones included
   std::size_t next_ = 0;
   Meet meet_;                     // null when it has returned
   bool at_end_ = false;           // what it returned

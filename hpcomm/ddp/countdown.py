@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn.parallel.distributed import _find_tensors
 
+from hpcomm.errors import InvalidArgument
+
 if TYPE_CHECKING:
-    import torch
+    import weakref
+
     from torch.utils.hooks import RemovableHandle
 
 __all__: list[str] = []
@@ -18,8 +22,18 @@ class Countdown:
     """Of ``reduce_on_last()``. A backward is seen when it reaches an output of its forward."""
 
     def __init__(self, backwards: int) -> None:
-        self.left = backwards
+        self._backwards = backwards
+        self._left = backwards
+        self._last: int | None = None  # autograd's number of the backward that reduces
         self._closing: list[Callable[[], None]] = []
+
+    def refuse_join(self, ddp: torch.nn.parallel.DistributedDataParallel, hook: weakref.ref[Any] | None) -> None:
+        """Raises InvalidArgument inside ``join()``, where its ``hook`` is alive: torch leaves the rest behind."""
+        if ddp._join_config.enable and hook is not None and hook() is not None:
+            raise InvalidArgument(
+                f"reduce_on_last({self._backwards}) in join(): ranks without inputs hear in each forward whether its "
+                "backward reduces; use no_sync() for all but the last"
+            )
 
     def watch(self, ddp: torch.nn.parallel.DistributedDataParallel, output: Any) -> None:
         """Counts the backward of a forward that gave ``output``."""
@@ -39,13 +53,31 @@ class Countdown:
                 return
             kept = list(outputs)
             close()
-            self.left -= 1
-            if self.left == 0:
+            if self._is_last():
                 ddp.require_forward_param_sync = True
                 ddp.reducer.prepare_for_backward(kept)
 
         handles.extend(tensor.register_hook(reached) for tensor in tensors)
         self._closing.append(close)
+
+    def _is_last(self) -> bool:
+        backward = torch._C._current_graph_task_id()
+        if self._left == 0 and backward != self._last:  # the last one may reach several forwards
+            raise InvalidArgument(
+                f"reduce_on_last({self._backwards}): this is one backward more, behind the one that reduced, and its "
+                "gradients would stay this rank's"
+            )
+        if self._left == 0:
+            return False
+        self._left -= 1
+        if self._left == 0:
+            self._last = backward
+        return self._left == 0
+
+    def require_all(self) -> None:
+        """Raises InvalidArgument where backwards are missing."""
+        if self._left > 0:
+            raise InvalidArgument(f"reduce_on_last({self._backwards}): {self._left} backwards are missing")
 
     def close(self) -> None:
         """Forgets forwards that got no backward."""

@@ -131,10 +131,24 @@ class NativeReducer:
         except HpcommError:  # not of a reduction that is unfinished
             raise
         except RuntimeError as error:
-            message = f"{error}\n{_ADVICE[self._find_unused]}\n{_DEBUG}"
-            if self._logger is not None:
-                self._logger.set_error_and_log(message)
-            raise RuntimeError(message) from error
+            raise self._advised(error) from error
+
+    def require_finished(self, expected: bool = False) -> None:
+        """Raises RuntimeError, in torch's words, where a reduction has begun and parameters are missing.
+
+        Args:
+            expected: the last backward was to reduce, and it is an error that it reached no parameter at all.
+        """
+        try:
+            self._native.require_finished(expected)
+        except RuntimeError as error:
+            raise self._advised(error) from error
+
+    def _advised(self, error: RuntimeError) -> RuntimeError:
+        message = f"{error}\n{_ADVICE[self._find_unused]}\n{_DEBUG}"
+        if self._logger is not None:
+            self._logger.set_error_and_log(message)
+        return RuntimeError(message)
 
     def prepare_for_forward(self) -> None:
         """A forward that will be reduced begins."""
@@ -162,7 +176,11 @@ class NativeReducer:
         """Once, after the first whole backward: buckets in the order that rank 0 saw.
 
         Rank 0 waits for nobody: the forwards of several wrappers may run in another order on another rank.
+
+        Called in each forward with gradients, and as torch's it looks there whether the last reduction has ended: in
+        no_sync() nobody else does, and the backward of that forward would complete it.
         """
+        self.require_finished()
         return self._learns and bool(self._learn_order())
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -193,8 +211,7 @@ class NativeReducer:
         }
 
     def _check_reducer_finalized(self) -> None:
-        if self._native.state not in ("idle", "expecting"):
-            self.prepare_for_backward([])  # raises, in torch's words
+        self.require_finished()
 
     def start(self, bucket: int) -> None:
         """Reduces one bucket of the gradients as they are, without a backward."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hpcomm import _C
+from hpcomm.ddp.attached import install
 from hpcomm.ddp.choice import Choice, Under, choose_lane, choose_reducer, has_sparse
 from hpcomm.ddp.countdown import Countdown
 from hpcomm.ddp.lane import agree_among, backend_name, group_of, lane_of_copy, lane_over, next_wrapper_channel
@@ -78,6 +79,7 @@ class DistributedDataParallel(_StockDDP):
     _hpcomm_log_rate: int | None = None
     _hpcomm_lane: Communicator | None = None
     _hpcomm_attendance: Attendance | None = None  # of torch's reducer
+    _hpcomm_join: weakref.ref[Any] | None = None  # its hook lives as long as join(), whose configuration torch leaves
 
     def __init__(
         self,
@@ -192,7 +194,7 @@ class DistributedDataParallel(_StockDDP):
                 self._hpcomm_sharded = ShardedParameters(self._hpcomm_lane, self.reducer)
         else:
             self._require_no_native_option(choice)
-            _install(self, self._hpcomm_lane, self._events())
+            install(self, self._hpcomm_lane, self._events())
             self._tell(choice)
         self._hpcomm_choice = choice
 
@@ -234,7 +236,7 @@ class DistributedDataParallel(_StockDDP):
                 self.reducer._set_static_graph()
         if before is None or before.under is not Under.TORCH:
             if choice.under is Under.HOOK and self._hpcomm_lane is not None:
-                _install(self, self._hpcomm_lane, self._events())
+                install(self, self._hpcomm_lane, self._events())
             reduced = isinstance(before_reducer, NativeReducer) and before_reducer.backwards > 0
             if before is None or (before.under is Under.NATIVE and not reduced):
                 self._tell(choice)
@@ -287,11 +289,20 @@ class DistributedDataParallel(_StockDDP):
                 self._leave(Choice(Under.HOOK, "join(): uneven inputs are matched bucket by bucket of torch's reducer"))
             else:
                 self._leave(Choice(Under.TORCH, "join() divides by the number of ranks that have inputs left"))
-        return super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
+        hook = super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
+        self._hpcomm_join = weakref.ref(hook)
+        return hook
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()  # type: ignore[no-untyped-call]
-        for name in ("_hpcomm_lane", "_hpcomm_choice", "_hpcomm_last", "_hpcomm_sharded", "_hpcomm_attendance"):
+        for name in (
+            "_hpcomm_lane",
+            "_hpcomm_choice",
+            "_hpcomm_last",
+            "_hpcomm_sharded",
+            "_hpcomm_attendance",
+            "_hpcomm_join",
+        ):
             state.pop(name, None)
         return state  # type: ignore[no-any-return]
 
@@ -322,6 +333,7 @@ class DistributedDataParallel(_StockDDP):
                 self._hpcomm_attendance.look(self.require_backward_grad_sync)
         if self._hpcomm_last is None:
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._hpcomm_last.refuse_join(self, self._hpcomm_join)
         with self.no_sync():
             output = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         self._hpcomm_last.watch(self, output)
@@ -345,7 +357,9 @@ class DistributedDataParallel(_StockDDP):
                     loss_of(output).backward()
 
         Raises:
-            InvalidArgument: fewer than one; used inside itself; left before the last backward without another error.
+            InvalidArgument: fewer than one; used inside itself; left before the last backward without another error; in
+                a forward inside join(); in a backward that is one more.
+            RuntimeError: the last backward did not reach all parameters (torch's own error).
         """
         if backwards < 1:
             raise InvalidArgument(f"reduce_on_last({backwards}): at least one backward")
@@ -357,8 +371,11 @@ class DistributedDataParallel(_StockDDP):
         finally:
             self._hpcomm_last = None
             countdown.close()
-        if countdown.left > 0:
-            raise InvalidArgument(f"reduce_on_last({backwards}): {countdown.left} backwards are missing")
+        countdown.require_all()
+        if isinstance(self.reducer, NativeReducer):
+            self.reducer.require_finished(expected=True)
+        else:
+            self.reducer._check_reducer_finalized()
 
     def make_optimizer(
         self, optimizer: type[torch.optim.Optimizer], parameters: Iterable[Any] | None = None, **options: Any
@@ -460,28 +477,3 @@ class DistributedDataParallel(_StockDDP):
         if not isinstance(self.reducer, NativeReducer):
             raise InvalidArgument(f"{what} needs hpcomm's reducer; here works {self._hpcomm_choice}")
         return self.reducer
-
-
-def attach(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
-    """Puts hpcomm's reduction under an existing stock DDP object (collective over its group).
-
-    As with any communication hook, ``join(divide_by_initial_world_size=False)`` divides by all ranks all the same.
-
-    Raises:
-        InvalidArgument: not a DDP object; its parameters are on several devices; sparse gradients, or of a dtype that
-            hpcomm does not sum.
-        RuntimeError: it has a communication hook already (torch's own error).
-    """
-    if not isinstance(ddp, _StockDDP):
-        raise InvalidArgument(f"attach() takes a DistributedDataParallel, got {type(ddp).__name__}")
-    device = device_of(ddp)
-    managed = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
-    without_lane = choose_lane(managed, has_sparse(ddp.module))
-    if without_lane is not None:
-        raise InvalidArgument(f"attach(): {without_lane.why}; leave it to torch's reducer")
-    _install(ddp, lane_over(ddp.process_group, device), backend_name(ddp.process_group, device))
-
-
-def _install(ddp: torch.nn.parallel.DistributedDataParallel, lane: Communicator, events: str) -> None:
-    if lane.size > 1:
-        _C.register_ddp_hook(ddp.reducer, lane, events)
