@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,6 +32,28 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(37, 64), nn.LayerNorm(64), nn.Tanh(), nn.Linear(64, 5)).double()
 
 
+class Waves(nn.Module):
+    """Complex and real parameters in one bucket, of which either comes first; or complex ones alone."""
+
+    def __init__(self, order: tuple[str, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        weights = {
+            "complex": nn.Parameter(torch.randn(37, 5, dtype=torch.complex128)),
+            "shift": nn.Parameter(torch.randn(5, dtype=torch.complex128)),
+            "real": nn.Parameter(torch.randn(5, dtype=torch.float64)),
+        }
+        for name in order:
+            self.register_parameter(name, weights[name])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.to(torch.complex128) @ self.complex + self.shift
+        return y.real * getattr(self, "real", 1.0) + y.imag
+
+
+WAVES = (("complex", "shift", "real"), ("real", "shift", "complex"), ("shift", "complex"))
+
+
 def groups(module: nn.Module) -> list[dict[str, Any]]:
     parameters = list(module.parameters())
     return [{"params": parameters[::2], "lr": 3e-2, "weight_decay": 0.1}, {"params": parameters[1::2]}]
@@ -41,7 +64,9 @@ def batch(step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(4 * size, 37, dtype=torch.float64), torch.randn(4 * size, 5, dtype=torch.float64)
 
 
-def trains(mesh: hpcomm.Mesh, kind: type[optim.Optimizer], options: dict[str, Any]) -> None:
+def trains(
+    mesh: hpcomm.Mesh, kind: type[optim.Optimizer], options: dict[str, Any], model: Callable[[], nn.Module] = model
+) -> None:
     """Five steps with groups, a schedule and clipping; after three of them another wrapper goes on from the state."""
 
     def wrap() -> tuple[hpcomm.DistributedDataParallel, optim.Optimizer, optim.lr_scheduler.StepLR]:
@@ -91,6 +116,46 @@ def train_all() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_optimizers_that_treat_each_number_by_itself(size: int) -> None:
     ranks.run(size, train_all)
+
+
+def train_complex() -> None:
+    with hpcomm.init() as mesh:
+        for order in WAVES:
+            for name, (kind, options) in OPTIMIZERS.items():
+                if name != "Adam, fused":  # which torch has for real numbers only
+                    trains(mesh, kind, options, lambda order=order: Waves(order))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_complex_parameters_are_divided_as_well(size: int) -> None:
+    ranks.run(size, train_complex)
+
+
+def with_names() -> None:
+    """What torch's optimizers keep of the names that they were given is in the whole state."""
+    with hpcomm.init() as mesh:
+        wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh, shard_optimizer=True)
+        divided = wrapped.make_optimizer(optim.AdamW, wrapped.module.named_parameters())
+        reference = optim.AdamW(wrapped.module.named_parameters())
+        x, y = batch(0, 1)
+        nn.functional.mse_loss(wrapped(x), y).backward()
+        divided.step()
+        state = wrapped.gather_optimizer_state(divided)
+        names = [name for name, _ in wrapped.module.named_parameters()]
+        assert [group["param_names"] for group in state["param_groups"]] == [names]
+        assert state["param_groups"] == reference.state_dict()["param_groups"]
+        reference.load_state_dict(state)
+        wrapped.load_optimizer_state(divided, reference.state_dict())
+        assert wrapped.gather_optimizer_state(divided)["param_groups"] == state["param_groups"]
+        for group in divided.param_groups:
+            assert len(group["param_names"]) == len(group["params"])
+        unnamed = wrapped.make_optimizer(optim.AdamW, wrapped.module.parameters())
+        assert "param_names" not in wrapped.gather_optimizer_state(unnamed)["param_groups"][0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_names_of_parameters_are_in_the_whole_state(size: int) -> None:
+    ranks.run(size, with_names)
 
 
 def need_whole_parameters() -> None:

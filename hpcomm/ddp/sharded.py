@@ -88,27 +88,27 @@ class ShardedParameters:
                 end, last = parameter.data_ptr() + parameter.nbytes, self._names[id(parameter)]
 
     def _move(self, bucket: int, members: list[torch.nn.Parameter]) -> None:
-        dtype = members[0].dtype
-        size = dtype.itemsize
+        dtype = members[0].dtype.to_real()  # complex numbers lie in it as pairs, as in the bucket of gradients
         # As the reducer pads: to equal parts on cache lines.
         grain = _LINE * self._lane.size
-        count = -(-self._reducer.plan.bytes[bucket] // grain) * grain // size
+        count = -(-self._reducer.plan.bytes[bucket] // grain) * grain // dtype.itemsize
         flat = self._lane.allocate([count], dtype).zero_()
         self._flats.append(flat)
-        each = count // self._lane.size
-        begin, end = self._lane.rank * each, (self._lane.rank + 1) * each
         for parameter, offset in zip(members, _C.Layout(members).offsets, strict=True):
             self._buckets[id(parameter)] = bucket
             self._taken[id(parameter)] = 0
-            place = self._places[id(parameter)] = offset // size
-            view = flat.as_strided(parameter.shape, parameter.stride(), place)
+            numbers = flat.view(parameter.dtype)  # in which its places count; cache lines hold whole ones
+            each = numbers.numel() // self._lane.size
+            begin, end = self._lane.rank * each, (self._lane.rank + 1) * each
+            place = self._places[id(parameter)] = offset // parameter.dtype.itemsize
+            view = numbers.as_strided(parameter.shape, parameter.stride(), place)
             with torch.no_grad():
                 view.copy_(parameter)
             parameter.data = view
             self._views[id(parameter)] = view, view.data_ptr(), view.stride()
             first, last = max(place, begin), min(place + parameter.numel(), end)
             if first < last:
-                piece = torch.nn.Parameter(flat[first:last])
+                piece = torch.nn.Parameter(numbers[first:last])
                 self._pieces[id(parameter)].append((piece, bucket, first))
 
     def make(
@@ -126,16 +126,17 @@ class ShardedParameters:
         self._steps = True
         given = list(parameters)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-        whole = [{**group, "params": self._members_of(group)} for group in groups]
+        whole = [_listed(group) for group in groups]
         stepped: list[torch.nn.Parameter] = []
         for group in whole:
-            _require_once(stepped, group["params"])
-            stepped += group["params"]
+            its = self._members_of(group)
+            _require_once(stepped, its)
+            stepped += its
         if self._lane.size == 1:
             return self._undivided(optimizer(whole, **options))
         made = optimizer([self._divided(group) for group in whole], **options)
         alive = weakref.ref(made)  # a circle would keep a deleted optimizer, and its state, until a collection
-        members = [[self._member(parameter) for parameter in group["params"]] for group in whole]
+        members = [self._described(group) for group in whole]
 
         def drop(set_to_none: bool = True) -> None:
             if (myself := alive()) is not None:
@@ -145,12 +146,13 @@ class ShardedParameters:
                 parameter.grad = None  # what no_sync() accumulated, and nobody has reduced yet
 
         def add(param_group: dict[str, Any]) -> None:
-            group = {**param_group, "params": self._members_of(param_group)}
-            _require_once(stepped, group["params"])
+            group = _listed(param_group)
+            its = self._members_of(group)
+            _require_once(stepped, its)
             if (myself := alive()) is not None:
                 type(myself).add_param_group(myself, self._divided(group))
-            stepped.extend(group["params"])
-            members.append([self._member(parameter) for parameter in group["params"]])
+            stepped.extend(its)
+            members.append(self._described(group))
 
         def refuse(_: object) -> None:
             raise InvalidArgument(
@@ -169,10 +171,8 @@ class ShardedParameters:
         return made
 
     def _members_of(self, group: dict[str, Any]) -> list[torch.nn.Parameter]:
-        """The whole parameters of a group as torch's optimizers take it: one, several, or pairs of names and them."""
-        given = group["params"]
-        listed: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
-        members: list[torch.nn.Parameter] = [each[1] if isinstance(each, tuple) else each for each in listed]
+        """The whole parameters of a group."""
+        members = [parameter for _, parameter in _named(group)]
         for parameter in members:
             if id(parameter) not in self._pieces and getattr(parameter, "requires_grad", True):
                 raise InvalidArgument(
@@ -183,9 +183,11 @@ class ShardedParameters:
 
     def _divided(self, group: dict[str, Any]) -> dict[str, Any]:
         """The group with this rank's pieces in the place of the parameters."""
-        pieces = [piece for p in group["params"] for piece, _, _ in self._pieces.get(id(p), ())]
+        named = _named(group)
+        pieces = [(name, piece) for name, p in named for piece, _, _ in self._pieces.get(id(p), ())]
         # A rank may own nothing of a group; what schedules its options finds all groups everywhere.
-        return {**group, "params": pieces or [torch.nn.Parameter(torch.zeros(0))]}
+        pieces = pieces or [(named[0][0] if named else None, torch.nn.Parameter(torch.zeros(0)))]
+        return {**group, "params": [piece if name is None else (name, piece) for name, piece in pieces]}
 
     @staticmethod
     def _undivided(made: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -194,19 +196,24 @@ class ShardedParameters:
         made.register_step_post_hook(lambda stepped, *_: stepped.zero_grad())
         return made
 
-    def _member(self, parameter: torch.nn.Parameter) -> Member:
+    def _described(self, group: dict[str, Any]) -> list[Member]:
+        return [self._member(name, parameter) for name, parameter in _named(group)]
+
+    def _member(self, name: str | None, parameter: torch.nn.Parameter) -> Member:
         number = id(parameter)
         if number not in self._buckets:  # frozen: nobody has a piece, and a checkpoint has its number
-            return Member(parameter, -1, 0, None, 0)
+            return Member(name, parameter, -1, 0, 0, None, 0)
         piece, _, first = next(iter(self._pieces[number]), (None, 0, 0))
-        return Member(parameter, self._buckets[number], self._places[number], piece, first)
+        bucket = self._buckets[number]
+        numbers = self._flats[bucket].nbytes // parameter.dtype.itemsize
+        return Member(name, parameter, bucket, numbers, self._places[number], piece, first)
 
     def whole_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """What ``state_dict()`` of an optimizer over the whole parameters would be (collective)."""
         members = self._members(optimizer)
         if self._lane.size == 1:
             return copied(optimizer.state_dict())
-        return gather(self._lane, optimizer, members, [flat.numel() for flat in self._flats])
+        return gather(self._lane, optimizer, members)
 
     def load_whole_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Loads this rank's part of that."""
@@ -218,9 +225,9 @@ class ShardedParameters:
 
     def norms(self, norm_type: float) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The norm of each parameter's gradient, with the same bits on all ranks, 0 where there is none, in float32, or
-        float64 where there are parameters of it; and this rank's parts of the gradients (collective).
+        float64 where there are parameters of it or of pairs of it; and this rank's parts of the gradients (collective).
         """
-        wide = any(parameter.dtype == torch.float64 for parameter in self._parameters)
+        wide = any(parameter.dtype.to_real() == torch.float64 for parameter in self._parameters)
         dtype = torch.float64 if wide else torch.float32
         if self._lane.size == 1:
             norms = torch.zeros(len(self._parameters), dtype=dtype, device=self._lane.device)
@@ -366,7 +373,7 @@ class ShardedParameters:
             is_used = used is None or bucket in by_hand or used[self._numbers[number]] > 0
             gradients = self._reducer.gradients_of(bucket) if fresh[number] and is_used else None
             for piece, _, first in self._pieces[number]:
-                piece.grad = None if gradients is None else gradients[first : first + piece.numel()]
+                piece.grad = None if gradients is None else gradients.view(piece.dtype)[first : first + piece.numel()]
 
     def _after_step(self, optimizer: torch.optim.Optimizer, mine: list[torch.nn.Parameter]) -> None:
         """Gathers what the ranks have stepped."""
@@ -381,6 +388,17 @@ def _description(tensor: Any) -> str:
     if not isinstance(tensor, torch.Tensor):
         return f"a {type(tensor).__name__}"
     return f"{tensor.dtype} of shape {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+
+
+def _listed(group: dict[str, Any]) -> dict[str, Any]:
+    """A group as torch's optimizers take it, of one or several parameters or pairs of names and them, with a list."""
+    given = group["params"]
+    return {**group, "params": [given] if isinstance(given, torch.Tensor) else list(given)}
+
+
+def _named(group: dict[str, Any]) -> list[tuple[str | None, torch.nn.Parameter]]:
+    """The parameters of a group that is :func:`_listed`, with the names that came with them."""
+    return [each if isinstance(each, tuple) else (None, each) for each in group["params"]]
 
 
 def _require_once(known: list[torch.nn.Parameter], more: list[torch.nn.Parameter]) -> None:

@@ -22,20 +22,17 @@ State = dict[str, Any]
 class Member(NamedTuple):
     """A parameter of an optimizer, the memory of whose bucket the ranks divide into equal parts."""
 
+    name: str | None  # where the optimizer was given names
     parameter: torch.nn.Parameter
     bucket: int
+    numbers: int  # of its dtype, in the bucket
     place: int  # of its first number in the bucket
     piece: torch.nn.Parameter | None  # what this rank steps of it
     first: int  # of the piece in the bucket
 
 
-def gather(
-    lane: Communicator, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Member]], sizes: Sequence[int]
-) -> State:
+def gather(lane: Communicator, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Member]]) -> State:
     """What ``state_dict()`` of an optimizer over the whole parameters would be, on the CPU (collective).
-
-    Args:
-        sizes: of the buckets, in numbers.
 
     Raises:
         InvalidArgument: on all ranks, where one has a state that is neither a number nor one for each element.
@@ -61,32 +58,36 @@ def gather(
         for key, (kind, value) in its.items():
             if kind != "divided":
                 state.setdefault(index, {})[key] = _undescribed(kind, value)
-    for bucket, key, name in sorted(
+    for bucket, numbers, key, name in sorted(
         {
-            (m.bucket, k, v[1])
+            (m.bucket, m.numbers, k, v[1])
             for m, its in zip(members, known, strict=True)
             for k, v in its.items()
             if v[0] == "divided"
         }
     ):
         dtype: torch.dtype = getattr(torch, name)
-        flat = torch.zeros(sizes[bucket], dtype=dtype, device=lane.device)
+        flat = torch.zeros(numbers, dtype=dtype, device=lane.device)
         for member, its in zip(members, mine, strict=True):
-            if member.bucket == bucket and member.piece is not None and _is_divided(member, its.get(key)):
+            if (
+                (member.bucket, member.numbers) == (bucket, numbers)
+                and member.piece is not None
+                and _is_divided(member, its.get(key))
+            ):
                 flat[member.first : member.first + member.piece.numel()] = its[key]
         raw = flat.view(torch.uint8)
         each = raw.numel() // lane.size
         lane.all_gather(raw, raw[lane.rank * each : (lane.rank + 1) * each].clone())
         for index, (member, its) in enumerate(zip(members, known, strict=True)):
-            if member.bucket == bucket and list(its.get(key, ())) == ["divided", name]:
+            if (member.bucket, member.numbers) == (bucket, numbers) and list(its.get(key, ())) == ["divided", name]:
                 p = member.parameter
                 whole = flat.as_strided(p.shape, p.stride(), member.place)
                 state.setdefault(index, {})[key] = whole.to("cpu", copy=True)
-    numbers = iter(range(len(members)))
+    places = iter(range(len(members)))
     return {
         "state": dict(sorted(state.items())),
         "param_groups": [
-            {**_options(options), "params": [next(numbers) for _ in group]}
+            {**_options(options), **_names(group), "params": [next(places) for _ in group]}
             for options, group in zip(optimizer.param_groups, groups, strict=True)
         ],
     }
@@ -98,7 +99,8 @@ def scatter(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Member]]
     Raises:
         InvalidArgument: other groups, or parameters of another shape.
     """
-    given = whole["param_groups"]
+    # Names of whole parameters would not be those of the pieces, which the optimizer has already.
+    given = [{key: value for key, value in group.items() if key != "param_names"} for group in whole["param_groups"]]
     if [len(group["params"]) for group in given] != [len(group) for group in groups]:
         raise InvalidArgument(
             f"the state is of groups of {[len(group['params']) for group in given]} parameters, "
@@ -144,6 +146,12 @@ def _copy(value: Any, device: str | None = None) -> Any:
 
 def _options(group: State) -> State:
     return {key: _copy(value) for key, value in group.items() if key != "params"}
+
+
+def _names(group: Sequence[Member]) -> State:
+    """What torch's optimizers have in a group besides its options, where they were given names."""
+    names = [member.name for member in group if member.name is not None]
+    return {"param_names": names} if names else {}
 
 
 def _is_divided(member: Member, value: Any) -> bool:
