@@ -176,3 +176,57 @@ def copy_on_one_rank() -> None:
 
 def test_a_copy_that_one_rank_evaluates_with_gradients_is_told() -> None:
     ranks.run(2, with_group, copy_on_one_rank, "gloo", env={"HPCOMM_TIMEOUT": "2"})
+
+
+class Sparse(nn.Module):
+    """Gradients that hpcomm's reducer does not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.last = nn.Embedding(20, 4, sparse=True), nn.Linear(4, 3)
+
+
+def options_for_nothing() -> None:
+    dist.init_process_group("gloo")
+    numbers = nn.ParameterDict({"eight": nn.Parameter(torch.ones(3).to(torch.float8_e5m2))})
+    for option in ({"shard_optimizer": True}, {"check_finite": True}, {"grad_dtype": torch.bfloat16}):
+        (name,) = option
+        with pytest.raises(
+            hpcomm.InvalidArgument, match=f"{name} needs hpcomm's reducer, but a module produces sparse"
+        ):
+            hpcomm.DistributedDataParallel(Sparse(), **option)
+        with pytest.raises(hpcomm.InvalidArgument, match=f"{name} needs hpcomm's reducer, but hpcomm does not sum"):
+            hpcomm.DistributedDataParallel(numbers, init_sync=False, **option)
+        two = Two()
+        two.right.requires_grad_(False)
+        with pytest.raises(hpcomm.InvalidArgument, match=f"{name} needs hpcomm's reducer, but the reduction of all"):
+            hpcomm.DistributedDataParallel(
+                two,
+                delay_all_reduce_named_params=[(f"left.{name}", p) for name, p in two.left.named_parameters()],
+                param_to_hook_all_reduce=two.left.weight,
+                **option,
+            )
+
+
+def test_options_that_torchs_reducer_would_ignore_are_refused() -> None:
+    ranks.run(2, options_for_nothing)
+
+
+def other_options(name: str, values: list[Any]) -> str:
+    dist.init_process_group("gloo")
+    wrapped = hpcomm.DistributedDataParallel(Two().float(), **{name: values[dist.get_rank()]})
+    with pytest.raises(hpcomm.SchemaMismatch) as caught:
+        wrapped(torch.ones(2, 4)).sum().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "told"),
+    [
+        ("bucket_cap_mb", [None, 0.5], ["bucket_cap_mb=[1.0, 25.0]", "bucket_cap_mb=[0.5]"]),
+        ("grad_dtype", [None, torch.bfloat16], ["grad_dtype=None", "grad_dtype=torch.bfloat16"]),
+    ],
+)
+def test_an_option_that_differs_by_rank_is_named(name: str, values: list[Any], told: list[str]) -> None:
+    for message in ranks.run(2, other_options, name, values):
+        assert f"rank 0 has '{told[0]}', rank 1 has '{told[1]}'" in message

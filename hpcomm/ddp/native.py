@@ -13,6 +13,7 @@ from hpcomm import _C
 from hpcomm.ddp.choice import Under
 from hpcomm.ddp.lane import order_channel, said_by_first
 from hpcomm.ddp.meeting import Meeting
+from hpcomm.ddp.sizes import MIB
 from hpcomm.ddp.steplog import StepLog
 from hpcomm.errors import HpcommError, InvalidArgument
 
@@ -113,6 +114,8 @@ class NativeReducer:
             alike = [
                 Under.NATIVE.value,
                 f"find_unused_parameters={find_unused} shard_optimizer={shard} check_finite={check_finite}",
+                f"bucket_cap_mb={[limit / MIB for limit in self._limits]}",
+                f"grad_dtype={wire}",
                 *(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in named_parameters),
                 str(self._native.plan.hash),
             ]

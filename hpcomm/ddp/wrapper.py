@@ -72,7 +72,7 @@ class DistributedDataParallel(_StockDDP):
             different later, before the first step, its backward raises it.
         InvalidArgument: both ``mesh`` and ``process_group``; a module that is not on the mesh's device; ``grad_dtype``
             together with ``shard_optimizer``; one of them or ``check_finite`` in a configuration that needs torch's
-            reducer (at the first forward).
+            reducer (here, or at the first forward).
     """
 
     _hpcomm_choice: Choice | None = None
@@ -149,6 +149,8 @@ class DistributedDataParallel(_StockDDP):
             self._hpcomm_choice = Choice(Under.TORCH, "the reduction of all parameters is delayed")
         elif self.__dict__.get("_comm_hooks"):  # mixed_precision registers one
             self._hpcomm_choice = Choice(Under.TORCH, "a communication hook is registered")
+        if self._hpcomm_choice is not None:
+            self._require_no_native_option(self._hpcomm_choice)
 
     # --- What reduces -------------------------------------------------------------------------------------------------
 
