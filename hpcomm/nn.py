@@ -53,9 +53,9 @@ def send(channel: Channel, tree: object) -> torch.Tensor:
 def recv(channel: Channel) -> Any:
     """The next message of :func:`send`; the backward of its tensors sends their gradients back, None where one is.
 
-    Every message that has a tensor with a gradient must take part in exactly one backward, or the sender waits: also one
-    that was received under ``torch.no_grad()``, so evaluate under it on both ranks. ``torch.autograd.grad`` with respect
-    to what was received sends nothing. Sparse gradients travel dense.
+    Every message that has a tensor with a gradient must take part in exactly one backward, or the sender waits: also
+    one that was received under ``torch.no_grad()``, so evaluate under it on both ranks. ``torch.autograd.grad`` with
+    respect to what was received sends nothing. Sparse gradients travel dense.
 
     Raises:
         what :meth:`hpcomm.Channel.recv` raises.

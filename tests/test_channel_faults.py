@@ -254,9 +254,13 @@ def leaving_amid_messages() -> str:
             for _ in range(3):
                 channel.recv()
             return ""
-        with pytest.raises(hpcomm.RankFailed) as caught:
+
+        def send_on() -> None:
             while True:
                 channel.send(large).wait()
+
+        with pytest.raises(hpcomm.RankFailed) as caught:
+            send_on()
         assert caught.value.peer == 1
     return str(caught.value)
 

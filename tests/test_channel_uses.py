@@ -397,7 +397,7 @@ def test_a_message_that_comes_with_ctrl_c_is_not_lost(transport: str, limit: flo
 
 def interrupted_as_it_is_made(limit: float) -> None:
     """Ctrl-C while the tree of a message that has come is being made."""
-    leaves, rounds, early = 20_000, 8, 0
+    leaves, rounds, early, seconds = 20_000, 8, 0, 0.05
     with hpcomm.init(dp=1, pp=2) as mesh:
         channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
         tensors = [torch.full((1,), 3.0)] * leaves
