@@ -101,6 +101,26 @@ TEST(nccl_asynchronous_errors_end_all_ranks) {
   });
 }
 
+TEST(nccl_an_asynchronous_error_is_why_all_lanes_of_its_rank_end) {
+  NcclJob job(2);
+  job.run_threads([&](int rank) {
+    const auto world = job.connected(rank);
+    const auto other = job.connected(rank, "other");
+    job.meet(rank, 1);
+    if (rank == 1) {
+      fake_nccl::break_last_communicator(1, kRemoteError);
+    }
+    for (const auto& lane : {world, other}) {
+      CHECK(eventually([&] { return lane->aborted().has_value(); }, 20s));
+      const auto why = lane->aborted();
+      CHECK(why && why->kind() == (rank == 1 ? ErrorKind::kTransport : ErrorKind::kPeerError));
+      has(words_of(why), "remote process exited or there was a network error");
+      CHECK_THROWS(rank == 1 ? ErrorKind::kTransport : ErrorKind::kPeerError, lane->barrier(),
+                   str("barrier #1 on lane ", lane == world ? "world" : "other", ": "));
+    }
+  });
+}
+
 TEST(nccl_a_failed_peer_ends_what_waits) {
   NcclJob job(3);
   job.run_threads([&](int rank) {

@@ -116,7 +116,7 @@ void Session::abort(const Error& why, bool tell) {
   }
   aborted_ = copy_of(why);
   if (tell) {
-    message_ = why.what();
+    untold_ = true;
   }
   is_aborted_.store(true, std::memory_order_release);
 }
@@ -145,9 +145,9 @@ std::optional<Error> Session::aborted() const {
   return aborted_ ? std::optional(copy_of(*aborted_)) : std::nullopt;
 }
 
-std::optional<std::string> Session::take_message() {
+std::optional<Error> Session::take_untold() {
   const std::lock_guard lock(mutex_);
-  return std::exchange(message_, std::nullopt);
+  return std::exchange(untold_, false) ? std::optional(copy_of(*aborted_)) : std::nullopt;
 }
 
 std::optional<Error> Session::async_error() {

@@ -64,8 +64,8 @@ class Session : public std::enable_shared_from_this<Session> {
   // --- For the watchdog ---------------------------------------------------------------------------------------------
   // Drops works that have ended; an asynchronous error of NCCL, or a time-out, becomes an abort.
   void look();
-  // The message that other ranks have to be told, once.
-  [[nodiscard]] std::optional<std::string> take_message();
+  // Why it was aborted, once, when the other ranks have to be told.
+  [[nodiscard]] std::optional<Error> take_untold();
   // True once, when the session was aborted and its communicator has to be: what is pending is doomed then.
   [[nodiscard]] bool begin_abort();
   // True once, for an orderly end.
@@ -87,7 +87,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::condition_variable changed_;
   std::optional<Error> aborted_;
   std::atomic<bool> is_aborted_ = false;
-  std::optional<std::string> message_;
+  bool untold_ = false;  // the other ranks have to hear of it
   bool closed_ = false;
   bool ending_ = false;  // begin_abort() or begin_finalize() was true
   bool gone_ = false;

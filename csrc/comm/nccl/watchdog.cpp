@@ -95,12 +95,20 @@ class Watchdog {
       session->look();
       session->give_up_waiting();
     }
-    // Told before the abort takes its time. On this rank it reaches the job's other sessions before the loop below.
+    // Told before the abort takes its time. This rank's other sessions end for the same reason, not because Control says
+    // that the rank gave up.
     for (const SessionPtr& session : sessions) {
-      const auto message = session->take_message();
-      if (const auto job = session->control.lock(); job != nullptr && message) {
-        job->abort(*message);
+      const auto cause = session->take_untold();
+      const auto job = session->control.lock();
+      if (job == nullptr || !cause) {
+        continue;
       }
+      for (const SessionPtr& other : sessions) {
+        if (other->control.lock() == job) {
+          other->abort(*cause, false);
+        }
+      }
+      job->abort(cause->what());
     }
     std::vector<SessionPtr> aborted;
     for (const SessionPtr& session : sessions) {

@@ -59,6 +59,8 @@ void fail(const std::string& function, std::uint64_t n, int result);
 [[nodiscard]] bool failure_waits();
 // The communicators of a device have failed, as after a network error.
 void break_communicators(int device, int result);
+// Only the one made last of them.
+void break_last_communicator(int device, int result);
 
 // What broke a rule: arguments that NCCL refuses, a destroyed communicator that is used, operations that do not fit,
 // a communicator destroyed with registered memory or running operations. Empty is good.

@@ -1,6 +1,7 @@
 // Call sites, what tests ask for, and what the library says of itself.
 #include "native/fake/nccl/host.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -132,6 +133,16 @@ void break_communicators(int device, int result) {
     if (comm->device == device && !comm->dead) {
       comm->error = result;
     }
+  }
+}
+
+void break_last_communicator(int device, int result) {
+  const std::lock_guard lock(host().mutex);
+  const auto& comms = host().comms;
+  const auto last = std::find_if(comms.rbegin(), comms.rend(),
+                                 [&](const auto& comm) { return comm->device == device && !comm->dead; });
+  if (last != comms.rend()) {
+    (*last)->error = result;
   }
 }
 
