@@ -41,7 +41,8 @@ def run(backend: str, world_size: int, tests: Sequence[str] = (), *, deadline: f
 
 def existing(tests: Sequence[str], world_size: int) -> list[str]:
     """Those of ``tests`` that this version of torch has."""
-    return [test for test in tests if test in listed("--list", world_size)]
+    known = set(listed("--list", world_size))
+    return [test for test in tests if test in known]
 
 
 def listed(what: str, world_size: int) -> list[str]:
