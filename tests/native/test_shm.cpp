@@ -730,6 +730,37 @@ TEST(shm_a_rank_that_has_gone_from_a_communicator_is_not_waited_for) {
   }
 }
 
+TEST(shm_memory_that_was_shown_is_not_trusted_when_its_communicator_is_destroyed) {
+  const ShmJob job(2);
+  std::atomic<bool> gone{false};
+  std::atomic<bool> told{false};
+  run_ranks(2, [&](int rank) {
+    auto world = job.communicator(rank);
+    constexpr std::size_t kCount = 100000;
+    Buffer memory = world->allocate(kCount * 4);
+    auto* const values = static_cast<float*>(memory.view.data);
+    const BufferView view{values, kCount * 4, kCount, DType::kFloat32, {}};
+    if (rank == 0) {
+      std::fill_n(values, kCount, 1.0F);
+      OpOptions options;
+      options.keepalive = memory.owner;
+      const MailPtr mail = world->mailbox()->send(view, 1, 3, options);
+      CHECK(!mail->wait_until(Clock::now() + 5ms));
+      world.reset();
+      const auto error = error_of(*mail);
+      CHECK(error && error->kind() == ErrorKind::kClosed);
+      std::fill_n(values, kCount, 2.0F);  // the send has ended: the memory is the caller's
+      gone = true;
+      CHECK(eventually([&] { return told.load(); }, 20s));
+      return;
+    }
+    CHECK(eventually([&] { return gone.load(); }, 20s));
+    const auto error = error_of(*world->mailbox()->recv(view, 0, 3));
+    CHECK(error && error->kind() == ErrorKind::kPeerError && error->context().peer == 0);
+    told = true;
+  });
+}
+
 TEST(shm_memory_that_was_shown_is_not_used_again_after_a_time_out) {
   for (const bool message : {false, true}) {
     const ShmJob job(2);

@@ -95,8 +95,8 @@ class Watchdog {
       session->look();
       session->give_up_waiting();
     }
-    // Told before the abort takes its time. This rank's other sessions end for the same reason, not because Control says
-    // that the rank gave up.
+    // Told before the abort takes its time. This rank's other sessions end for the same reason, not because Control
+    // says that the rank gave up.
     for (const SessionPtr& session : sessions) {
       const auto cause = session->take_untold();
       const auto job = session->control.lock();

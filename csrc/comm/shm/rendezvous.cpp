@@ -10,6 +10,7 @@
 //
 // which is the rendezvous protocol of MPI implementations (read and write variant) on shared memory. The first bytes of
 // an offer travel with it, so that nobody is idle while the answer is on its way.
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -199,6 +200,14 @@ bool ShmMailbox::accept_rendezvous(int from, const Frame& frame) {
   }
   take_frame(peer, frame);
   return true;
+}
+
+bool ShmMailbox::shows_memory() {
+  const Turn turn(*this);
+  return std::any_of(peers_.begin(), peers_.end(), [](const Peer& peer) {
+    return !peer.references.empty() || std::any_of(peer.promises.begin(), peer.promises.end(),
+                                                   [](const auto& promise) { return promise.second.exposed; });
+  });
 }
 
 // Moves the large messages that are under way to `gone`, because nothing will end them. Memory that the other end knows

@@ -88,6 +88,8 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   void fail(const Error& why) noexcept;
   // `rank` sends and takes nothing more: what only it could end fails with kRankFailed. From any thread.
   void depart(std::size_t rank);
+  // Whether memory of this rank is what a peer reads, or writes, for a message that is under way.
+  [[nodiscard]] bool shows_memory();
   // fail(), and the thread ends. No call may be in progress.
   void stop() noexcept;
 
