@@ -70,6 +70,7 @@ class CommunicatorConfig:
         control: Control,
         timeout: float,
         device: str = "cpu",
+        check: bool = False,
     ) -> None: ...
 
 class Communicator:

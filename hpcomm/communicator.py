@@ -72,6 +72,14 @@ def heartbeat_timeout() -> float:
     return seconds
 
 
+def checks() -> bool:
+    """``HPCOMM_CHECK``: 1 where ranks compare what they issue on transports that would not notice a difference."""
+    text = os.environ.get("HPCOMM_CHECK", "0")
+    if text not in ("0", "1"):
+        raise InvalidArgument(f"HPCOMM_CHECK={text!r}: expected 0 or 1")
+    return text == "1"
+
+
 def nccl_limits() -> dict[str, tuple[int, int, int]]:
     """``HPCOMM_NCCL_CTAS``: by lane ("*": all others) how many multiprocessors NCCL takes at least and at most (0: its
     own choice), and the size of its clusters (-1: its own choice).
@@ -162,6 +170,7 @@ def first_communicator(
         control=control,
         timeout=timeout,
         device=str(device),
+        check=checks(),
     )
     if device.type == "cuda":
         if emulation():
@@ -398,6 +407,11 @@ def emulation() -> list[str]:
     """What ranks have to agree on: a rank with NCCL's rules waits for answers that one without them never gives."""
     rules = os.environ.get("HPCOMM_EMULATE")
     return [] if rules is None else [f"HPCOMM_EMULATE={rules}"]
+
+
+def checking() -> list[str]:
+    """What ranks have to agree on: a rank that checks waits for words that one that does not never sends."""
+    return ["HPCOMM_CHECK=1"] if checks() else []
 
 
 def _emulated(communicator: Communicator) -> Communicator:

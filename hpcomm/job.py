@@ -7,10 +7,18 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import (
+    DebugLevel,
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    _ProcessGroupWrapper,
+    get_debug_level,
+)
 
 from hpcomm import _C
 from hpcomm.communicator import (
+    checks,
     cpu_transport,
     gloo_options,
     over_shared_memory,
@@ -45,7 +53,8 @@ def create_group(options: Any) -> Backend:
 
 
 def _require_equal(options: Any, transport: str) -> None:
-    """All ranks of the group chose this transport: one on gloo would wait for peers that never come there.
+    """All ranks of the group chose this transport, and whether to check: one on gloo would wait for peers that never
+    come there, and one that checks for words that others never send.
 
     Raises:
         SchemaMismatch: on ranks that chose another one than the first to come.
@@ -53,15 +62,17 @@ def _require_equal(options: Any, transport: str) -> None:
     store = options.store
     # One key per group of this name: a store may outlive it.
     generation = store.add(f"hpcomm/made/{options.group_rank}", 1)
-    mine = f"{transport} of rank {options.group_rank}"
-    first = store.compare_set(f"hpcomm/transport/{generation}", "", mine).decode()
-    if first.split()[0] != transport:
-        raise SchemaMismatch(
-            f"ranks disagree on HPCOMM_CPU_TRANSPORT: rank {options.group_rank} has {transport!r}, "
-            f"rank {first.split()[-1]} has {first.split()[0]!r}; set it alike on every rank",
-            rank=options.group_rank,
-            peer=int(first.split()[-1]),
-        )
+    settings = {"HPCOMM_CPU_TRANSPORT": transport, "HPCOMM_CHECK": "1" if checks() else "0"}
+    mine = f"{' '.join(settings.values())} of rank {options.group_rank}"
+    first = store.compare_set(f"hpcomm/transport/{generation}", "", mine).decode().split()
+    for (name, own), other in zip(settings.items(), first, strict=False):
+        if own != other:
+            raise SchemaMismatch(
+                f"ranks disagree on {name}: rank {options.group_rank} has {own!r}, "
+                f"rank {first[-1]} has {other!r}; set it alike on every rank",
+                rank=options.group_rank,
+                peer=int(first[-1]),
+            )
 
 
 class Job:
@@ -88,6 +99,7 @@ class Job:
             lane=name,
             control=self.native.control,
             timeout=timeout,
+            check=checks(),
         )
         if len(ranks) == 1:
             return _C.solo_communicator(config)
@@ -128,4 +140,10 @@ def _gloo_backend(options: Any, timeout: float) -> Backend:
     store, _ = own_store(PrefixStore("gloo", options.store), rank, size, timeout=timeout)
     backend = ProcessGroupGloo(store, rank, size, gloo_options(store, rank, size, timeout=timeout, threads=2))
     backend._set_sequence_number_for_group()
-    return backend
+    if not checks() or size == 1 or get_debug_level() == DebugLevel.DETAIL:  # there torch does it itself
+        return backend
+    helper = PrefixStore("check", store)
+    compared: Backend = _ProcessGroupWrapper(
+        backend, ProcessGroupGloo(helper, rank, size, gloo_options(helper, rank, size, timeout=timeout, threads=1))
+    )
+    return compared

@@ -23,6 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 from hpcomm.channel import forget_parted, let_go
 from hpcomm.communicator import (
     agree,
+    checking,
     cpu_transport,
     default_timeout,
     emulation,
@@ -106,7 +107,8 @@ class Mesh:
         self.coordinate = _coordinate(rank, sizes)
         private, start = own_store(store, rank, world, timeout=timeout)
         self.control: Control = start_control(private, rank, world, timeout=timeout)
-        terms = [f"{axis}={size}" for axis, size in sizes.items()] + [f"device={device.type}"] + emulation()
+        terms = [f"{axis}={size}" for axis, size in sizes.items()] + [f"device={device.type}"]
+        terms += emulation() + checking()
         terms.append(f"HPCOMM_CPU_TRANSPORT={cpu_transport()}")
         agree(self.control, "mesh", terms, timeout=timeout)
         self.world: Communicator = first_communicator(

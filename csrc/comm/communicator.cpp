@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/hash.h"
+#include "comm/issued.h"
 
 namespace hpcomm {
 
@@ -33,6 +34,39 @@ const char* Communicator::operation_name(Operation::Kind kind) noexcept {
       return "barrier";
   }
   return "unknown";
+}
+
+bool Communicator::is_message(Operation::Kind kind) noexcept {
+  return kind == Operation::Kind::kSend || kind == Operation::Kind::kRecv || kind == Operation::Kind::kSendRecv;
+}
+
+std::vector<Issued> Communicator::issued_by(const Operation& operation) const {
+  using Kind = Operation::Kind;
+  if (operation.kind == Kind::kSendRecv) {
+    std::vector<Issued> ends = issued_by(operation.sending());
+    for (Issued& end : issued_by(operation.receiving())) {
+      ends.push_back(std::move(end));
+    }
+    return ends;
+  }
+  const char* const name = operation_name(operation.kind);
+  const ErrorContext what = context(name, operation.peer, operation.sequence);
+  const bool receives = operation.kind == Kind::kRecv;
+  const BufferView& view = receives ? operation.output : operation.input;
+  if (is_message(operation.kind)) {
+    if (view.bytes == 0) {
+      return {};
+    }
+    return {{what, operation.peer, !receives, elements_of(view.count, to_string(view.dtype))}};
+  }
+  if (operation.kind == Kind::kBarrier) {
+    return {{what, -1, false, name}};
+  }
+  const bool reduces = operation.kind == Kind::kAllReduce || operation.kind == Kind::kReduceScatter;
+  return {{what, -1, false,
+           words_of_collective(name, view.count, to_string(view.dtype),
+                               reduces ? std::optional(operation.op) : std::nullopt,
+                               operation.kind == Kind::kBroadcast ? operation.peer : -1)}};
 }
 
 Communicator::Operation Communicator::Operation::sending() const {

@@ -21,6 +21,7 @@
 namespace hpcomm {
 
 class DeviceSlot;
+struct Issued;
 class Mailbox;
 class PeerMemory;
 
@@ -80,6 +81,9 @@ struct CommunicatorConfig {
   std::chrono::milliseconds timeout{std::chrono::minutes(10)};
   // As OpOptions::poll, while the communicator is made: its ranks wait for each other.
   void (*poll)() = nullptr;
+  // What ranks issue is compared before data moves (comm/agreement.h), also where the transport does not do it anyway.
+  // The same on all members.
+  bool check = false;
 };
 
 class Communicator {
@@ -97,6 +101,7 @@ class Communicator {
   [[nodiscard]] Control& control() const noexcept { return *config_.control; }
   [[nodiscard]] const std::shared_ptr<Control>& shared_control() const noexcept { return config_.control; }
   [[nodiscard]] std::chrono::milliseconds timeout() const noexcept { return config_.timeout; }
+  [[nodiscard]] bool checks() const noexcept { return config_.check; }
   [[nodiscard]] virtual const char* transport() const noexcept = 0;
   [[nodiscard]] virtual Device device() const noexcept = 0;
 
@@ -204,6 +209,9 @@ class Communicator {
     [[nodiscard]] Operation receiving() const;
   };
   [[nodiscard]] static const char* operation_name(Operation::Kind kind) noexcept;
+  [[nodiscard]] static bool is_message(Operation::Kind kind) noexcept;
+  // What the ranks have to agree on: a collective, or the ends of messages, but for empty ones, which nobody expects.
+  [[nodiscard]] std::vector<Issued> issued_by(const Operation& operation) const;
   virtual WorkPtr submit(Operation operation) = 0;
   // The transport's part of subgroup(): `child` is complete.
   [[nodiscard]] virtual std::shared_ptr<Communicator> make_child(CommunicatorConfig child) = 0;

@@ -64,7 +64,7 @@ C10dBackendFactory to_factory(py::function function) {
 void bind_comm(py::module_& module) {
   py::class_<CommunicatorConfig>(module, "CommunicatorConfig")
       .def(py::init([](std::string name, std::vector<int> ranks, int rank, std::string lane,
-                       std::shared_ptr<Control> control, double timeout, const std::string& device) {
+                       std::shared_ptr<Control> control, double timeout, const std::string& device, bool check) {
              const Device where = device_of(c10::Device(device));
              require_usable(where);
              CommunicatorConfig config;
@@ -78,10 +78,11 @@ void bind_comm(py::module_& module) {
              config.control = std::move(control);
              config.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1e3));
              config.poll = check_signals;
+             config.check = check;
              return config;
            }),
            py::kw_only(), py::arg("name"), py::arg("ranks"), py::arg("rank"), py::arg("lane"), py::arg("control"),
-           py::arg("timeout"), py::arg("device") = "cpu");
+           py::arg("timeout"), py::arg("device") = "cpu", py::arg("check") = false);
 
   const auto later = py::arg("async_op") = false;
   const auto limit = py::arg("timeout") = -1.0;

@@ -3,13 +3,17 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <exception>
+#include <functional>
 #include <mutex>
 #include <thread>
 #include <utility>
 
+#include "comm/agreement.h"
 #include "comm/host_communicator.h"
 #include "comm/shm/shm_communicator.h"
 #include "comm/solo/solo_communicator.h"
+#include "torch/c10d_reduce_op.h"
 #include "torch/tensor.h"
 
 namespace hpcomm {
@@ -23,27 +27,6 @@ constexpr auto kBlameWait = std::chrono::milliseconds(200);
 constexpr std::size_t kInControl = std::size_t{1} << 20;
 // What a rank sent before it left in order may still be on its way for this long.
 constexpr auto kFarewell = std::chrono::seconds(2);
-
-c10d::ReduceOp::RedOpType reduce_op(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-    case ReduceOp::kAverage:  // summed, then divided here: gloo has no average
-      return c10d::ReduceOp::SUM;
-    case ReduceOp::kProduct:
-      return c10d::ReduceOp::PRODUCT;
-    case ReduceOp::kMin:
-      return c10d::ReduceOp::MIN;
-    case ReduceOp::kMax:
-      return c10d::ReduceOp::MAX;
-    case ReduceOp::kBitAnd:
-      return c10d::ReduceOp::BAND;
-    case ReduceOp::kBitOr:
-      return c10d::ReduceOp::BOR;
-    case ReduceOp::kBitXor:
-      return c10d::ReduceOp::BXOR;
-  }
-  return c10d::ReduceOp::SUM;
-}
 
 // Set by a future's callback on the backend's thread.
 struct Settled {
@@ -60,6 +43,9 @@ class C10dCommunicator final : public HostCommunicator {
         backend_(std::move(backend)),
         factory_(std::move(factory)),
         neighbourhood_(std::move(neighbourhood)) {
+    if (checks()) {
+      agreement_.emplace(*this);
+    }
     HPCOMM_REQUIRE(backend_ != nullptr, "no c10d backend");
     HPCOMM_REQUIRE(backend_->getSize() == size() && backend_->getRank() == rank(), "the c10d backend has rank ",
                    backend_->getRank(), " of ", backend_->getSize(), ", the communicator rank ", rank(), " of ",
@@ -134,6 +120,11 @@ class C10dCommunicator final : public HostCommunicator {
   }
 
   void execute(const Operation& operation, Deadline deadline) override {
+    if (agreement_ && !is_message(operation.kind)) {
+      if (const auto differs = agreement_->meet(issued_by(operation), deadline, operation.options.poll).front()) {
+        throw Error(*differs);
+      }
+    }
     const auto remaining = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
     const auto limit = std::max(remaining, std::chrono::milliseconds(1));
     try {
@@ -188,11 +179,6 @@ class C10dCommunicator final : public HostCommunicator {
     static thread_local Group* current;
   };
 
-  [[nodiscard]] static bool is_message(Operation::Kind kind) noexcept {
-    using Kind = Operation::Kind;
-    return kind == Kind::kSend || kind == Kind::kRecv || kind == Kind::kSendRecv;
-  }
-
   // The backend's Work of a message, which can be aborted.
   using Message = c10::intrusive_ptr<c10d::Work>;
 
@@ -207,18 +193,56 @@ class C10dCommunicator final : public HostCommunicator {
     return sends ? backend_->send(tensors, operation.peer, 0) : backend_->recv(tensors, operation.peer, 0);
   }
 
+  // Starts those of `messages` that fit, as soon as that is known; the other ends of those know nothing of the rest.
+  // Returns what is wrong with the first that does not. Empty messages are not sent, and not compared.
+  template <typename Start>
+  [[nodiscard]] std::optional<Error> start_fitting(const std::vector<Operation>& messages, Deadline deadline,
+                                                   const Start& start) {
+    std::vector<Issued> issued;
+    std::vector<const Operation*> of;
+    for (const Operation& message : messages) {
+      for (Issued& end : issued_by(message)) {
+        issued.push_back(std::move(end));
+        of.push_back(&message);
+      }
+    }
+    std::exception_ptr failed;
+    const auto differences = agreement_->meet(issued, deadline, messages.front().options.poll, [&](std::size_t place) {
+      try {
+        if (failed == nullptr) {
+          start(*of[place]);
+        }
+      } catch (...) {
+        failed = std::current_exception();  // of the backend
+      }
+    });
+    if (failed != nullptr) {
+      std::rethrow_exception(failed);
+    }
+    const auto first = std::find_if(differences.begin(), differences.end(), [](const auto& each) { return each; });
+    return first == differences.end() ? std::nullopt : *first;
+  }
+
   // Messages of which none waits for another: all are started before one is waited for.
   void transfer(const std::vector<Operation>& messages, Deadline deadline) {
     const bool several = messages.size() > 1;
     const Operation* at = nullptr;
+    std::vector<const Operation*> started;
+    std::optional<Error> differs;
     forget(false);
     try {
-      for (const Operation& message : messages) {
+      const auto start = [&](const Operation& message) {
         at = &message;
         hold(begin(message));
+        started.push_back(&message);
+      };
+      if (agreement_) {
+        differs = start_fitting(messages, deadline, start);
+      } else {
+        std::for_each(messages.begin(), messages.end(), start);
       }
-      for (std::size_t i = 0; i < messages.size(); ++i) {
-        at = &messages[i];
+      for (std::size_t i = 0; i < started.size(); ++i) {
+        at = started[i];
         if (const Message message = held(i)) {
           const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
           message->wait(std::max(left, std::chrono::milliseconds(1)));
@@ -232,7 +256,7 @@ class C10dCommunicator final : public HostCommunicator {
       const std::string text = known != nullptr ? known->what_without_backtrace() : error.what();
       forget(several);
       try {
-        explain(*at, text, deadline);
+        explain(at != nullptr ? *at : messages.front(), text, deadline);
       } catch (const Error& told) {
         if (several) {
           abort(told);  // the others may be cut in two
@@ -242,6 +266,9 @@ class C10dCommunicator final : public HostCommunicator {
     }
     forget(false);
     throw_if_aborted(what_of(messages.front()));
+    if (differs) {
+      throw Error(*differs);
+    }
   }
 
   // Null for none.
@@ -444,6 +471,7 @@ class C10dCommunicator final : public HostCommunicator {
   C10dBackend backend_;
   C10dBackendFactory factory_;
   std::shared_ptr<shm::Neighbourhood> neighbourhood_;
+  std::optional<Agreement> agreement_;  // with HPCOMM_CHECK=1
   std::mutex mutex_;
   std::vector<Message> transfers_;  // that the lane waits for, under mutex_
   at::Tensor scratch_;              // of the reduce_scatter that runs

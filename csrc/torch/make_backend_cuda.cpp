@@ -214,6 +214,7 @@ class DeviceBackend final : public c10d::Backend {
         config.compute = compute_stream(device);
         config.control = communicator_->shared_control();
         config.timeout = timeout_.count() > 0 ? timeout_ : communicator_->timeout();
+        config.check = communicator_->checks();
         cuda_ = c10::make_intrusive<CudaBackend>(make_nccl_communicator(std::move(config)));
         device_ = device;
       }

@@ -14,7 +14,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from hpcomm.communicator import agree, default_timeout, first_communicator, own_store, start_control
+from hpcomm.communicator import (
+    agree,
+    checking,
+    default_timeout,
+    emulation,
+    first_communicator,
+    own_store,
+    start_control,
+)
 from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import InvalidArgument, TimedOut
 
@@ -134,6 +142,8 @@ def lane_over(group: dist.ProcessGroup, device: torch.device, family: str = "") 
     store, start = own_store(PrefixStore(f"hpcomm/ddp{family}", group.get_group_store()), rank, size, timeout=timeout)
     names = sorted(ranks)
     control = start_control(store, names.index(ranks[rank]), size, timeout=timeout, names=names)
+    members = names if size > 1 else [0]
+    agree(control, "environment", emulation() + checking(), timeout=timeout, ranks=members)
     return first_communicator(
         store,
         control,

@@ -3,10 +3,12 @@
 
 #include <cstdio>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "base/fork.h"
+#include "comm/agreement.h"
 #include "comm/nccl/launch_order.h"
 #include "comm/nccl/nccl_calls.h"
 #include "comm/nccl/nccl_init.h"
@@ -45,6 +47,9 @@ class NcclCommunicator final : public Communicator {
         session_(std::move(session)),
         order_(LaunchOrder::of(session_->device)),
         nccl_keeps_order_(keeps_launch_order(session_->nccl, launch_order)) {
+    if (checks()) {
+      agreement_.emplace(*this);
+    }
     watch(session_);
   }
 
@@ -168,11 +173,15 @@ class NcclCommunicator final : public Communicator {
     require_open(what);
     Issue issue;
     issue.calls = calls_of(operation, what);
+    if (agreement_) {
+      issue.issued = issued_by(operation);
+      issue.poll = operation.options.poll != nullptr ? operation.options.poll : config().poll;
+    }
     issue.keepalive = std::move(operation.options.keepalive);
     const auto limit = operation.options.timeout.count() > 0 ? operation.options.timeout : timeout();
     issue.work = std::make_shared<NcclWork>(std::move(what), lane(), device(), limit);
     WorkPtr work = issue.work;
-    if (issue.calls.empty()) {
+    if (issue.calls.empty() && issue.issued.empty()) {
       issue.work->finished();
       return work;
     }
@@ -214,6 +223,9 @@ class NcclCommunicator final : public Communicator {
     std::vector<Call> calls;
     NcclWorkPtr work;
     Keepalive keepalive;
+    // Of a communicator that checks. Of messages, one for each of `calls`.
+    std::vector<Issued> issued;
+    void (*poll)() = nullptr;
   };
 
   // What a thread collects between the begin and the end of a group.
@@ -319,20 +331,76 @@ class NcclCommunicator final : public Communicator {
     return {};
   }
 
-  // One thread at a time issues on a device: what it launches here starts in this order.
-  void launch(std::vector<Issue>& issues) {
-    if (issues.empty()) {
-      return;
+  // Waits, before anything of NCCL keeps the host or the device, until the others have issued the same. What does not
+  // fit is taken out of `issues`: its other ends do not launch it either. Returns the error of the first of them.
+  [[nodiscard]] std::optional<Error> agree(std::vector<Issue>& issues) {
+    std::vector<Issued> issued;
+    for (const Issue& issue : issues) {
+      issued.insert(issued.end(), issue.issued.begin(), issue.issued.end());
     }
+    Agreement::Results differences;
+    try {
+      if (!issued.empty()) {
+        differences = agreement_->meet(issued, issues.front().work->deadline(), issues.front().poll);
+      }
+    } catch (...) {
+      for (const Issue& issue : issues) {
+        issue.work->fail(*aborted());  // nothing was launched
+      }
+      throw;
+    }
+    std::optional<Error> first;
+    auto difference = differences.cbegin();
+    for (Issue& issue : issues) {
+      std::optional<Error> own;
+      std::vector<Call> fitting;
+      for (std::size_t i = 0; i < issue.issued.size(); ++i, ++difference) {
+        if (!*difference) {
+          // A collective may be several calls, as all_to_all is; or none, where all ranks found it empty.
+          const bool whole = issue.issued[i].peer < 0;
+          const auto at = issue.calls.begin() + static_cast<std::ptrdiff_t>(i);
+          fitting.insert(fitting.end(), whole ? issue.calls.begin() : at, whole ? issue.calls.end() : at + 1);
+        } else if (!own) {
+          own = *difference;
+        }
+      }
+      issue.calls = std::move(fitting);
+      if (own) {
+        issue.work->fail(*own);
+        first = first ? first : own;
+        // The half of a sendrecv that fits is an operation of its own.
+        issue.work = std::make_shared<NcclWork>(issue.work->what(), lane(), device(), issue.work->limit());
+      }
+    }
+    return first;
+  }
+
+  void launch(std::vector<Issue>& issues) {
+    const std::optional<Error> differs = agreement_ ? agree(issues) : std::nullopt;
+    launch_fitting(issues);
+    if (differs) {
+      throw Error(*differs);
+    }
+  }
+
+  // One thread at a time issues on a device: what it launches here starts in this order.
+  void launch_fitting(std::vector<Issue>& issues) {
     std::vector<Call> calls;
     std::vector<NcclWorkPtr> works;
     auto keepalives = std::make_shared<std::vector<Keepalive>>();
     for (Issue& issue : issues) {
       calls.insert(calls.end(), issue.calls.begin(), issue.calls.end());
+      if (issue.calls.empty()) {
+        issue.work->finished();
+        continue;
+      }
       works.push_back(issue.work);
       if (issue.keepalive != nullptr) {
         keepalives->push_back(std::move(issue.keepalive));
       }
+    }
+    if (calls.empty()) {
+      return;
     }
     const ErrorContext& what = works.front()->what();
     auto issuing = order_.issue();
@@ -408,6 +476,7 @@ class NcclCommunicator final : public Communicator {
   LaunchOrder& order_;
   const bool nccl_keeps_order_;
   Buffer scratch_;
+  std::optional<Agreement> agreement_;  // with HPCOMM_CHECK=1
 };
 
 thread_local NcclCommunicator::Group* NcclCommunicator::Group::current = nullptr;

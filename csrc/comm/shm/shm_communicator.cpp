@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "comm/host_communicator.h"
+#include "comm/issued.h"
 #include "comm/peer_memory.h"
 #include "comm/shm/collectives.h"
 #include "comm/shm/shm_mailbox.h"
@@ -176,10 +177,6 @@ class ShmCommunicator final : public HostCommunicator {
     }
   }
 
-  static bool is_message(Operation::Kind kind) noexcept {
-    return kind == Operation::Kind::kSend || kind == Operation::Kind::kRecv || kind == Operation::Kind::kSendRecv;
-  }
-
   [[nodiscard]] static shm::Descriptor describe(const Operation& operation) noexcept {
     shm::Descriptor descriptor;
     descriptor.kind = static_cast<std::uint8_t>(operation.kind);
@@ -211,14 +208,10 @@ class ShmCommunicator final : public HostCommunicator {
       return operation_name(kind);
     }
     const auto dtype = dtype_from_wire(descriptor.dtype);
-    std::string text = str(operation_name(kind), "(", descriptor.count, " ", dtype ? to_string(*dtype) : "unknown");
-    if (kind == Operation::Kind::kAllReduce || kind == Operation::Kind::kReduceScatter) {
-      text += str(", ", to_string(static_cast<ReduceOp>(descriptor.op)));
-    }
-    if (kind == Operation::Kind::kBroadcast) {
-      text += str(", root ", descriptor.root);
-    }
-    return text + ")";
+    const bool reduces = kind == Operation::Kind::kAllReduce || kind == Operation::Kind::kReduceScatter;
+    return words_of_collective(operation_name(kind), descriptor.count, dtype ? to_string(*dtype) : "unknown",
+                               reduces ? std::optional(static_cast<ReduceOp>(descriptor.op)) : std::nullopt,
+                               kind == Operation::Kind::kBroadcast ? descriptor.root : -1);
   }
 
   // Null for an empty message, which is not sent: neither end of this contract expects it.
@@ -334,30 +327,19 @@ class ShmCommunicator final : public HostCommunicator {
   }
 
   [[noreturn]] void explain(const Operation& operation, const shm::Disagreement& disagreement) {
-    // Who issued what, equal ones together.
-    std::vector<std::pair<std::string, std::string>> sides;
+    std::vector<std::string> words;
     int other = -1;
     for (std::size_t r = 0; r < disagreement.descriptors.size(); ++r) {
-      const std::string text = text_of(disagreement.descriptors[r]);
+      words.push_back(text_of(disagreement.descriptors[r]));
       if (other < 0 && !disagreement.descriptors[r].agrees(describe(operation))) {
         other = static_cast<int>(r);
       }
-      auto side = std::find_if(sides.begin(), sides.end(), [&text](const auto& known) { return known.second == text; });
-      if (side == sides.end()) {
-        sides.emplace_back(str("rank ", ranks()[r]), text);
-      } else {
-        side->first += str(", ", ranks()[r]);
-      }
-    }
-    std::string all;
-    for (const auto& [who, text] : sides) {
-      all += str(all.empty() ? "" : "; ", who, " issued ", text);
     }
     ErrorContext what = what_of(operation);
     what.peer = other < 0 ? -1 : ranks()[static_cast<std::size_t>(other)];
     throw Error(ErrorKind::kSchemaMismatch,
-                str(describe_operation(operation), ": the ranks did not issue the same operation: ", all,
-                    ". No data was moved and the communicator can be used again"),
+                str(describe_operation(operation), ": the ranks did not issue the same operation: ",
+                    who_issued_what(ranks(), words), ". No data was moved and the communicator can be used again"),
                 what);
   }
 

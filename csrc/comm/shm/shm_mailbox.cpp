@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "base/fork.h"
+#include "comm/issued.h"
 
 namespace hpcomm::shm {
 
@@ -20,7 +21,7 @@ constexpr std::size_t kPiece = std::size_t{32} << 10;
 
 std::string elements_of(std::uint64_t count, std::uint8_t dtype) {
   const auto known = dtype_from_wire(dtype);
-  return str(count, " ", known ? to_string(*known) : "unknown", count == 1 ? " element" : " elements");
+  return hpcomm::elements_of(count, known ? to_string(*known) : "unknown");
 }
 
 ShmMailbox::ShmMailbox(Setup setup)

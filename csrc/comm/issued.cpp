@@ -1,0 +1,43 @@
+// The words of issued.h.
+#include "comm/issued.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace hpcomm {
+
+std::string elements_of(std::uint64_t count, const char* dtype) {
+  return str(count, " ", dtype, count == 1 ? " element" : " elements");
+}
+
+std::string words_of_collective(const char* operation, std::uint64_t count, const char* dtype,
+                                std::optional<ReduceOp> op, int root) {
+  std::string words = str(operation, "(", count, " ", dtype);
+  if (op) {
+    words += str(", ", to_string(*op));
+  }
+  if (root >= 0) {
+    words += str(", root ", root);
+  }
+  return words + ")";
+}
+
+std::string who_issued_what(const std::vector<int>& ranks, const std::vector<std::string>& words) {
+  std::vector<std::pair<std::string, std::string>> sides;
+  for (std::size_t r = 0; r < words.size(); ++r) {
+    const auto side =
+        std::find_if(sides.begin(), sides.end(), [&](const auto& known) { return known.second == words[r]; });
+    if (side == sides.end()) {
+      sides.emplace_back(str("rank ", ranks[r]), words[r]);
+    } else {
+      side->first += str(", ", ranks[r]);
+    }
+  }
+  std::string all;
+  for (const auto& [who, what] : sides) {
+    all += str(all.empty() ? "" : "; ", who, " issued ", what);
+  }
+  return all;
+}
+
+}  // namespace hpcomm

@@ -1,0 +1,33 @@
+// How errors show what ranks issued: one wording for all transports.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "base/reduce_op.h"
+
+namespace hpcomm {
+
+// "4 float32 elements". `dtype` is the name of one.
+[[nodiscard]] std::string elements_of(std::uint64_t count, const char* dtype);
+
+// "all_reduce(4 float32, sum)", "broadcast(4 float32, root 1)". `root` is -1 where there is none.
+[[nodiscard]] std::string words_of_collective(const char* operation, std::uint64_t count, const char* dtype,
+                                              std::optional<ReduceOp> op, int root);
+
+// "rank 0, 2 issued barrier; rank 1 issued all_reduce(4 float32, sum)": equal ones together. `words` are those of
+// `ranks`, in their order.
+[[nodiscard]] std::string who_issued_what(const std::vector<int>& ranks, const std::vector<std::string>& words);
+
+// What one rank issued, as it tells the others: a collective, or one end of a message.
+struct Issued {
+  ErrorContext what;
+  int peer = -1;       // the other end of a message, by its place in the group; -1 for a collective
+  bool sends = false;  // of a message
+  std::string words;
+};
+
+}  // namespace hpcomm

@@ -1,0 +1,383 @@
+"""HPCOMM_CHECK=1: ranks compare what they issue over gloo before data moves, in the words that shared memory uses."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hpcomm
+from hpcomm import InvalidArgument, RankFailed, SchemaMismatch, TimedOut
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+UNCHECKED = {"HPCOMM_CPU_TRANSPORT": "gloo"}
+CHECKED = UNCHECKED | {"HPCOMM_CHECK": "1"}
+EMULATED = CHECKED | {"HPCOMM_EMULATE": "nccl"}
+
+# What rank 1 of three issues, what ranks 0 and 2 do, and how an error shows both.
+Case = tuple[Callable[[Any], object], Callable[[Any], object], str, str]
+
+
+def zeros(count: int = 8, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(count, dtype=dtype)
+
+
+COLLECTIVES: dict[str, Case] = {
+    "shape": (
+        lambda comm: comm.all_reduce(zeros(4)),
+        lambda comm: comm.all_reduce(zeros(8)),
+        "all_reduce(4 float32, sum)",
+        "all_reduce(8 float32, sum)",
+    ),
+    "dtype of equal bytes": (
+        lambda comm: comm.all_reduce(zeros(8, torch.int32)),
+        lambda comm: comm.all_reduce(zeros(8)),
+        "all_reduce(8 int32, sum)",
+        "all_reduce(8 float32, sum)",
+    ),
+    "reduction": (
+        lambda comm: comm.all_reduce(zeros(), "max"),
+        lambda comm: comm.all_reduce(zeros()),
+        "all_reduce(8 float32, max)",
+        "all_reduce(8 float32, sum)",
+    ),
+    "root": (
+        lambda comm: comm.broadcast(zeros(), 1),
+        lambda comm: comm.broadcast(zeros(), 0),
+        "broadcast(8 float32, root 1)",
+        "broadcast(8 float32, root 0)",
+    ),
+    "operation": (
+        lambda comm: comm.barrier(),
+        lambda comm: comm.all_gather(zeros(24), zeros()),
+        "barrier",
+        "all_gather(8 float32)",
+    ),
+    "operation, waited for": (
+        lambda comm: comm.all_to_all(zeros(9), zeros(9), async_op=True).wait(),
+        lambda comm: comm.reduce_scatter(zeros(3), zeros(9), async_op=True).wait(),
+        "all_to_all(9 float32)",
+        "reduce_scatter(9 float32, sum)",
+    ),
+}
+
+
+def require_usable(comm: Any) -> None:
+    value = torch.tensor([10.0**comm.rank])
+    comm.all_reduce(value)
+    assert value.item() == sum(10.0**r for r in range(comm.size))
+    received = torch.empty(3)
+    comm.sendrecv(value.new_full((3,), comm.rank), (comm.rank + 1) % comm.size, received, (comm.rank - 1) % comm.size)
+    assert received.tolist() == [(comm.rank - 1) % comm.size] * 3
+
+
+def different_collectives() -> None:
+    with hpcomm.init(dp=3, timeout=20) as mesh:
+        # Communicators of a mesh and what is made from them.
+        for comm in (mesh.dp, mesh.dp.split(0, mesh.rank, "other")):
+            for odd, even, ours, theirs in COLLECTIVES.values():
+                with pytest.raises(SchemaMismatch) as caught:
+                    (odd if mesh.rank == 1 else even)(comm)
+                message = str(caught.value)
+                assert f"rank 0, 2 issued {theirs}; rank 1 issued {ours}" in message
+                assert "No data was moved and the communicator can be used again" in message
+                assert (caught.value.rank, caught.value.peer) == (mesh.rank, 0 if mesh.rank == 1 else 1)
+                require_usable(comm)
+
+
+@pytest.mark.parametrize("env", [CHECKED, EMULATED], ids=["gloo", "one slot"])
+def test_collectives_that_differ_are_told_on_all_ranks(env: dict[str, str]) -> None:
+    ranks.run(3, different_collectives, env=env)
+
+
+def unnoticed() -> list[str]:
+    told = []
+    with hpcomm.init(dp=3, timeout=5) as mesh:
+        for name in ("dtype of equal bytes", "reduction"):
+            odd, even, *_ = COLLECTIVES[name]
+            try:
+                (odd if mesh.rank == 1 else even)(mesh.dp)
+                told.append("nothing")
+            except Exception as error:
+                told.append(type(error).__name__)
+    return told
+
+
+def test_gloo_itself_does_not_notice() -> None:
+    for env in (UNCHECKED, UNCHECKED | {"HPCOMM_CHECK": "0"}):
+        assert ranks.run(3, unnoticed, env=env) == [["nothing", "nothing"]] * 3
+    assert ranks.run(3, unnoticed, env=CHECKED) == [["SchemaMismatch", "SchemaMismatch"]] * 3
+
+
+def tensor(words: str) -> torch.Tensor:
+    count, dtype = words.split()
+    return zeros(int(count), getattr(torch, dtype))
+
+
+def mismatch(issue: Callable[[], object]) -> str:
+    try:
+        issue()
+    except SchemaMismatch as error:
+        return str(error)
+    return ""
+
+
+def different_messages() -> None:
+    with hpcomm.init(dp=3, timeout=20) as mesh:
+        comm, rank = mesh.dp, mesh.rank
+        for sent, expected in (("4 float32", "8 float32"), ("4 int32", "4 float32"), ("1 float64", "2 float32")):
+            plural = "" if sent.startswith("1 ") else "s"
+            told = ""
+            if rank == 0:
+                told = mismatch(functools.partial(comm.send, tensor(sent), 1))
+            elif rank == 1:
+                told = mismatch(functools.partial(comm.recv, tensor(expected), 0))
+            if rank < 2:
+                assert f": rank 0 sent {sent} element{plural}, rank 1 expected {expected} elements" in told
+                assert "The message was not sent and the communicator can be used again" in told
+            require_usable(comm)
+        # Around the ring; only what rank 1 sends to rank 2 does not fit.
+        received = torch.full((4,), -1.0)
+        sends = torch.full((3 if rank == 1 else 4,), float(rank))
+        told = mismatch(lambda: comm.sendrecv(sends, (rank + 1) % 3, received, (rank - 1) % 3))
+        assert ("rank 1 sent 3 float32 elements, rank 2 expected 4 float32 elements" in told) == (rank > 0)
+        assert received.tolist() == [-1.0 if rank == 2 else (rank - 1) % 3] * 4
+        require_usable(comm)
+
+
+def pass_on() -> None:
+    with hpcomm.init(dp=3, timeout=20) as mesh:
+        comm, rank = mesh.dp, mesh.rank
+        for count in (1, 3_000_000):
+            received = torch.zeros(count)
+            if rank == 0:  # neither half may wait for the other
+                comm.sendrecv(torch.full((count,), 7.0), 1, received, 2)
+            else:
+                comm.recv(received, rank - 1)
+                comm.send(received, (rank + 1) % 3)
+            assert received.eq(7).all()
+
+
+def test_halves_of_an_exchange_do_not_wait_for_each_other() -> None:
+    ranks.run(3, pass_on, env=CHECKED)
+
+
+def test_messages_that_differ_are_told_at_both_ends() -> None:
+    ranks.run(3, different_messages, env=CHECKED)
+
+
+def without_rank_1() -> str:
+    with hpcomm.init(dp=3, timeout=20) as mesh:
+        told = ""
+        if mesh.rank != 1:
+            with pytest.raises(TimedOut) as caught:
+                mesh.dp.all_reduce(zeros(), timeout=0.5)
+            told = str(caught.value)
+            assert (caught.value.operation, caught.value.peer) == ("all_reduce", 1)
+        else:
+            # A message where the others are in a collective.
+            with pytest.raises(TimedOut):
+                mesh.dp.send(zeros(), 0, timeout=0.5)
+        mesh.world.barrier()
+        return told
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    first, _, third = ranks.run(3, without_rank_1, env=CHECKED)
+    for told in (first, third):
+        assert "took longer than its time-out: rank 1 did not come in time" in told
+    assert "Rank 1 waits to send 8 float32 elements to this rank." in first
+    assert "waits" not in third
+
+
+def wait_for_a_dead_rank(directory: str) -> None:
+    with hpcomm.init(dp=3, timeout=30) as mesh:
+        mesh.dp.barrier()
+        if mesh.rank == 1:
+            time.sleep(60)
+        Path(directory, f"waits{mesh.rank}").touch()
+        with pytest.raises(RankFailed) as caught:
+            mesh.dp.all_reduce(zeros())
+        assert caught.value.peer == 1
+        assert str(caught.value).startswith("all_reduce #")
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    with ranks.spawn(3, wait_for_a_dead_rank, str(tmp_path), env=CHECKED) as job:
+        while len(list(tmp_path.glob("waits*"))) < 2:
+            time.sleep(0.01)
+        job.kill(1, signal.SIGKILL)
+        outcomes = job.wait()
+    assert outcomes[0].ok, outcomes[0]
+    assert outcomes[2].ok, outcomes[2]
+
+
+def ends_a_wait() -> None:
+    with hpcomm.init(dp=2, timeout=30) as mesh:
+        comm = mesh.dp.split(0, mesh.rank, "one")
+        other = mesh.dp.split(0, mesh.rank, "two")
+        if mesh.rank == 0:
+            # Ctrl-C ends the wait of the program; the operation goes on.
+            before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                comm.barrier()
+            signal.signal(signal.SIGALRM, before)
+            work = other.barrier(async_op=True)
+            threading.Timer(0.1, other.abort, ["enough"]).start()
+            with pytest.raises(hpcomm.Closed, match="enough"):
+                work.wait()
+        else:
+            mesh.dp.barrier()
+            comm.barrier()
+        if mesh.rank == 0:
+            mesh.dp.barrier()
+        require_usable(comm)
+
+
+def test_ctrl_c_and_abort_end_the_wait() -> None:
+    ranks.run(2, ends_a_wait, env=CHECKED)
+
+
+def a_step_of_everything() -> list[float]:
+    losses = []
+    with hpcomm.init(dp=2, pp=2, timeout=20) as mesh:
+        # Data parallel
+        torch.manual_seed(0)
+        model = hpcomm.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.full((4, 8), float(1 + step))).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        # Messages of every length, on both ways at once
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.pp.rank)
+        for count in (1, 1000, 1_000_000):
+            sent = [channel.send({"x": torch.full((count,), float(mesh.pp.rank))}) for _ in range(3)]
+            for _ in sent:
+                assert channel.recv()["x"].tolist() == [1.0 - mesh.pp.rank] * count
+            for work in sent:
+                work.wait()
+        # A pipeline
+        for schedule in ("1f1b", "gpipe", "zb1p"):
+            torch.manual_seed(0)
+            stages = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 3))
+            pipe = hpcomm.Pipeline(
+                stages, mesh=mesh, schedule=schedule, num_microbatches=4, loss_fn=nn.functional.cross_entropy
+            )
+            torch.manual_seed(mesh.dp.rank)
+            x, y = torch.randn(8, 8), torch.randint(0, 3, (8,))
+            losses += [pipe.step(x, target=y).item() for _ in range(3)]
+            hpcomm.clip_grad_norm_(pipe, 1.0)
+    return losses
+
+
+@pytest.mark.parametrize("env", [CHECKED, EMULATED], ids=["gloo", "one slot"])
+def test_training_runs_and_computes_the_same(env: dict[str, str]) -> None:
+    assert ranks.run(4, a_step_of_everything, env=env, timeout=60) == ranks.run(
+        4, a_step_of_everything, env=UNCHECKED, timeout=60
+    )
+
+
+def ddp_of_a_group() -> float:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = hpcomm.DistributedDataParallel(nn.Linear(4, 1))
+    loss = model(torch.full((2, 4), 1.0)).square().mean()
+    loss.backward()
+    dist.destroy_process_group()
+    return loss.item()
+
+
+def test_ddp_over_a_group_of_torch() -> None:
+    assert len(set(ranks.run(2, ddp_of_a_group, env=CHECKED))) == 1
+
+
+def init(make: str) -> str:
+    os.environ["HPCOMM_CHECK"] = os.environ["CHECKS"].split(",")[int(os.environ["RANK"])]
+    try:
+        if make == "mesh":
+            hpcomm.init(timeout=3).close()
+        elif make == "ddp":
+            dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+            hpcomm.DistributedDataParallel(nn.Linear(2, 2))
+        else:
+            dist.init_process_group("hpcomm", timeout=timedelta(seconds=3))
+    except Exception as error:  # of a group, the other rank waits for a peer that has gone
+        return f"{type(error).__name__}: {error}"
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return "made"
+
+
+@pytest.mark.parametrize("make", ["mesh", "ddp", "group"])
+def test_it_is_the_same_on_every_rank(make: str) -> None:
+    told = ranks.run(2, init, make, env=UNCHECKED | {"CHECKS": "0,1", "HPCOMM_TIMEOUT": "3"})
+    assert "made" not in told
+    assert any(text.startswith("SchemaMismatch") and "HPCOMM_CHECK" in text for text in told), told
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+@pytest.mark.parametrize("make", ["mesh", "group"])
+def test_other_values_are_refused(make: str, transport: str) -> None:
+    for text in ("yes", "", "2"):
+        env = {"HPCOMM_CPU_TRANSPORT": transport, "CHECKS": f"{text},{text}"}
+        for told in ranks.run(2, init, make, env=env):
+            assert told == f"InvalidArgument: HPCOMM_CHECK={text!r}: expected 0 or 1"
+    assert issubclass(InvalidArgument, ValueError)
+
+
+def torch_group() -> tuple[str, float]:
+    dist.init_process_group("hpcomm", timeout=timedelta(seconds=10))
+    told = ""
+    try:
+        dist.all_reduce(zeros(8, torch.int32 if dist.get_rank() == 1 else torch.float32))
+    except RuntimeError as error:
+        told = str(error)
+    value = torch.tensor([10.0 ** dist.get_rank()])
+    dist.all_reduce(value)
+    pair = [dist.P2POp(dist.isend, value, 1 - dist.get_rank()), dist.P2POp(dist.irecv, zeros(1), 1 - dist.get_rank())]
+    for work in dist.batch_isend_irecv(pair):
+        work.wait()
+    part = dist.new_group([0, 1])
+    dist.barrier(part)
+    dist.destroy_process_group()
+    return told, value.item()
+
+
+def test_a_group_of_torch_over_gloo_has_torchs_own_check() -> None:
+    for told, value in ranks.run(2, torch_group, env=CHECKED):
+        assert "Detected mismatch between collectives on ranks" in told, told
+        assert value == 11.0
+    assert [told for told, _ in ranks.run(2, torch_group, env=UNCHECKED)] == ["", ""]
+
+
+def on_shm() -> None:
+    with hpcomm.init(dp=3, timeout=20) as mesh:
+        assert mesh.dp.transport == "shm"
+        for odd, even, ours, theirs in COLLECTIVES.values():
+            with pytest.raises(SchemaMismatch) as caught:
+                (odd if mesh.rank == 1 else even)(mesh.dp)
+            assert f"rank 0, 2 issued {theirs}; rank 1 issued {ours}" in str(caught.value)
+            require_usable(mesh.dp)
+
+
+def test_shared_memory_says_the_same_anyway() -> None:
+    for env in ({}, {"HPCOMM_CHECK": "1"}):
+        ranks.run(3, on_shm, env={"HPCOMM_CPU_TRANSPORT": "shm"} | env)
