@@ -156,7 +156,8 @@ def a_collective_before_the_receipt() -> None:
     mesh = hpcomm.init(dp=1, pp=2)
     channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
     work = channel.send(torch.ones(100))
-    with contextlib.suppress(hpcomm.TimedOut):  # or it goes on when the message has been given up: a matter of a moment
+    # Or it goes on as the message is given up, or hears that the other rank's was late: a matter of a moment.
+    with contextlib.suppress(hpcomm.TimedOut, hpcomm.PeerError):
         mesh.world.barrier()
     with pytest.raises(hpcomm.TimedOut, match="a collective must not stand between a send and the receipt"):
         work.wait()
