@@ -600,7 +600,9 @@ TEST(shm_mail_that_must_precede_ends_the_row_when_it_is_late) {
       }
       options.timeout = 100ms;
       const auto error = error_of(*mailbox->recv(view_of(value), 0, 5, options));
-      CHECK(error && error->kind() == ErrorKind::kTimedOut);
+      // Rank 0 has given up: after a fifth of a second that is what this rank hears.
+      CHECK(error && (error->kind() == ErrorKind::kTimedOut ||
+                      (error->kind() == ErrorKind::kPeerError && error->context().peer == 0)));
     }
   });
 }

@@ -344,8 +344,10 @@ class NcclCommunicator final : public Communicator {
         differences = agreement_->meet(issued, issues.front().work->deadline(), issues.front().poll);
       }
     } catch (...) {
+      // Nothing was launched. A communicator that another thread has closed meanwhile has no reason of its own.
+      const Error why = aborted().value_or(Error(ErrorKind::kClosed, "the communicator was closed"));
       for (const Issue& issue : issues) {
-        issue.work->fail(*aborted());  // nothing was launched
+        issue.work->fail(why);
       }
       throw;
     }

@@ -205,8 +205,12 @@ bool ShmMailbox::accept_rendezvous(int from, const Frame& frame) {
 bool ShmMailbox::shows_memory() {
   const Turn turn(*this);
   return std::any_of(peers_.begin(), peers_.end(), [](const Peer& peer) {
-    return !peer.references.empty() || std::any_of(peer.promises.begin(), peer.promises.end(),
-                                                   [](const auto& promise) { return promise.second.exposed; });
+    // A frame that has found no room yet may be shown at any moment.
+    return !peer.references.empty() ||
+           std::any_of(peer.outgoing.begin(), peer.outgoing.end(),
+                       [](const auto& outgoing) { return outgoing.frame.kind == FrameKind::kReference; }) ||
+           std::any_of(peer.promises.begin(), peer.promises.end(),
+                       [](const auto& promise) { return promise.second.exposed; });
   });
 }
 
