@@ -590,6 +590,7 @@ TEST(shm_mail_that_must_precede_ends_the_row_when_it_is_late) {
       const auto error = error_of(*mails.back());
       CHECK(error && error->kind() == ErrorKind::kTimedOut && error->context().peer == 1);
       CHECK_THROWS(ErrorKind::kTimedOut, (void)mailbox->send(view_of(value), 1, 5, options), "send #");
+      CHECK(eventually([&] { return world->aborted().has_value(); }, 20s));  // its owner is told by a thread
       CHECK_THROWS(ErrorKind::kTimedOut, (void)world->send(view_of(value), 1), "send #");
       over = true;
     } else {
