@@ -163,7 +163,7 @@ def run(part: str) -> None:
     for file in FILES:
         if part in file.name:
             print(f"== {file.command}", flush=True)
-            command = [*shlex.split(file.command), "--json", str(RESULTS / f"{file.name}.json")]
+            command = [*shlex.split(file.command), "--json", str(RESULTS.relative_to(ROOT) / f"{file.name}.json")]
             if command[0] == "python":
                 command[0] = sys.executable
             subprocess.run(command, check=True, cwd=ROOT)
