@@ -217,7 +217,9 @@ def wait_for_a_dead_rank(directory: str) -> None:
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     with ranks.spawn(3, wait_for_a_dead_rank, str(tmp_path), env=CHECKED) as job:
+        limit = time.monotonic() + 30
         while len(list(tmp_path.glob("waits*"))) < 2:
+            assert time.monotonic() < limit, "ranks 0 and 2 never came to wait"
             time.sleep(0.01)
         job.kill(1, signal.SIGKILL)
         outcomes = job.wait()
