@@ -22,7 +22,8 @@ std::uint64_t channel_of(const Communicator& communicator, const char* kind) {
   return hash.add(communicator.name()).add("check").add(kind).value();
 }
 
-// A collective's number goes with its words: a rank that left one out meets the others in the next.
+// A collective's number goes with its words: where they differ it tells who left one out. It is not compared. A call
+// that one rank alone refused has taken a number there, and has moved nothing.
 std::string numbered(const Issued& issued) { return str(issued.what.sequence, " ", issued.words); }
 
 std::string number_of(const std::string& told) { return told.substr(0, told.find(' ')); }
@@ -50,7 +51,9 @@ Agreement::Results Agreement::meet(const std::vector<Issued>& issued, Deadline d
   }
   const ErrorContext& what = issued.front().what;
   const auto look = [&] {
-    communicator_.require_open(what);
+    if (communicator_.aborted()) {  // a close() lets what was issued before it end
+      communicator_.require_open(what);
+    }
     if (poll != nullptr) {
       poll();
     }
@@ -183,7 +186,7 @@ std::optional<Error> Agreement::compare(const Issued& mine, const std::vector<st
 
 std::optional<Error> Agreement::compare_all(const Issued& mine, const std::vector<std::string>& told) const {
   const auto& own = told[static_cast<std::size_t>(communicator_.rank())];
-  const auto differs = [](const std::string& one, const std::string& other) { return one != other; };
+  const auto differs = [](const auto& one, const auto& other) { return words_of(one) != words_of(other); };
   if (std::adjacent_find(told.begin(), told.end(), differs) == told.end()) {
     return std::nullopt;
   }
@@ -193,7 +196,7 @@ std::optional<Error> Agreement::compare_all(const Issued& mine, const std::vecto
   for (const std::string& each : told) {
     words.push_back(one_number ? words_of(each) : str(words_of(each), " as #", number_of(each)));
   }
-  const auto other = std::find_if(told.begin(), told.end(), [&own](const auto& each) { return each != own; });
+  const auto other = std::find_if(told.begin(), told.end(), [&](const auto& each) { return differs(each, own); });
   ErrorContext what = mine.what;
   what.peer = job_rank(static_cast<int>(other - told.begin()));
   return Error(ErrorKind::kSchemaMismatch,

@@ -110,9 +110,12 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("hash", &BucketPlan::fingerprint)
       .def("__str__", &BucketPlan::to_text);
 
+  // Whoever issues may wait for other ranks, and holds the Reducer's lock meanwhile.
+  using WithoutLock = py::call_guard<py::gil_scoped_release>;
   py::class_<TensorLoss>(module, "StepLoss")
       .def(py::init(&make_tensor_loss), py::arg("communicator"))
-      .def("issue", &TensorLoss::issue, py::arg("loss_sum"), py::arg("weight_sum"), py::arg("accumulate") = false)
+      .def("issue", &TensorLoss::issue, py::arg("loss_sum"), py::arg("weight_sum"), py::arg("accumulate") = false,
+           WithoutLock())
       .def("forget", &TensorLoss::forget)
       .def("wait", &TensorLoss::wait);
 
@@ -129,11 +132,11 @@ void bind_engine(py::module_& module) {
           [](Reducer& reducer, const TensorLoss& loss, std::size_t permitted) {
             reducer.arm(loss.scale(), loss.ready(), permitted);
           },
-          py::arg("loss"), py::arg("permitted") = Reducer::kAllBuckets)
-      .def("permit", &Reducer::permit, py::arg("buckets"))
-      .def("awaits", &Reducer::awaits, py::arg("param"))
-      .def_property_readonly("issued", &Reducer::issued)
-      .def("trace", &Reducer::trace)
+          py::arg("loss"), py::arg("permitted") = Reducer::kAllBuckets, WithoutLock())
+      .def("permit", &Reducer::permit, py::arg("buckets"), WithoutLock())
+      .def("awaits", &Reducer::awaits, py::arg("param"), WithoutLock())
+      .def_property_readonly("issued", py::cpp_function(&Reducer::issued, WithoutLock()))
+      .def("trace", &Reducer::trace, WithoutLock())
       .def("times",
            [](const Reducer& reducer) {
              const auto times = [&reducer] {
@@ -149,7 +152,10 @@ void bind_engine(py::module_& module) {
       .def("finish", [](Reducer& reducer) {
         // All of them, also after an error: nothing may still write the gradients when the caller goes on.
         std::exception_ptr first;
-        const auto works = reducer.flush();
+        const auto works = [&reducer] {
+          const py::gil_scoped_release release;
+          return reducer.flush();
+        }();
         for (const WorkPtr& work : works) {
           try {
             wait_for(*work, -1);
@@ -164,8 +170,8 @@ void bind_engine(py::module_& module) {
 
   py::class_<ReadyHooks>(module, "ReadyHooks")
       .def(py::init<std::shared_ptr<Reducer>, const std::vector<at::Tensor>&>(), py::arg("reducer"), py::arg("params"))
-      .def("mark", &ReadyHooks::mark, py::arg("param"))
-      .def("mark_rest", &ReadyHooks::mark_rest);
+      .def("mark", &ReadyHooks::mark, py::arg("param"), WithoutLock())
+      .def("mark_rest", &ReadyHooks::mark_rest, WithoutLock());
 }
 
 }  // namespace hpcomm

@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "torch/backend_step.h"
+#include "torch/backend_work.h"
 #include "torch/cuda_work.h"
 #include "torch/device.h"
 #include "torch/gil.h"
@@ -92,6 +93,7 @@ CudaBackend::C10dWork CudaBackend::issue_all(const Call& call, Tensors results, 
   auto held = std::make_shared<std::vector<c10::Storage>>();
   OpOptions options;
   options.timeout = call.timeout.count() > 0 ? call.timeout : timeout_;
+  options.poll = &poll_signals;
   lane.wait(communicator_->compute()->record());
   WorkPtr last;
   const auto run = [&] {
@@ -104,19 +106,24 @@ CudaBackend::C10dWork CudaBackend::issue_all(const Call& call, Tensors results, 
       }
     }
   };
-  if (grouped) {
-    communicator_->group(run);
-  } else {
-    run();
-  }
-  with_current(lane, [&] {
-    const at::NoGradGuard no_grad;
-    for (const Plan& plan : plans) {
-      for (const auto& step : plan.after) {
-        step();
-      }
+  try {
+    if (grouped) {
+      communicator_->group(run);
+    } else {
+      run();
     }
-  });
+    with_current(lane, [&] {
+      const at::NoGradGuard no_grad;
+      for (const Plan& plan : plans) {
+        for (const auto& step : plan.after) {
+          step();
+        }
+      }
+    });
+  } catch (...) {
+    lane.hold(held);  // some of it may be under way
+    throw;
+  }
   const ErrorContext what = last != nullptr ? last->what() : communicator_->context("nothing", -1, 0);
   return c10::make_intrusive<CudaWork>(rank_, call.type, communicator_->follow(last, what, held), lane,
                                        std::move(results));

@@ -215,6 +215,7 @@ class DeviceBackend final : public c10d::Backend {
         config.control = communicator_->shared_control();
         config.timeout = timeout_.count() > 0 ? timeout_ : communicator_->timeout();
         config.check = communicator_->checks();
+        config.poll = &poll_signals;
         cuda_ = c10::make_intrusive<CudaBackend>(make_nccl_communicator(std::move(config)));
         device_ = device;
       }

@@ -75,8 +75,17 @@ TEST(agreement_tells_of_an_operation_that_a_rank_left_out) {
   ThreadJob(2).run([](const std::shared_ptr<Communicator>& world) {
     const Agreement agreement(*world);
     const int rank = world->rank();
-    const auto differs = agreement.meet({collective(rank, "barrier", 4 + rank, "barrier")}, soon()).front();
-    CHECK(contains(text_of(differs), "rank 0 issued barrier as #4; rank 1 issued barrier as #5"));
+    const std::string words = rank == 0 ? "all_reduce(4 float32, sum)" : "barrier";
+    const auto differs = agreement.meet({collective(rank, "barrier", 4 + rank, words)}, soon()).front();
+    CHECK(contains(text_of(differs), "rank 0 issued all_reduce(4 float32, sum) as #4; rank 1 issued barrier as #5"));
+  });
+}
+
+TEST(agreement_does_not_count_what_one_rank_refused) {
+  ThreadJob(2).run([](const std::shared_ptr<Communicator>& world) {
+    const Agreement agreement(*world);
+    const int rank = world->rank();
+    CHECK(!agreement.meet({collective(rank, "barrier", 4 + rank, "barrier")}, soon()).front());
   });
 }
 

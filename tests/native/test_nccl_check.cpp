@@ -103,10 +103,10 @@ TEST(nccl_checks_messages_of_a_group_one_by_one) {
         });
         return receiving;
       });
-      world->stream().synchronize();
       if (rank == 0) {
         CHECK(!error);
-      } else {
+        world->stream().synchronize();
+      } else {  // what fits has ended by now: the caller may let go of its memory
         CHECK(is_mismatch(error, "rank 1 sent 8 float32 elements, rank 2 expected 4 float32 elements"));
       }
       CHECK_EQ(in[0], rank == 2 ? 0.0F : static_cast<float>(10 + before));
@@ -140,6 +140,50 @@ TEST(nccl_checks_and_carries_whatever_fits) {
     CHECK_EQ(others[3], static_cast<float>(11 - rank));
     CHECK(world->subgroup({0, 1}, "other")->checks());
     world->close();
+  });
+}
+
+TEST(nccl_checks_go_on_after_a_call_that_one_rank_refused) {
+  const NcclJob job(2);
+  job.run_threads([&](int rank) {
+    const auto world = checked(job, rank);
+    if (rank == 0) {
+      std::vector<float> of_the_host(4);
+      BufferView wrong = DeviceVector<float>(rank, 4).view();
+      wrong.data = of_the_host.data();
+      wrong.device = {};
+      const auto error = error_of_issue([&] { return world->all_reduce(wrong, ReduceOp::kSum); });
+      CHECK(error && error->kind() == ErrorKind::kInvalidArgument);
+    }
+    require_usable(*world);
+    world->close();
+  });
+}
+
+TEST(nccl_close_waits_for_a_check) {
+  const NcclJob job(2);
+  job.run_threads([&](int rank) {
+    const auto world = checked(job, rank);
+    if (rank == 0) {
+      std::optional<Error> told;
+      std::thread issuer([&] {
+        DeviceVector<float> values(rank, 4, 1.0F);
+        told = error_of_issue([&] { return world->all_reduce(values.view(), ReduceOp::kSum); });
+        if (!told) {
+          world->stream().synchronize();
+          CHECK_EQ(values[0], 3.0F);
+        }
+      });
+      std::this_thread::sleep_for(50ms);
+      world->close();
+      issuer.join();
+      CHECK(!told);
+    } else {
+      std::this_thread::sleep_for(150ms);
+      DeviceVector<float> values(rank, 4, 2.0F);
+      world->all_reduce(values.view(), ReduceOp::kSum)->wait();
+      world->close();
+    }
   });
 }
 

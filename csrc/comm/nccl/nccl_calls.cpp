@@ -49,7 +49,9 @@ Result make_group(const Library& nccl, const std::vector<Call>& calls, CommHandl
 void make_calls(Session& session, const std::vector<Call>& calls, StreamHandle stream, Deadline deadline,
                 const ErrorContext& what, std::unique_lock<std::mutex>& issuing) {
   const std::lock_guard inside(session.api);
-  session.require_open(what);
+  if (session.is_aborted()) {
+    session.require_open(what);
+  }
   if (session.comm == nullptr) {
     throw Error(ErrorKind::kClosed, str(what.operation, " on a closed communicator"), what);
   }

@@ -228,6 +228,18 @@ class NcclCommunicator final : public Communicator {
     void (*poll)() = nullptr;
   };
 
+  // While it is there, close() waits.
+  class Issuing {
+   public:
+    Issuing(Session& session, const ErrorContext& what) : session_(session) { session_.begin_issue(what); }
+    Issuing(const Issuing&) = delete;
+    Issuing& operator=(const Issuing&) = delete;
+    ~Issuing() { session_.end_issue(); }
+
+   private:
+    Session& session_;
+  };
+
   // What a thread collects between the begin and the end of a group.
   struct Group {
     const NcclCommunicator* owner;
@@ -378,10 +390,33 @@ class NcclCommunicator final : public Communicator {
   }
 
   void launch(std::vector<Issue>& issues) {
+    if (issues.empty()) {
+      return;
+    }
+    std::optional<Issuing> pending;
+    try {
+      pending.emplace(*session_, issues.front().work->what());
+    } catch (const Error& error) {
+      for (const Issue& issue : issues) {
+        issue.work->fail(error);
+      }
+      throw;
+    }
     const std::optional<Error> differs = agreement_ ? agree(issues) : std::nullopt;
     launch_fitting(issues);
     if (differs) {
+      for (const Issue& issue : issues) {
+        await_end(issue.work);
+      }
       throw Error(*differs);
+    }
+  }
+
+  // Before its caller hears of another error, and lets go of its buffers. What a graph captures is not under way.
+  static void await_end(const NcclWorkPtr& work) {
+    try {
+      work->wait();
+    } catch (const Error&) {  // the error that its caller hears is the one to look at
     }
   }
 

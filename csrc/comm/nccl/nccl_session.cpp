@@ -76,10 +76,25 @@ void Session::watch(const std::vector<NcclWorkPtr>& works) {
   pending_.insert(pending_.end(), works.begin(), works.end());
 }
 
+void Session::begin_issue(const ErrorContext& what) {
+  const std::lock_guard lock(mutex_);
+  require_open_locked(what);
+  ++issuing_;
+}
+
+void Session::end_issue() {
+  const std::lock_guard lock(mutex_);
+  --issuing_;
+  changed_.notify_all();
+}
+
 bool Session::idle_until(Deadline deadline) {
   std::deque<NcclWorkPtr> works;
   {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
+    if (!changed_.wait_until(lock, deadline, [this] { return issuing_ == 0; })) {
+      return false;
+    }
     works = pending_;
   }
   for (const NcclWorkPtr& work : works) {
@@ -95,10 +110,14 @@ bool Session::idle_until(Deadline deadline) {
 }
 
 void Session::require_open(const ErrorContext& what) const {
-  if (is_aborted()) {
-    throw error_of_operation(*aborted(), what, lane);
-  }
   const std::lock_guard lock(mutex_);
+  require_open_locked(what);
+}
+
+void Session::require_open_locked(const ErrorContext& what) const {
+  if (aborted_) {
+    throw error_of_operation(*aborted_, what, lane);
+  }
   if (closed_) {
     throw Error(ErrorKind::kClosed, str(what.operation, " on a closed communicator"), what);
   }

@@ -45,6 +45,10 @@ class Session : public std::enable_shared_from_this<Session> {
 
   // --- What was issued --------------------------------------------------------------------------------------------
   void watch(const std::vector<NcclWorkPtr>& works);
+  // What a thread is about to launch is pending too: it may have to wait for other ranks first. Throws as
+  // require_open().
+  void begin_issue(const ErrorContext& what);
+  void end_issue();
   // Blocks until nothing is pending; false when the deadline came first, or the session was aborted.
   [[nodiscard]] bool idle_until(Deadline deadline);
 
@@ -80,6 +84,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void keep(Keepalive memory);
 
  private:
+  void require_open_locked(const ErrorContext& what) const;  // with the mutex
   [[nodiscard]] std::optional<Error> async_error();
   [[nodiscard]] std::optional<Error> overdue();
 
@@ -91,6 +96,7 @@ class Session : public std::enable_shared_from_this<Session> {
   bool closed_ = false;
   bool ending_ = false;  // begin_abort() or begin_finalize() was true
   bool gone_ = false;
+  int issuing_ = 0;
   std::deque<NcclWorkPtr> pending_;
   std::vector<NcclWorkPtr> doomed_;
   Deadline patience_{};
