@@ -109,6 +109,9 @@ from hpcomm._C_engine import (
     flatten as flatten,
 )
 from hpcomm._C_engine import (
+    lane_backend as lane_backend,
+)
+from hpcomm._C_engine import (
     named_group as named_group,
 )
 from hpcomm._C_engine import (

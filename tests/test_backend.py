@@ -44,14 +44,15 @@ SUMMED = (
     torch.int32,
     torch.int64,
 )
+BACKEND = "hpcomm"  # test_lane_backend.py has another one
 MOVED = (*SUMMED, torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn, torch.uint16)
 
 
 @contextmanager
 def world(timeout: float = 20.0) -> Iterator[tuple[int, int]]:
-    """The default group on hpcomm: (rank, size)."""
+    """The default group on the backend that is tested: (rank, size)."""
     torch.set_num_threads(1)
-    dist.init_process_group("hpcomm", timeout=timedelta(seconds=timeout))
+    dist.init_process_group(BACKEND, timeout=timedelta(seconds=timeout))
     yield dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
 
@@ -199,7 +200,7 @@ def test_every_reduction_of_every_dtype() -> None:
 
 
 def uneven_parts() -> None:
-    """Parts of the ranks that differ in size, one of them empty; and a rank whose list is another one."""
+    """Parts of the ranks that differ in size, one of them empty."""
     with world() as (rank, size):
         sizes = [(2 * r + 1) % 4 * r for r in range(size)]
         for dtype in (torch.float32, torch.int64, torch.bfloat16, torch.complex64):
@@ -221,18 +222,26 @@ def uneven_parts() -> None:
                 assert work is not None
                 work.wait()
                 same(strided.clone(memory_format=torch.contiguous_format), expected)
-        if size > 1:
-            even = [torch.ones(2)] * size
-            other = [torch.ones(2 + 2 * r) for r in range(size)]
-            for mine in (even if rank == 0 else other, [*other[:-1], torch.ones(7 + rank)]):
-                with pytest.raises((hpcomm.SchemaMismatch, hpcomm.InvalidArgument)):
-                    dist.reduce_scatter(torch.zeros(len(mine[rank])), mine)
-                dist.barrier()
+
+
+def lists_that_differ() -> None:
+    with world() as (rank, size):
+        even = [torch.ones(2)] * size
+        other = [torch.ones(2 + 2 * r) for r in range(size)]
+        for mine in (even if rank == 0 else other, [*other[:-1], torch.ones(7 + rank)]):
+            with pytest.raises((hpcomm.SchemaMismatch, hpcomm.InvalidArgument)):
+                dist.reduce_scatter(torch.zeros(len(mine[rank])), mine)
+            dist.barrier()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_reduce_scatter_of_parts_of_different_sizes(size: int) -> None:
     ranks.run(size, uneven_parts)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_reduce_scatter_of_lists_that_differ(size: int) -> None:
+    ranks.run(size, lists_that_differ)
 
 
 def complex_halves() -> None:
@@ -395,10 +404,6 @@ def futures_of_all() -> None:
             after.wait()
             expected = (total if rank == 0 else 3.0**rank) if name == "reduce" else value
             assert seen == [expected], name
-        barrier = dist.barrier(async_op=True)
-        assert barrier is not None
-        barrier.get_future().wait()
-
         parts = [torch.empty(1), torch.empty(2)]
         with dist.distributed_c10d._coalescing_manager(group=dist.group.WORLD):
             for part in parts:
@@ -408,6 +413,17 @@ def futures_of_all() -> None:
 
 def test_a_future_of_every_collective() -> None:
     ranks.run(2, futures_of_all)
+
+
+def future_of_a_barrier() -> None:
+    with world():
+        barrier = dist.barrier(async_op=True)
+        assert barrier is not None
+        barrier.get_future().wait()
+
+
+def test_a_future_of_a_barrier() -> None:
+    ranks.run(2, future_of_a_barrier)
 
 
 def odd_shapes() -> None:

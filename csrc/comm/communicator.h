@@ -179,9 +179,7 @@ class Communicator {
   // order.
   [[nodiscard]] std::uint64_t next_edge_id(int from, int to);
 
- protected:
-  explicit Communicator(CommunicatorConfig config);
-  // What a transport supplies: puts `operation` in order on the lane.
+  // An operation as a transport gets it, checked as far as all transports alike check it.
   struct Operation {
     enum class Kind {
       kAllReduce,
@@ -208,10 +206,14 @@ class Communicator {
     [[nodiscard]] Operation sending() const;
     [[nodiscard]] Operation receiving() const;
   };
+
+ protected:
+  explicit Communicator(CommunicatorConfig config);
   [[nodiscard]] static const char* operation_name(Operation::Kind kind) noexcept;
   [[nodiscard]] static bool is_message(Operation::Kind kind) noexcept;
   // What the ranks have to agree on: a collective, or the ends of messages, but for empty ones, which nobody expects.
   [[nodiscard]] std::vector<Issued> issued_by(const Operation& operation) const;
+  // What a transport supplies: puts `operation` in order on the lane.
   virtual WorkPtr submit(Operation operation) = 0;
   // The transport's part of subgroup(): `child` is complete.
   [[nodiscard]] virtual std::shared_ptr<Communicator> make_child(CommunicatorConfig child) = 0;

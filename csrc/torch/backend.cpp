@@ -4,6 +4,7 @@
 #include <c10/core/InferenceMode.h>
 #include <algorithm>
 
+#include "torch/backend_args.h"
 #include "torch/backend_issue.h"
 #include "torch/tensor.h"
 
@@ -13,17 +14,6 @@ namespace {
 
 // How long shutdown() waits for operations that nobody has waited for.
 constexpr auto kShutdownWait = std::chrono::seconds(5);
-
-// The one tensor of calls that take a list for historical reasons.
-const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* what) {
-  HPCOMM_REQUIRE(tensors.size() == 1, what, ": expected one tensor, got ", tensors.size());
-  return tensors.front();
-}
-
-const std::vector<at::Tensor>& only(const std::vector<std::vector<at::Tensor>>& lists, const char* what) {
-  HPCOMM_REQUIRE(lists.size() == 1, what, ": expected one list of tensors, got ", lists.size());
-  return lists.front();
-}
 
 // The tensors as one, when they lie behind each other in one storage: no copy is needed then. Undefined otherwise.
 at::Tensor as_one(const std::vector<at::Tensor>& parts) {
@@ -37,21 +27,6 @@ at::Tensor as_one(const std::vector<at::Tensor>& parts) {
     count += part.numel();
   }
   return lane_alias(first).as_strided({count}, {1}, first.storage_offset());
-}
-
-void require_parts(const std::vector<at::Tensor>& parts, const at::Tensor& like, int size, const char* what) {
-  HPCOMM_REQUIRE(static_cast<int>(parts.size()) == size, what, ": expected a tensor for each of ", size, " ranks, got ",
-                 parts.size());
-  for (const auto& part : parts) {
-    HPCOMM_REQUIRE(part.scalar_type() == like.scalar_type() && part.numel() == like.numel(), what,
-                   ": all tensors must have the dtype and size of the one of this rank: got ", part.dtype().name(), " ",
-                   part.sizes(), " and ", like.dtype().name(), " ", like.sizes());
-  }
-}
-
-bool is_even(const std::vector<at::Tensor>& parts) {
-  return std::all_of(parts.begin(), parts.end(),
-                     [&](const at::Tensor& part) { return part.numel() == parts.front().numel(); });
 }
 
 // True when `part` lies in `whole` or across its edge, and not where the part of `rank` is. Pieces are read and written
@@ -156,7 +131,7 @@ HpcommBackend::C10dWork HpcommBackend::allreduce(Tensors& tensors, const c10d::A
     const Call call{c10d::OpType::ALLREDUCE, "all_reduce", "hpcomm:all_reduce", options.asyncOp, options.timeout};
     const Reduction how = reduction(options.reduceOp, call.name);
     if (is_direct(tensor) && how.is_plain()) {
-      const BufferView view = reducible_view(tensor, how.op, call.name);
+      const BufferView view = reducible_view(tensor, how.op, call.name, kHost);
       return issue(call, tensors, {tensor}, [&](std::uint64_t, OpOptions& op) {
         op.keepalive = keep(tensor);
         return communicator_->all_reduce(view, how.op, op);
@@ -177,7 +152,7 @@ HpcommBackend::C10dWork HpcommBackend::broadcast(Tensors& tensors, const c10d::B
     const Call call{c10d::OpType::BROADCAST, "broadcast", "hpcomm:broadcast", options.asyncOp, options.timeout, root};
     HPCOMM_REQUIRE(root >= 0 && root < size_, "broadcast: root ", root, " of ", size_, " ranks");
     if (is_direct(tensor)) {
-      const BufferView view = movable_view(tensor, call.name);
+      const BufferView view = movable_view(tensor, call.name, kHost);
       return issue(call, tensors, {tensor}, [&](std::uint64_t, OpOptions& op) {
         op.keepalive = keep(tensor);
         return communicator_->broadcast(view, root, op);
@@ -202,8 +177,8 @@ HpcommBackend::C10dWork HpcommBackend::_allgather_base(at::Tensor& output, at::T
                    output.dtype().name(), " ", output.sizes());
     const bool apart = !overlap_elsewhere(output, input, rank_);
     if (is_direct(output) && is_direct(input) && apart) {
-      const BufferView to = movable_view(output, call.name);
-      const BufferView from = movable_view(input, call.name);
+      const BufferView to = movable_view(output, call.name, kHost);
+      const BufferView from = movable_view(input, call.name, kHost);
       return issue(call, {input}, {output}, [&](std::uint64_t, OpOptions& op) {
         op.keepalive = keep_both(output, input);
         return communicator_->all_gather(to, from, op);
@@ -228,8 +203,8 @@ HpcommBackend::C10dWork HpcommBackend::allgather(TensorLists& outputs, Tensors& 
     require_parts(parts, input, size_, call.name);
     const at::Tensor whole = as_one(parts);
     if (whole.defined() && is_direct(input)) {
-      const BufferView to = movable_view(whole, call.name);
-      const BufferView from = movable_view(input, call.name);
+      const BufferView to = movable_view(whole, call.name, kHost);
+      const BufferView from = movable_view(input, call.name, kHost);
       return issue(call, inputs, parts, [&](std::uint64_t, OpOptions& op) {
         op.keepalive = keep_both(whole, input);
         return communicator_->all_gather(to, from, op);
@@ -257,8 +232,8 @@ HpcommBackend::C10dWork HpcommBackend::_reduce_scatter_base(at::Tensor& output, 
     const Reduction how = reduction(options.reduceOp, call.name);
     const bool apart = !overlap_elsewhere(input, output, rank_);
     if (is_direct(output) && is_direct(input) && how.is_plain() && apart) {
-      const BufferView to = reducible_view(output, how.op, call.name);
-      const BufferView from = reducible_view(input, how.op, call.name);
+      const BufferView to = reducible_view(output, how.op, call.name, kHost);
+      const BufferView from = reducible_view(input, how.op, call.name, kHost);
       return issue(call, {input}, {output}, [&](std::uint64_t, OpOptions& op) {
         op.keepalive = keep_both(output, input);
         return communicator_->reduce_scatter(to, from, how.op, op);
@@ -289,8 +264,8 @@ HpcommBackend::C10dWork HpcommBackend::reduce_scatter(Tensors& outputs, TensorLi
     require_parts(parts, output, size_, call.name);
     const at::Tensor whole = as_one(parts);
     if (whole.defined() && is_direct(output) && how.is_plain()) {
-      const BufferView to = reducible_view(output, how.op, call.name);
-      const BufferView from = reducible_view(whole, how.op, call.name);
+      const BufferView to = reducible_view(output, how.op, call.name, kHost);
+      const BufferView from = reducible_view(whole, how.op, call.name, kHost);
       return issue(call, parts, {output}, [&](std::uint64_t, OpOptions& op) {
         op.keepalive = keep_both(output, whole);
         return communicator_->reduce_scatter(to, from, how.op, op);

@@ -1,9 +1,9 @@
 // Collectives that only c10d has, composed of the Communicator's and of messages: first all ranks agree on the call,
 // then data moves.
 #include <algorithm>
-#include <numeric>
 
 #include "torch/backend.h"
+#include "torch/backend_args.h"
 #include "torch/backend_issue.h"
 #include "torch/tensor.h"
 
@@ -12,10 +12,6 @@ namespace hpcomm {
 namespace {
 
 using Tensors = HpcommBackend::Tensors;
-
-void require_root(std::int64_t root, int size, const char* what) {
-  HPCOMM_REQUIRE(root >= 0 && root < size, what, ": root ", root, " of ", size, " ranks");
-}
 
 // `target`, or contiguous memory of its shape to be copied to it afterwards.
 at::Tensor receptacle(const at::Tensor& target) {
@@ -90,26 +86,6 @@ void all_to_all(Step& step, const Parts& parts) {
   for (std::size_t peer = 0; peer < ranks; ++peer) {
     deliver(received[peer], parts.recv[peer]);
   }
-}
-
-// Rows of dimension 0, `splits[i]` of them for rank i; equal parts when there are none.
-Tensors split_rows(const at::Tensor& tensor, std::vector<std::int64_t> splits, int size, const char* what) {
-  HPCOMM_REQUIRE(tensor.dim() > 0, what, ": a tensor without dimensions cannot be divided");
-  if (splits.empty()) {
-    HPCOMM_REQUIRE(tensor.size(0) % size == 0, what, ": ", tensor.size(0), " rows are no multiple of ", size, " ranks");
-    splits.assign(static_cast<std::size_t>(size), tensor.size(0) / size);
-  }
-  HPCOMM_REQUIRE(static_cast<int>(splits.size()) == size, what, ": ", splits.size(), " split sizes for ", size,
-                 " ranks");
-  HPCOMM_REQUIRE(std::accumulate(splits.begin(), splits.end(), std::int64_t{0}) == tensor.size(0), what,
-                 ": the split sizes do not add up to the ", tensor.size(0), " rows of the tensor");
-  const at::NoGradGuard no_grad;
-  return lane_alias(tensor).split_with_sizes(splits, 0);
-}
-
-void require_pairs(const Tensors& outputs, const Tensors& inputs, const char* what) {
-  HPCOMM_REQUIRE(!outputs.empty() && outputs.size() == inputs.size(), what, ": ", outputs.size(), " outputs for ",
-                 inputs.size(), " inputs");
 }
 
 // What the root alone can see to be wrong with its list; empty when nothing is.

@@ -22,7 +22,7 @@ HpcommBackend::C10dWork HpcommBackend::message(c10d::OpType type, const char* ti
     const at::Tensor& tensor = tensors[0];
     const at::Tensor memory =
         is_direct(tensor) || sends ? direct(tensor, what) : at::empty(tensor.sizes(), tensor.options());
-    const BufferView view = movable_view(memory, what);
+    const BufferView view = movable_view(memory, what, kHost);
     OpOptions options = op_options(c10d::kUnsetTimeout);
     options.keepalive = keep(memory);
     const bool profiled = at::hasCallbacks();

@@ -5,17 +5,20 @@
 #include <chrono>
 
 #include "torch/backend_work.h"
+#include "torch/device.h"
 #include "torch/tensor.h"
 
 namespace hpcomm {
 
 namespace {
 
-void require_served(const at::Tensor& tensor, const char* what) {
+void require_served(const at::Tensor& tensor, const char* what, Device device) {
   HPCOMM_REQUIRE(tensor.defined(), what, ": expected a tensor, got None");
-  HPCOMM_REQUIRE(tensor.device().is_cpu(), what, ": got a tensor on ", tensor.device().str(),
+  HPCOMM_REQUIRE(tensor.is_cpu() || built_with_cuda(), what, ": got a tensor on ", tensor.device().str(),
                  ", but the CUDA half of hpcomm is not built: it serves CPU tensors. For both kinds in one group use ",
                  "backend=\"cpu:hpcomm,cuda:nccl\"");
+  HPCOMM_REQUIRE(tensor.device() == torch_device(device), what, ": got a tensor on ", tensor.device().str(),
+                 " among those on ", torch_device(device).str());
   HPCOMM_REQUIRE(tensor.layout() == at::kStrided, what, ": sparse tensors are not supported");
 }
 
@@ -26,7 +29,7 @@ bool is_direct(const at::Tensor& tensor) {
 }
 
 at::Tensor direct(const at::Tensor& tensor, const char* what) {
-  require_served(tensor, what);
+  require_served(tensor, what, kHost);
   return is_direct(tensor) ? tensor : tensor.resolve_conj().resolve_neg().contiguous();
 }
 
@@ -44,8 +47,8 @@ std::vector<at::Tensor> lane_aliases(const std::vector<at::Tensor>& tensors) {
   return all;
 }
 
-BufferView movable_view(const at::Tensor& tensor, const char* what) {
-  require_served(tensor, what);
+BufferView movable_view(const at::Tensor& tensor, const char* what, Device device) {
+  require_served(tensor, what, device);
   switch (tensor.scalar_type()) {
     case at::kUInt16:
     case at::kUInt32:
@@ -55,20 +58,20 @@ BufferView movable_view(const at::Tensor& tensor, const char* what) {
     case at::kFloat8_e5m2fnuz:
     case at::kFloat8_e8m0fnu: {
       const std::size_t bytes = tensor.nbytes();
-      return {tensor.data_ptr(), bytes, bytes, DType::kUInt8, {}};
+      return {tensor.data_ptr(), bytes, bytes, DType::kUInt8, device};
     }
     default:  // torch's enum, not ours: it grows
-      return view_of(tensor, what);
+      return view_of(tensor, what, device);
   }
 }
 
-BufferView reducible_view(const at::Tensor& tensor, ReduceOp op, const char* what) {
-  require_served(tensor, what);
+BufferView reducible_view(const at::Tensor& tensor, ReduceOp op, const char* what, Device device) {
+  require_served(tensor, what, device);
   const bool is_sum = op == ReduceOp::kSum || op == ReduceOp::kAverage;
   if (is_sum && tensor.scalar_type() == at::kComplexHalf) {
-    return view_of(at::view_as_real(tensor), what);
+    return view_of(at::view_as_real(tensor), what, device);
   }
-  BufferView view = view_of(tensor, what);
+  BufferView view = view_of(tensor, what, device);
   if (is_sum) {
     if (view.dtype == DType::kComplex64) {
       return {view.data, view.bytes, 2 * view.count, DType::kFloat32, view.device};
@@ -258,27 +261,28 @@ bool Step::compare(Description mine) {
 }
 
 void Step::all_reduce(const at::Tensor& tensor, ReduceOp op) const {
-  communicator_.all_reduce(reducible_view(tensor, op, what_.operation.c_str()), op, options())->wait();
+  communicator_.all_reduce(reducible_view(tensor, op, what_.operation.c_str(), kHost), op, options())->wait();
 }
 
 void Step::all_gather(const at::Tensor& output, const at::Tensor& input) const {
   const char* what = what_.operation.c_str();
-  communicator_.all_gather(movable_view(output, what), movable_view(input, what), options())->wait();
+  communicator_.all_gather(movable_view(output, what, kHost), movable_view(input, what, kHost), options())->wait();
 }
 
 void Step::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) const {
   const char* what = what_.operation.c_str();
-  communicator_.reduce_scatter(reducible_view(output, op, what), reducible_view(input, op, what), op, options())
+  communicator_
+      .reduce_scatter(reducible_view(output, op, what, kHost), reducible_view(input, op, what, kHost), op, options())
       ->wait();
 }
 
 void Step::all_to_all(const at::Tensor& output, const at::Tensor& input) const {
   const char* what = what_.operation.c_str();
-  communicator_.all_to_all(movable_view(output, what), movable_view(input, what), options())->wait();
+  communicator_.all_to_all(movable_view(output, what, kHost), movable_view(input, what, kHost), options())->wait();
 }
 
 void Step::broadcast(const at::Tensor& tensor, int root) const {
-  communicator_.broadcast(movable_view(tensor, what_.operation.c_str()), root, options())->wait();
+  communicator_.broadcast(movable_view(tensor, what_.operation.c_str(), kHost), root, options())->wait();
 }
 
 OpOptions Step::mail_options(const at::Tensor& tensor) const {
@@ -291,7 +295,7 @@ OpOptions Step::mail_options(const at::Tensor& tensor) const {
 
 void Step::send(const at::Tensor& contiguous, int peer) {
   if (contiguous.numel() > 0) {
-    const BufferView view = movable_view(contiguous, what_.operation.c_str());
+    const BufferView view = movable_view(contiguous, what_.operation.c_str(), kHost);
     const OpOptions mail = mail_options(contiguous);
     messages_.push_back(mailbox_->send(view, peer, tag_, mail));
   }
@@ -299,7 +303,7 @@ void Step::send(const at::Tensor& contiguous, int peer) {
 
 void Step::recv(const at::Tensor& contiguous, int peer) {
   if (contiguous.numel() > 0) {
-    const BufferView view = movable_view(contiguous, what_.operation.c_str());
+    const BufferView view = movable_view(contiguous, what_.operation.c_str(), kHost);
     const OpOptions mail = mail_options(contiguous);
     messages_.push_back(mailbox_->recv(view, peer, tag_, mail));
   }

@@ -25,15 +25,16 @@ enum class TagSpace : std::uint64_t { kUser = 0, kComposed = 1, kMonitoredBarrie
 
 // True when an operation can work on the tensor's own memory.
 [[nodiscard]] bool is_direct(const at::Tensor& tensor);
-// `tensor` itself or a contiguous copy. Checks device and layout.
+// `tensor`, of the host, itself or a contiguous copy. Checks device and layout.
 [[nodiscard]] at::Tensor direct(const at::Tensor& tensor, const char* what);
 // The same storage, sizes and strides in a tensor that has no Python object: the lane lets go of it without the GIL.
 [[nodiscard]] at::Tensor lane_alias(const at::Tensor& tensor);
 [[nodiscard]] std::vector<at::Tensor> lane_aliases(const std::vector<at::Tensor>& tensors);
-// For data that is only moved: dtypes that transports need not know travel as bytes.
-[[nodiscard]] BufferView movable_view(const at::Tensor& tensor, const char* what);
+inline constexpr Device kHost{};
+// Of a tensor on `device`. For data that is only moved: dtypes that transports need not know travel as bytes.
+[[nodiscard]] BufferView movable_view(const at::Tensor& tensor, const char* what, Device device);
 // For a reduction: complex numbers are added as pairs of real ones.
-[[nodiscard]] BufferView reducible_view(const at::Tensor& tensor, ReduceOp op, const char* what);
+[[nodiscard]] BufferView reducible_view(const at::Tensor& tensor, ReduceOp op, const char* what, Device device);
 
 // c10d's reduction: an operation of ours, and for PREMUL_SUM the factor that comes before.
 struct Reduction {

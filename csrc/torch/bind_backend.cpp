@@ -4,6 +4,7 @@
 
 #include "torch/bindings.h"
 #include "torch/gil.h"
+#include "torch/lane_backend.h"
 #include "torch/make_backend.h"
 
 namespace py = pybind11;
@@ -44,6 +45,13 @@ void bind_backend(py::module_& module) {
         return make_backend(std::move(host), std::move(job));
       },
       py::arg("communicator"), py::arg("job"));
+  // For tests: what serves CUDA tensors over NCCL, over `communicator`.
+  module.def(
+      "lane_backend",
+      [](std::shared_ptr<Communicator> communicator) -> c10::intrusive_ptr<c10d::Backend> {
+        return c10::make_intrusive<LaneBackend>(std::move(communicator));
+      },
+      py::arg("communicator"));
   module.def(
       "named_group",
       [](c10::intrusive_ptr<c10d::Store> store, int rank, int size) -> c10::intrusive_ptr<c10d::ProcessGroup> {

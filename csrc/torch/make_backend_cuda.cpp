@@ -10,9 +10,9 @@
 #include "comm/nccl/nccl_communicator.h"
 #include "torch/backend.h"
 #include "torch/backend_work.h"
-#include "torch/cuda_backend.h"
 #include "torch/device.h"
 #include "torch/gil.h"
+#include "torch/lane_backend.h"
 #include "torch/make_backend.h"
 
 namespace hpcomm {
@@ -198,8 +198,8 @@ class DeviceBackend final : public c10d::Backend {
     return lock;
   }
 
-  CudaBackend& cuda(const c10::Device& where) {
-    return *for_torch([&]() -> CudaBackend* {
+  LaneBackend& cuda(const c10::Device& where) {
+    return *for_torch([&]() -> LaneBackend* {
       const auto lock = locked();
       const Device device = device_of(where);
       if (!cuda_) {
@@ -216,7 +216,7 @@ class DeviceBackend final : public c10d::Backend {
         config.timeout = timeout_.count() > 0 ? timeout_ : communicator_->timeout();
         config.check = communicator_->checks();
         config.poll = &poll_signals;
-        cuda_ = c10::make_intrusive<CudaBackend>(make_nccl_communicator(std::move(config)));
+        cuda_ = c10::make_intrusive<LaneBackend>(make_nccl_communicator(std::move(config)));
         device_ = device;
       }
       HPCOMM_REQUIRE(device == device_, "this group began on ", torch_device(device_).str(),
@@ -230,7 +230,7 @@ class DeviceBackend final : public c10d::Backend {
   std::mutex mutex_;
   std::chrono::milliseconds timeout_{0};
   Device device_;
-  c10::intrusive_ptr<CudaBackend> cuda_;
+  c10::intrusive_ptr<LaneBackend> cuda_;
   bool coalescing_ = false;
   c10d::Backend* coalescing_on_ = nullptr;
 };

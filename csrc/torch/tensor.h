@@ -21,7 +21,7 @@ namespace hpcomm {
 [[nodiscard]] bool has_memory(const at::Tensor& tensor);
 
 // A view of a dense, contiguous tensor on `device`. `what` names it in the error. Checks device, dtype, contiguity.
-[[nodiscard]] BufferView view_of(const at::Tensor& tensor, const char* what, Device device = {});
+[[nodiscard]] BufferView view_of(const at::Tensor& tensor, const char* what, Device device);
 // Holds the tensor's storage.
 [[nodiscard]] Keepalive keep(const at::Tensor& tensor);
 // A one-dimensional tensor over `view` that holds `owner`.

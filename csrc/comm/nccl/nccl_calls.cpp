@@ -9,6 +9,8 @@ namespace hpcomm::nccl {
 
 namespace {
 
+using Operation = Communicator::Operation;
+
 Result make(const Library& nccl, const Call& call, CommHandle comm, StreamHandle stream) {
   switch (call.kind) {
     case Call::Kind::kAllReduce:
@@ -44,7 +46,84 @@ Result make_group(const Library& nccl, const std::vector<Call>& calls, CommHandl
   return failed != Result::kSuccess ? failed : ended;
 }
 
+Call reduction_call(Call::Kind kind, const Operation& operation, const ErrorContext& what) {
+  const BufferView& input = operation.input;
+  const BufferView& output = operation.output;
+  const Reduction reduction = reduced(input.dtype, operation.op, what);
+  return {kind,
+          input.data,
+          output.data,
+          output.count * reduction.elements.per_element,
+          reduction.elements.type,
+          reduction.op,
+          -1,
+          operation.options.factor,
+          input.dtype};
+}
+
+Call copying_call(Call::Kind kind, const BufferView& from, const BufferView& to, const Operation& operation) {
+  const BufferView& counted = kind == Call::Kind::kRecv ? to : from;
+  const Elements elements = copied(counted.dtype);
+  return {kind, from.data, to.data, counted.count * elements.per_element, elements.type, RedOp::kSum, operation.peer};
+}
+
+std::vector<Call> all_to_all_calls(const Operation& operation, std::size_t ranks) {
+  const auto* from = static_cast<const char*>(operation.input.data);
+  auto* to = static_cast<char*>(operation.output.data);
+  const Elements elements = copied(operation.input.dtype);
+  const std::size_t part = operation.input.bytes / ranks;
+  const std::size_t count = operation.input.count / ranks * elements.per_element;
+  std::vector<Call> calls;
+  for (std::size_t r = 0; r < ranks; ++r) {
+    const int peer = static_cast<int>(r);
+    calls.push_back({Call::Kind::kSend, from + r * part, nullptr, count, elements.type, RedOp::kSum, peer});
+    calls.push_back({Call::Kind::kRecv, nullptr, to + r * part, count, elements.type, RedOp::kSum, peer});
+  }
+  return calls;
+}
+
 }  // namespace
+
+std::vector<Call> calls_of(const Operation& operation, std::size_t ranks, const ErrorContext& what) {
+  using Kind = Operation::Kind;
+  const BufferView& input = operation.input;
+  const BufferView& output = operation.output;
+  std::vector<Call> calls;
+  switch (operation.kind) {
+    case Kind::kAllReduce:
+      calls = {reduction_call(Call::Kind::kAllReduce, operation, what)};
+      break;
+    case Kind::kReduceScatter:
+      calls = {reduction_call(Call::Kind::kReduceScatter, operation, what)};
+      break;
+    case Kind::kAllGather:
+      calls = {copying_call(Call::Kind::kAllGather, input, output, operation)};
+      break;
+    case Kind::kBroadcast:
+      calls = {copying_call(Call::Kind::kBroadcast, input, output, operation)};
+      break;
+    case Kind::kSend:
+      calls = {copying_call(Call::Kind::kSend, input, input, operation)};
+      break;
+    case Kind::kRecv:
+      calls = {copying_call(Call::Kind::kRecv, output, output, operation)};
+      break;
+    case Kind::kSendRecv:
+      for (const Operation& half : {operation.sending(), operation.receiving()}) {
+        for (const Call& call : calls_of(half, ranks, what)) {
+          calls.push_back(call);
+        }
+      }
+      return calls;
+    case Kind::kAllToAll:
+      calls = all_to_all_calls(operation, ranks);
+      break;
+    case Kind::kBarrier:
+      HPCOMM_REQUIRE(false, "NCCL has no barrier");
+  }
+  const bool is_empty = calls.front().count == 0;
+  return is_empty ? std::vector<Call>() : calls;
+}
 
 void make_calls(Session& session, const std::vector<Call>& calls, StreamHandle stream, Deadline deadline,
                 const ErrorContext& what, std::unique_lock<std::mutex>& issuing) {

@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "comm/communicator.h"
 #include "comm/nccl/nccl_session.h"
 #include "comm/nccl/nccl_types.h"
 
@@ -20,6 +21,11 @@ struct Call {
   void* factor = nullptr;  // of a sum: one element of `dtype` on the device
   DType dtype = DType::kFloat32;
 };
+
+// `operation` of a group of `ranks`, which is no barrier: NCCL has none. Empty where it has nothing to do. Throws
+// kInvalidArgument for what NCCL cannot reduce.
+[[nodiscard]] std::vector<Call> calls_of(const Communicator::Operation& operation, std::size_t ranks,
+                                         const ErrorContext& what);
 
 // Makes `calls` on `stream`, as one group when there are several, and waits until NCCL has launched them. Throws
 // kTransport, kTimedOut, or why the session was aborted; the session is of no use then. `issuing` is let go where ranks

@@ -172,7 +172,7 @@ class NcclCommunicator final : public Communicator {
     ErrorContext what = context(operation_name(operation.kind), operation.peer, operation.sequence);
     require_open(what);
     Issue issue;
-    issue.calls = calls_of(operation, what);
+    issue.calls = checked_calls(operation, what);
     if (agreement_) {
       issue.issued = issued_by(operation);
       issue.poll = operation.options.poll != nullptr ? operation.options.poll : config().poll;
@@ -266,8 +266,7 @@ class NcclCommunicator final : public Communicator {
                    what.sequence, " on lane ", lane(), ": a buffer is not on CUDA device ", session_->device);
   }
 
-  // Nothing for an operation that has nothing to do.
-  [[nodiscard]] std::vector<Call> calls_of(const Operation& operation, const ErrorContext& what) const {
+  [[nodiscard]] std::vector<Call> checked_calls(const Operation& operation, const ErrorContext& what) const {
     using Kind = Operation::Kind;
     if (operation.kind == Kind::kBarrier) {
       void* one = scratch_.view.data;
@@ -277,70 +276,13 @@ class NcclCommunicator final : public Communicator {
     const BufferView& output = operation.output;
     require_buffer(input, what);
     require_buffer(output, what);
-    const auto ranks_in_group = static_cast<std::size_t>(size());
-    switch (operation.kind) {
-      case Kind::kAllReduce:
-      case Kind::kReduceScatter: {
-        const Reduction reduction = reduced(input.dtype, operation.op, what);
-        if (input.count == 0) {
-          return {};
-        }
-        const bool scatters = operation.kind == Kind::kReduceScatter;
-        return {{scatters ? Call::Kind::kReduceScatter : Call::Kind::kAllReduce, input.data, output.data,
-                 output.count * reduction.elements.per_element, reduction.elements.type, reduction.op, -1,
-                 operation.options.factor, input.dtype}};
-      }
-      case Kind::kAllGather:
-      case Kind::kBroadcast: {
-        if (input.count == 0) {
-          return {};
-        }
-        const Elements elements = copied(input.dtype);
-        const bool gathers = operation.kind == Kind::kAllGather;
-        return {{gathers ? Call::Kind::kAllGather : Call::Kind::kBroadcast, input.data, output.data,
-                 input.count * elements.per_element, elements.type, RedOp::kSum, operation.peer}};
-      }
-      case Kind::kSend:
-      case Kind::kRecv: {
-        const bool sends = operation.kind == Kind::kSend;
-        const BufferView& buffer = sends ? input : output;
-        if (buffer.count == 0) {
-          return {};
-        }
-        const Elements elements = copied(buffer.dtype);
-        return {{sends ? Call::Kind::kSend : Call::Kind::kRecv, buffer.data, buffer.data,
-                 buffer.count * elements.per_element, elements.type, RedOp::kSum, operation.peer}};
-      }
-      case Kind::kSendRecv: {
-        std::vector<Call> calls = calls_of(operation.sending(), what);
-        for (Call& call : calls_of(operation.receiving(), what)) {
-          calls.push_back(call);
-        }
-        return calls;
-      }
-      case Kind::kAllToAll: {
-        if (input.count == 0) {
-          return {};
-        }
-        const auto* from = static_cast<const char*>(input.data);
-        auto* to = static_cast<char*>(output.data);
-        HPCOMM_REQUIRE(from + input.bytes <= to || to + output.bytes <= from, what.operation, " #", what.sequence,
-                       " on lane ", lane(), ": input and output overlap, and NCCL needs two buffers");
-        const Elements elements = copied(input.dtype);
-        const std::size_t part = input.bytes / ranks_in_group;
-        const std::size_t count = input.count / ranks_in_group * elements.per_element;
-        std::vector<Call> calls;
-        for (std::size_t r = 0; r < ranks_in_group; ++r) {
-          const int peer = static_cast<int>(r);
-          calls.push_back({Call::Kind::kSend, from + r * part, nullptr, count, elements.type, RedOp::kSum, peer});
-          calls.push_back({Call::Kind::kRecv, nullptr, to + r * part, count, elements.type, RedOp::kSum, peer});
-        }
-        return calls;
-      }
-      case Kind::kBarrier:
-        break;
+    if (operation.kind == Kind::kAllToAll && input.count != 0) {
+      const auto* from = static_cast<const char*>(input.data);
+      const auto* to = static_cast<const char*>(output.data);
+      HPCOMM_REQUIRE(from + input.bytes <= to || to + output.bytes <= from, what.operation, " #", what.sequence,
+                     " on lane ", lane(), ": input and output overlap, and NCCL needs two buffers");
     }
-    return {};
+    return calls_of(operation, static_cast<std::size_t>(size()), what);
   }
 
   // Waits, before anything of NCCL keeps the host or the device, until the others have issued the same. What does not

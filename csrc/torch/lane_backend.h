@@ -1,4 +1,5 @@
-// The torch.distributed backend "hpcomm" for CUDA tensors: c10d's contract over an NCCL communicator.
+// The torch.distributed backend "hpcomm" for CUDA tensors: c10d's contract over a Communicator of their device, NCCL's.
+// It knows nothing of CUDA: over one of the CPU it serves CPU tensors, which is how it is tested without a GPU.
 //
 // Everything is issued on the group's lane behind the caller's current stream; wait() lets the current stream wait and
 // the host go on. What NCCL does not have is a group of sends and receives. Tags are ignored, messages of a pair arrive
@@ -16,14 +17,14 @@
 
 namespace hpcomm {
 
-class CudaBackend final : public c10d::Backend {
+class LaneBackend final : public c10d::Backend {
  public:
   using Tensors = std::vector<at::Tensor>;
   using TensorLists = std::vector<std::vector<at::Tensor>>;
   using C10dWork = c10::intrusive_ptr<c10d::Work>;
 
-  explicit CudaBackend(std::shared_ptr<Communicator> communicator);
-  ~CudaBackend() override;
+  explicit LaneBackend(std::shared_ptr<Communicator> communicator);
+  ~LaneBackend() override;
 
   const std::string getBackendName() const override { return "hpcomm"; }
   bool supportsCoalescing() const override { return true; }
@@ -46,6 +47,8 @@ class CudaBackend final : public c10d::Backend {
   C10dWork alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_splits,
                          std::vector<std::int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
   C10dWork alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
+  // On the lane: the host does not wait.
+  C10dWork barrier(const c10d::BarrierOptions& options) override;
   C10dWork send(Tensors& tensors, int peer, int tag) override;
   C10dWork recv(Tensors& tensors, int peer, int tag) override;
 
@@ -72,8 +75,13 @@ class CudaBackend final : public c10d::Backend {
     std::chrono::milliseconds timeout;
   };
 
+  [[nodiscard]] Device device() const noexcept { return communicator_->device(); }
+  // Now, several plans as one group; or with the others when what is coalesced ends.
+  C10dWork issue(const Call& call, Tensors results, std::vector<Plan> plans);
   C10dWork issue(const Call& call, Tensors results, Plan plan);
-  C10dWork issue_all(const Call& call, Tensors results, std::vector<Plan> plans, bool grouped);
+  C10dWork issue_all(const Call& call, Tensors results, std::vector<Plan> plans);
+  // Where parts differ in size: the one of this rank is of the dtype and size of `mine`.
+  void require_part(const Tensors& parts, const at::Tensor& mine, const char* what) const;
   // `tensor`, or contiguous memory that is copied to it when the operation has run.
   static at::Tensor target(const at::Tensor& tensor, Plan& plan);
   static at::Tensor source(const at::Tensor& tensor, Plan& plan);
@@ -81,9 +89,9 @@ class CudaBackend final : public c10d::Backend {
   static at::Tensor targets(const Tensors& parts, Plan& plan);
   static at::Tensor sources(const Tensors& parts, Plan& plan);
 
-  // For the factor of a PREMUL_SUM where NCCL multiplies on the way: one number of the buffers' dtype on their device.
-  // Undefined where it does not (no floats), or there is none.
-  [[nodiscard]] static at::Tensor device_factor(const at::Tensor& factor, const at::Tensor& like, Plan& plan);
+  // For the factor of a PREMUL_SUM where the transport multiplies on the way: one number of the buffers' dtype on their
+  // device. Undefined where it does not (no floats), or there is none.
+  [[nodiscard]] at::Tensor device_factor(const at::Tensor& factor, const at::Tensor& like, Plan& plan) const;
 
   [[nodiscard]] Plan all_gather_plan(const at::Tensor& output, const at::Tensor& input);
   [[nodiscard]] Plan reduce_scatter_plan(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op);

@@ -12,9 +12,9 @@
 
 namespace hpcomm {
 
-class CudaWork final : public c10d::Work {
+class LaneWork final : public c10d::Work {
  public:
-  CudaWork(int rank, c10d::OpType type, WorkPtr work, Stream& lane, std::vector<at::Tensor> results)
+  LaneWork(int rank, c10d::OpType type, WorkPtr work, Stream& lane, std::vector<at::Tensor> results)
       : c10d::Work(rank, type), work_(std::move(work)), device_(lane.device()), results_(std::move(results)) {
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors(),
                                                        std::vector<c10::Device>{torch_device(device_)});
