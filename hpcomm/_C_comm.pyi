@@ -166,10 +166,13 @@ class Neighbourhood:
     """The ranks of a job that share memory with this one; found out by trying (collective over the job).
 
     ``host`` tells ranks apart that could share memory and shall not: only ranks with equal values do. ``members`` are
-    the job's ranks, in order, where it has not all that ``control`` could have.
+    the job's ranks, in order, where it has not all that ``control`` could have. With ``attach`` this rank reads other
+    memory of processes that let it, and lets them read its own.
     """
 
-    def __init__(self, control: Control, timeout: float, host: str = "", members: Sequence[int] = ()) -> None: ...
+    def __init__(
+        self, control: Control, timeout: float, host: str = "", members: Sequence[int] = (), attach: bool = True
+    ) -> None: ...
     @property
     def ranks(self) -> list[int]: ...
     def contains(self, ranks: Sequence[int]) -> bool: ...

@@ -74,10 +74,7 @@ def heartbeat_timeout() -> float:
 
 def checks() -> bool:
     """``HPCOMM_CHECK``: 1 where ranks compare what they issue on transports that would not notice a difference."""
-    text = os.environ.get("HPCOMM_CHECK", "0")
-    if text not in ("0", "1"):
-        raise InvalidArgument(f"HPCOMM_CHECK={text!r}: expected 0 or 1")
-    return text == "1"
+    return _switch("HPCOMM_CHECK", default="0")
 
 
 def nccl_limits() -> dict[str, tuple[int, int, int]]:
@@ -118,7 +115,7 @@ def start_control(store: Store, rank: int, size: int, *, timeout: float, names: 
         TimedOut: a rank did not come within ``timeout`` seconds.
         RankFailed: a rank went away while the job was starting, or has another ``HPCOMM_SECRET``.
     """
-    heartbeat, secret, transport = heartbeat_timeout(), job_secret(), cpu_transport()
+    heartbeat, secret, transport, attach = heartbeat_timeout(), job_secret(), cpu_transport(), attaches()
     if size == 1:
         return _C.solo_control()
     if rank == 0:
@@ -138,7 +135,7 @@ def start_control(store: Store, rank: int, size: int, *, timeout: float, names: 
     control = listener.connect(addresses, timeout, heartbeat)
     # All ranks take part, whatever they chose: whether they agree on it is asked through this Control.
     apart = f"none, rank {rank} uses gloo" if transport == "gloo" else os.environ.get("HPCOMM_HOST", "")
-    return _C.near_control(control, _C.Neighbourhood(control, timeout, apart, called), timeout)
+    return _C.near_control(control, _C.Neighbourhood(control, timeout, apart, called, attach), timeout)
 
 
 def first_communicator(
@@ -401,6 +398,18 @@ def cpu_transport() -> str:
     if chosen not in ("auto", "shm", "gloo"):
         raise InvalidArgument(f"HPCOMM_CPU_TRANSPORT={chosen!r}: expected auto, shm or gloo")
     return chosen
+
+
+def attaches() -> bool:
+    """``HPCOMM_CMA``: 0 where this rank neither reads the memory of other processes nor lets them read its own."""
+    return _switch("HPCOMM_CMA", default="1")
+
+
+def _switch(name: str, *, default: str) -> bool:
+    text = os.environ.get(name, default)
+    if text not in ("0", "1"):
+        raise InvalidArgument(f"{name}={text!r}: expected 0 or 1")
+    return text == "1"
 
 
 def emulation() -> list[str]:

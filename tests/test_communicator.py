@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -125,6 +125,37 @@ def exchanges() -> None:
 
 def test_sendrecv_in_a_ring(run: Run) -> None:
     run(3, exchanges)
+
+
+def large_both_ways(attaches: Sequence[str]) -> None:
+    """Each pair of ranks in turn: messages to and from everywhere, at once and alone; buffers that are reused."""
+    os.environ["HPCOMM_CMA"] = attaches[int(os.environ["RANK"])]
+    with hpcomm.init(dp=len(attaches)) as mesh:
+        comm, rank, size = mesh.dp, mesh.rank, mesh.dp.size
+        following, before = (rank + 1) % size, (rank - 1) % size
+        for count in (600_000, 1_500_001):
+            plain, shared = torch.empty(count), comm.allocate((count,), torch.float32)
+            for step in range(3):
+                for target in (plain, shared):
+                    sent = encode(rank + step, count)
+                    comm.sendrecv(sent, following, target, before)
+                    sent.zero_()
+                    assert torch.equal(target, encode(before + step, count))
+                if rank == 0:
+                    comm.send(encode(step, count), 1)
+                elif rank == 1:
+                    comm.recv(plain.zero_(), 0)
+                    assert torch.equal(plain, encode(step, count))
+
+
+@pytest.mark.parametrize("attaches", ["00", "11", "10", "111", "011"])
+def test_large_messages_read_by_the_kernel_and_not(attaches: str) -> None:
+    ranks.run(len(attaches), large_both_ways, attaches)
+
+
+def test_cma_is_on_or_off() -> None:
+    (outcome,) = ranks.run(1, hpcomm.init, env={"HPCOMM_CMA": "yes"}, expect_failure=True)
+    assert "HPCOMM_CMA='yes': expected 0 or 1" in outcome.message
 
 
 def half_an_exchange() -> str:

@@ -182,12 +182,13 @@ void bind_comm(py::module_& module) {
 
   py::class_<shm::Neighbourhood, std::shared_ptr<shm::Neighbourhood>>(module, "Neighbourhood")
       .def(py::init([](std::shared_ptr<Control> control, double timeout, const std::string& host,
-                       const std::vector<int>& members) {
+                       const std::vector<int>& members, bool attach) {
              const WithoutGil scope;
              return released_without_gil(
-                 shm::Neighbourhood::discover(std::move(control), in_seconds(timeout), host, members));
+                 shm::Neighbourhood::discover(std::move(control), in_seconds(timeout), host, members, attach));
            }),
-           py::arg("control"), py::arg("timeout"), py::arg("host") = "", py::arg("members") = std::vector<int>())
+           py::arg("control"), py::arg("timeout"), py::arg("host") = "", py::arg("members") = std::vector<int>(),
+           py::arg("attach") = true)
       .def_property_readonly("ranks", &shm::Neighbourhood::ranks)
       .def("contains", &shm::Neighbourhood::contains, py::arg("ranks"))
       .def("why_not", &shm::Neighbourhood::why_not, py::arg("rank"));

@@ -27,15 +27,16 @@ inline std::vector<std::shared_ptr<Control>> connect_near_controls(int size) {
 
 class ShmJob {
  public:
-  explicit ShmJob(int size, milliseconds timeout = milliseconds(20000))
+  // `attaches`: large messages may be read by the kernel.
+  explicit ShmJob(int size, milliseconds timeout = milliseconds(20000), bool attaches = true)
       : size_(size),
         timeout_(timeout),
         controls_(size > 1 ? connect_controls(size) : std::vector{make_solo_control()}),
         neighbourhoods_(static_cast<std::size_t>(size)) {
-    run_ranks(size, [this](int rank) {
+    run_ranks(size, [this, attaches](int rank) {
       auto& mine = controls_[static_cast<std::size_t>(rank)];
       auto& near = neighbourhoods_[static_cast<std::size_t>(rank)];
-      near = shm::Neighbourhood::discover(mine, soon());
+      near = shm::Neighbourhood::discover(mine, soon(), {}, {}, attaches);
       mine = shm::NearControl::over(mine, near, soon());
     });
   }

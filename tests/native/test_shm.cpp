@@ -1,10 +1,13 @@
 // comm/shm/: collectives over shared memory, on ranks that are threads.
 #include <sched.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <fstream>
 #include <limits>
 #include <memory>
 #include <random>
@@ -326,10 +329,57 @@ TEST(shm_a_wait_whose_yields_are_vain_sleeps) {
 }
 
 TEST(shm_ranks_sleep_early_only_where_they_outnumber_the_cores) {
-  const shm::WaitPolicy alone = shm::policy_for(8, 8);
-  const shm::WaitPolicy crowd = shm::policy_for(9, 8);
-  CHECK(alone.spins > 0 && alone.vain_yields == std::numeric_limits<int>::max());
-  CHECK(crowd.spins == 0 && crowd.vain_yields < 100);
+  const int never = std::numeric_limits<int>::max();
+  for (const bool yields_reach : {false, true}) {
+    const shm::WaitPolicy alone = shm::policy_for(8, 8, yields_reach);
+    const shm::WaitPolicy crowd = shm::policy_for(9, 8, yields_reach);
+    CHECK(alone.spins > 0 && alone.vain_yields == never);
+    CHECK(crowd.spins == 0);
+    CHECK(yields_reach ? crowd.vain_yields == never : crowd.vain_yields < 100);
+  }
+}
+
+TEST(shm_a_session_may_be_a_group_of_the_scheduler) {
+  std::ifstream file("/proc/sys/kernel/sched_autogroup_enabled");
+  int enabled = 0;
+  file >> enabled;
+  int ends[2];
+  CHECK_EQ(::pipe(ends), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const std::string before = shm::scheduler_group();
+    ::setsid();
+    const bool same = shm::scheduler_group() == before;
+    (void)!::write(ends[1], same ? "1" : "0", 1);
+    ::_exit(0);
+  }
+  char same = 0;
+  CHECK_EQ(::read(ends[0], &same, 1), 1);
+  CHECK_EQ(::waitpid(child, nullptr, 0), child);
+  CHECK_EQ(same, enabled == 1 ? '0' : '1');
+  ::close(ends[0]);
+  ::close(ends[1]);
+}
+
+TEST(shm_ranks_read_each_other_where_both_let_them) {
+  const auto controls = connect_controls(3);
+  run_ranks(3, [&](int rank) {
+    const auto& control = controls[static_cast<std::size_t>(rank)];
+    const auto near = shm::Neighbourhood::discover(control, ShmJob::soon(), {}, {}, rank != 1);
+    CHECK_EQ(near->ranks().size(), 3U);
+    CHECK_EQ(near->is_read_by(0), rank == 2);
+    CHECK_EQ(near->is_read_by(2), rank == 0);
+    CHECK(!near->is_read_by(1));
+    if (rank == 0) {
+      const std::vector<int> source{1, 2, 3};
+      std::vector<int> target(3);
+      const auto address = reinterpret_cast<std::uintptr_t>(source.data());
+      near->read(2, address, reinterpret_cast<char*>(target.data()), 12, ShmJob::soon());  // one process has all ranks
+      CHECK(target == source);
+      CHECK_THROWS(ErrorKind::kTransport, near->read(2, 8, reinterpret_cast<char*>(target.data()), 12, ShmJob::soon()),
+                   "the memory of rank 2 cannot be read any more");
+    }
+  });
 }
 
 TEST(shm_ranks_with_a_core_each_are_no_crowd) {
@@ -353,7 +403,9 @@ TEST(shm_ranks_with_a_core_each_are_no_crowd) {
       const auto near = shm::Neighbourhood::discover(controls[static_cast<std::size_t>(rank)], ShmJob::soon());
       const bool crowd = one_core || cores.size() < 2;
       CHECK_EQ(near->wait_policy().spins == 0, crowd);
-      CHECK_EQ(near->wait_policy().vain_yields < 100, crowd);
+      CHECK_EQ(near->is_crowded(), crowd);
+      // Threads of one process: a yield reaches them all.
+      CHECK_EQ(near->wait_policy().vain_yields, std::numeric_limits<int>::max());
     });
   }
 }

@@ -215,66 +215,70 @@ TEST(shm_mail_from_anybody) {
 }
 
 TEST(shm_both_sides_send_first) {
-  ShmJob(2).run([](Communicator& world) {
-    const auto mailbox = world.mailbox();
-    const int peer = 1 - world.rank();
-    // Where the bytes are, and where they go: each way around the ring, and through it.
-    for (const bool from_arena : {false, true}) {
-      for (const bool to_arena : {false, true}) {
-        auto out = letter(world.rank(), 1, 2000000);
-        std::vector<std::int64_t> in(2000000, -1);
-        BufferView source = view_of(out);
-        BufferView target = view_of(in);
-        const Buffer memory = world.allocate(source.bytes);
-        const Buffer other = world.allocate(target.bytes);
-        if (from_arena) {
-          std::memcpy(memory.view.data, source.data, source.bytes);
-          source.data = memory.view.data;
+  for (const bool attaches : {false, true}) {
+    ShmJob(2, 20s, attaches).run([](Communicator& world) {
+      const auto mailbox = world.mailbox();
+      const int peer = 1 - world.rank();
+      // Where the bytes are, and where they go: each way around the ring, and through it.
+      for (const bool from_arena : {false, true}) {
+        for (const bool to_arena : {false, true}) {
+          auto out = letter(world.rank(), 1, 2000000);
+          std::vector<std::int64_t> in(2000000, -1);
+          BufferView source = view_of(out);
+          BufferView target = view_of(in);
+          const Buffer memory = world.allocate(source.bytes);
+          const Buffer other = world.allocate(target.bytes);
+          if (from_arena) {
+            std::memcpy(memory.view.data, source.data, source.bytes);
+            source.data = memory.view.data;
+          }
+          if (to_arena) {
+            std::memset(other.view.data, 0xff, target.bytes);
+            target.data = other.view.data;
+          }
+          const MailPtr sent = mailbox->send(source, peer, 1);
+          mailbox->recv(target, peer, 1)->wait();
+          sent->wait();
+          std::memcpy(in.data(), target.data, to_arena ? target.bytes : 0);
+          check_letter(in, peer, 1);
         }
-        if (to_arena) {
-          std::memset(other.view.data, 0xff, target.bytes);
-          target.data = other.view.data;
-        }
-        const MailPtr sent = mailbox->send(source, peer, 1);
-        mailbox->recv(target, peer, 1)->wait();
-        sent->wait();
-        std::memcpy(in.data(), target.data, to_arena ? target.bytes : 0);
-        check_letter(in, peer, 1);
       }
-    }
-  });
+    });
+  }
 }
 
 TEST(shm_large_mail_waits_for_its_receive_and_small_mail_passes_it) {
-  ShmJob(2).run([](Communicator& world) {
-    const auto mailbox = world.mailbox();
-    constexpr std::size_t kCount = 1000000;
-    if (world.rank() == 0) {
-      std::vector<std::vector<std::int64_t>> out;
-      std::vector<MailPtr> sent;
-      for (const std::uint64_t tag : {5UL, 6UL, 6UL, 7UL}) {
-        out.push_back(letter(0, tag + out.size(), tag == 7 ? 3 : kCount));
-        sent.push_back(mailbox->send(view_of(out.back()), 1, tag));
+  for (const bool attaches : {false, true}) {
+    ShmJob(2, 20s, attaches).run([](Communicator& world) {
+      const auto mailbox = world.mailbox();
+      constexpr std::size_t kCount = 1000000;
+      if (world.rank() == 0) {
+        std::vector<std::vector<std::int64_t>> out;
+        std::vector<MailPtr> sent;
+        for (const std::uint64_t tag : {5UL, 6UL, 6UL, 7UL}) {
+          out.push_back(letter(0, tag + out.size(), tag == 7 ? 3 : kCount));
+          sent.push_back(mailbox->send(view_of(out.back()), 1, tag));
+        }
+        for (const MailPtr& mail : sent) {
+          mail->wait();
+        }
+      } else {
+        const auto take = [&](std::uint64_t tag, std::size_t number, std::size_t count, bool allocated) {
+          std::vector<std::int64_t> in(count, -1);
+          const Buffer memory = world.allocate(count * 8);
+          BufferView target = view_of(in);
+          target.data = allocated ? memory.view.data : target.data;
+          mailbox->recv(target, 0, tag)->wait();
+          std::memcpy(in.data(), target.data, allocated ? target.bytes : 0);
+          check_letter(in, 0, tag + number);
+        };
+        take(7, 3, 3, false);  // the three before it are known by now, but not taken
+        take(6, 1, kCount, true);
+        take(6, 2, kCount, false);
+        take(5, 0, kCount, true);
       }
-      for (const MailPtr& mail : sent) {
-        mail->wait();
-      }
-    } else {
-      const auto take = [&](std::uint64_t tag, std::size_t number, std::size_t count, bool allocated) {
-        std::vector<std::int64_t> in(count, -1);
-        const Buffer memory = world.allocate(count * 8);
-        BufferView target = view_of(in);
-        target.data = allocated ? memory.view.data : target.data;
-        mailbox->recv(target, 0, tag)->wait();
-        std::memcpy(in.data(), target.data, allocated ? target.bytes : 0);
-        check_letter(in, 0, tag + number);
-      };
-      take(7, 3, 3, false);  // the three before it are known by now, but not taken
-      take(6, 1, kCount, true);
-      take(6, 2, kCount, false);
-      take(5, 0, kCount, true);
-    }
-  });
+    });
+  }
 }
 
 TEST(shm_mail_moves_though_nobody_waits) {
@@ -303,41 +307,43 @@ TEST(shm_mail_moves_though_nobody_waits) {
 }
 
 TEST(shm_mail_of_another_size_is_refused_on_both_sides) {
-  ShmJob(2).run([](Communicator& world) {
-    const auto mailbox = world.mailbox();
-    for (const std::size_t count :
-         {2UL, 4UL, 200000UL, 300000UL}) {  // in its frame, behind it, piece by piece, offered
-      for (const bool allocated : {false, true}) {
-        std::vector<std::int64_t> values(count, 1);
-        if (world.rank() == 0) {
-          BufferView view = view_of(values);
-          const Buffer memory = world.allocate(view.bytes);
-          view.data = allocated ? memory.view.data : view.data;
-          const auto error = error_of(*mailbox->send(view, 1, 3));
+  for (const bool attaches : {false, true}) {
+    ShmJob(2, 20s, attaches).run([](Communicator& world) {
+      const auto mailbox = world.mailbox();
+      for (const std::size_t count :
+           {2UL, 4UL, 200000UL, 300000UL}) {  // in its frame, behind it, piece by piece, offered
+        for (const bool allocated : {false, true}) {
+          std::vector<std::int64_t> values(count, 1);
+          if (world.rank() == 0) {
+            BufferView view = view_of(values);
+            const Buffer memory = world.allocate(view.bytes);
+            view.data = allocated ? memory.view.data : view.data;
+            const auto error = error_of(*mailbox->send(view, 1, 3));
+            world.barrier()->wait();
+            std::vector<std::int64_t> after(1, 42);
+            const auto next = error_of(*mailbox->send(view_of(after), 1, 3));
+            // If it had ended before the other side looked, the next one says so, and is sent all the same.
+            CHECK_EQ(error.has_value(), !next.has_value());
+            const Error& refused = error ? *error : *next;
+            CHECK(refused.kind() == ErrorKind::kSchemaMismatch);
+            CHECK(std::string(refused.what()).find("refused") != std::string::npos);
+            CHECK_EQ(std::string(refused.what()).find("this one was sent") != std::string::npos, next.has_value());
+          } else {
+            std::vector<std::int64_t> other(count + 1, -1);
+            const auto error = error_of(*mailbox->recv(view_of(other), 0, 3));
+            CHECK(error && error->kind() == ErrorKind::kSchemaMismatch && error->context().peer == 0);
+            CHECK(error && std::string(error->what()).find(str(count, " int64")) != std::string::npos);
+            CHECK_EQ(other[0], -1);
+            world.barrier()->wait();
+            std::vector<std::int64_t> after(1, -1);
+            mailbox->recv(view_of(after), 0, 3)->wait();
+            CHECK_EQ(after[0], 42);
+          }
           world.barrier()->wait();
-          std::vector<std::int64_t> after(1, 42);
-          const auto next = error_of(*mailbox->send(view_of(after), 1, 3));
-          // If it had ended before the other side looked, the next one says so, and is sent all the same.
-          CHECK_EQ(error.has_value(), !next.has_value());
-          const Error& refused = error ? *error : *next;
-          CHECK(refused.kind() == ErrorKind::kSchemaMismatch);
-          CHECK(std::string(refused.what()).find("refused") != std::string::npos);
-          CHECK_EQ(std::string(refused.what()).find("this one was sent") != std::string::npos, next.has_value());
-        } else {
-          std::vector<std::int64_t> other(count + 1, -1);
-          const auto error = error_of(*mailbox->recv(view_of(other), 0, 3));
-          CHECK(error && error->kind() == ErrorKind::kSchemaMismatch && error->context().peer == 0);
-          CHECK(error && std::string(error->what()).find(str(count, " int64")) != std::string::npos);
-          CHECK_EQ(other[0], -1);
-          world.barrier()->wait();
-          std::vector<std::int64_t> after(1, -1);
-          mailbox->recv(view_of(after), 0, 3)->wait();
-          CHECK_EQ(after[0], 42);
         }
-        world.barrier()->wait();
       }
-    }
-  });
+    });
+  }
 }
 
 TEST(shm_a_receive_of_at_most_so_much_takes_what_is_shorter_too) {
@@ -450,29 +456,31 @@ TEST(shm_an_abort_ends_mail) {
 }
 
 TEST(shm_an_abort_ends_large_mail_on_both_sides) {
-  // Offered and not taken; taken, with the place of an arena told, and the sender never looks.
-  const ShmJob job(2);
-  std::atomic<bool> sent = false;
-  run_ranks(2, [&](int rank) {
-    const auto world = job.communicator(rank);
-    std::vector<std::int64_t> values(1000000, rank);
-    if (rank == 1) {
-      const MailPtr offered = world->mailbox()->send(view_of(values), 0, 9);
-      sent = true;
-      const auto error = error_of(*offered);
-      CHECK(error && error->kind() == ErrorKind::kPeerError && error->context().operation == "send");
-      return;
-    }
-    const Buffer memory = world->allocate(values.size() * 8);
-    const MailPtr open = world->mailbox()->recv({memory.view.data, 8000000, 1000000, DType::kInt64, {}}, 1, 8);
-    CHECK(eventually([&] { return sent.load(); }, 20s));
-    job.control(rank)->abort("enough");
-    CHECK(error_of(*open).has_value());
-  });
+  for (const bool attaches : {false, true}) {
+    // Offered and not taken; taken, with the place of an arena told, and the sender never looks.
+    const ShmJob job(2, 20s, attaches);
+    std::atomic<bool> sent = false;
+    run_ranks(2, [&](int rank) {
+      const auto world = job.communicator(rank);
+      std::vector<std::int64_t> values(1000000, rank);
+      if (rank == 1) {
+        const MailPtr offered = world->mailbox()->send(view_of(values), 0, 9);
+        sent = true;
+        const auto error = error_of(*offered);
+        CHECK(error && error->kind() == ErrorKind::kPeerError && error->context().operation == "send");
+        return;
+      }
+      const Buffer memory = world->allocate(values.size() * 8);
+      const MailPtr open = world->mailbox()->recv({memory.view.data, 8000000, 1000000, DType::kInt64, {}}, 1, 8);
+      CHECK(eventually([&] { return sent.load(); }, 20s));
+      job.control(rank)->abort("enough");
+      CHECK(error_of(*open).has_value());
+    });
+  }
 }
 
 TEST(shm_large_mail_of_a_rank_that_leaves_at_once_arrives) {
-  const ShmJob job(2);
+  const ShmJob job(2, 20s, false);  // the head of an offer comes before its receive
   std::atomic<int> stage = 0;
   run_ranks(2, [&](int rank) {
     // The first is offered. What is left of the second, when the offer is taken up, fills the ring to its last byte,
@@ -521,7 +529,7 @@ TEST(shm_large_mail_of_a_rank_that_leaves_at_once_arrives) {
 }
 
 TEST(shm_an_offer_of_a_rank_that_has_left_is_not_waited_for) {
-  const ShmJob job(2);
+  const ShmJob job(2, 20s, false);  // the head of an offer comes before its receive
   std::atomic<bool> left = false;
   std::atomic<bool> over = false;
   run_ranks(2, [&](int rank) {
@@ -548,21 +556,23 @@ TEST(shm_an_offer_of_a_rank_that_has_left_is_not_waited_for) {
 }
 
 TEST(shm_large_mail_that_nobody_takes_times_out) {
-  const ShmJob job(2);
-  std::atomic<bool> over = false;
-  run_ranks(2, [&](int rank) {
-    const auto world = job.communicator(rank);
-    std::vector<std::int64_t> values(1000000, 1);
-    if (rank == 0) {
-      OpOptions options;
-      options.timeout = 100ms;
-      const auto error = error_of(*world->mailbox()->send(view_of(values), 1, 1, options));
-      CHECK(error && error->kind() == ErrorKind::kTimedOut && error->context().peer == 1);
-      over = true;
-    } else {
-      CHECK(eventually([&] { return over.load(); }, 20s));
-    }
-  });
+  for (const bool attaches : {false, true}) {
+    const ShmJob job(2, 20s, attaches);
+    std::atomic<bool> over = false;
+    run_ranks(2, [&](int rank) {
+      const auto world = job.communicator(rank);
+      std::vector<std::int64_t> values(1000000, 1);
+      if (rank == 0) {
+        OpOptions options;
+        options.timeout = 100ms;
+        const auto error = error_of(*world->mailbox()->send(view_of(values), 1, 1, options));
+        CHECK(error && error->kind() == ErrorKind::kTimedOut && error->context().peer == 1);
+        over = true;
+      } else {
+        CHECK(eventually([&] { return over.load(); }, 20s));
+      }
+    });
+  }
 }
 
 // A row of messages, of which one more than there is room for is late: none behind it may come in its place.
@@ -632,8 +642,8 @@ TEST(shm_mail_from_several_threads) {
 }
 
 TEST(shm_stress_of_random_mail) {
-  for (const unsigned seed : {1U, 2U}) {
-    ShmJob(4).run([seed](Communicator& world) {
+  for (const unsigned seed : {1U, 2U, 3U, 4U}) {
+    ShmJob(4, 20s, seed % 2 == 0).run([seed](Communicator& world) {
       const auto mailbox = world.mailbox();
       std::mt19937 common(seed);
       std::mt19937 own(seed * 100 + static_cast<unsigned>(world.rank()));

@@ -7,6 +7,8 @@
 
 #include <climits>
 #include <ctime>
+#include <fstream>
+#include <iterator>
 
 namespace hpcomm::shm {
 
@@ -41,14 +43,26 @@ const char* to_string(Gone why) noexcept {
   return "is there";
 }
 
-WaitPolicy policy_for(std::size_t ranks, std::size_t cores) noexcept {
+WaitPolicy policy_for(std::size_t ranks, std::size_t cores, bool yields_reach) noexcept {
   WaitPolicy policy;
   if (ranks <= cores) {
     policy.spins = 60;
-  } else {
+  } else if (!yields_reach) {
     policy.vain_yields = 16;
   }
   return policy;
+}
+
+std::string scheduler_group() {
+  const auto text_of = [](const char* path) {
+    std::ifstream file(path);
+    return std::string(std::istreambuf_iterator<char>(file), {});
+  };
+  std::string group = text_of("/proc/self/cgroup");
+  if (text_of("/proc/sys/kernel/sched_autogroup_enabled").substr(0, 1) == "1") {
+    group += text_of("/proc/self/autogroup");  // of the session: see sched(7)
+  }
+  return group;
 }
 
 }  // namespace hpcomm::shm

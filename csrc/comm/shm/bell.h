@@ -6,7 +6,9 @@
 //
 // A yield gives the core away only within a group of the scheduler. Linux makes a group of every session, and torchrun
 // a session of every rank: who waits for a rank on the same core would burn the time that this one needs. So a rank
-// that shares its core sleeps as soon as a few of its yields came back at once.
+// that shares its core with ranks of other groups sleeps as soon as a few of its yields came back at once. Where all
+// are of one group, a yield that came back at once found nobody who wants the core: to wake from a sleep would take
+// longer.
 #pragma once
 
 #include <sched.h>
@@ -17,6 +19,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <string>
 
 #include "stream/event.h"
 
@@ -63,8 +66,13 @@ struct WaitPolicy {
   // A yield that comes back within this was vain: it takes half of it, and two switches to others and back more.
   std::chrono::nanoseconds vain{1000};
 };
-// Where `ranks` of all groups share `cores`, those of this host that one of them may use.
-[[nodiscard]] WaitPolicy policy_for(std::size_t ranks, std::size_t cores) noexcept;
+// Where `ranks` of all communicators share `cores`, those of this host that one of them may use. `yields_reach`: they
+// are all of one scheduler_group().
+[[nodiscard]] WaitPolicy policy_for(std::size_t ranks, std::size_t cores, bool yields_reach) noexcept;
+
+// What the scheduler shares cores by before it looks at the processes in it: equal texts, one group. Different ones may
+// be one as well (a cgroup without a CPU controller).
+[[nodiscard]] std::string scheduler_group();
 
 // The limits of one wait.
 struct Patience {

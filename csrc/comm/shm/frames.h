@@ -19,14 +19,17 @@ enum class FrameKind : std::uint8_t {
   kReference = 2,  // its bytes lie in the sender's arena until they are acknowledged
   kAck = 3,        // of the reference `number`
   kRefusal = 4,    // of the message, reference or offer `number`: the receiver expected `count` elements of `dtype`
-  kOffer = 5,      // followed by the first kOfferHead of its bytes; the rest goes where the receiver says
+  kOffer = 5,      // followed by its head_of() bytes; the rest goes where the receiver says, or is read from
+                   // `location.offset` of the sender's process
   kPlace = 6,      // answer: the rest of offer `number` is written to where the message begins in the receiver's arena
   kNoPlace = 7,    // answer: the rest of offer `number` comes through the ring
   kRest = 8,       // followed by the rest of offer `number`
   kDeposited = 9,  // the rest of offer `number` is in its place
+  kTaken = 10,     // answer: the receiver has read the rest of offer `number`
 };
 
-// So many bytes of an offer travel behind its frame: they are read while the answer is on its way.
+// So many bytes of an offer travel behind its frame, where the rest may have to come through the ring: they are read
+// while the answer is on its way.
 inline constexpr std::size_t kOfferHead = std::size_t{128} << 10;
 
 // A message of at most so many bytes travels in its frame.
@@ -35,7 +38,8 @@ inline constexpr std::size_t kFrameBytes = sizeof(Location);
 struct Frame {
   FrameKind kind = FrameKind::kMessage;
   std::uint8_t dtype = 0;
-  std::uint16_t reserved = 0;
+  bool attached = false;  // of an offer: the receiver can read the sender's process
+  std::uint8_t reserved = 0;
   std::uint32_t shown = 0;   // so many of the bytes behind it were in the ring when it was shown
   std::uint64_t number = 0;  // of the sender's messages to this receiver, from 1
   std::uint64_t tag = 0;
@@ -53,6 +57,9 @@ static_assert(std::is_trivially_copyable_v<Frame>);
   return frame.kind == FrameKind::kMessage && frame.bytes <= kFrameBytes;
 }
 
+// Of an offer, and of its rest: so many of the message's bytes come with the offer.
+[[nodiscard]] inline std::size_t head_of(const Frame& frame) noexcept { return frame.attached ? 0 : kOfferHead; }
+
 // How many bytes follow it in the ring.
 [[nodiscard]] inline std::size_t bytes_behind(const Frame& frame) noexcept {
   switch (frame.kind) {
@@ -61,13 +68,14 @@ static_assert(std::is_trivially_copyable_v<Frame>);
     case FrameKind::kRest:
       return frame.bytes;
     case FrameKind::kOffer:
-      return kOfferHead;
+      return head_of(frame);
     case FrameKind::kReference:
     case FrameKind::kAck:
     case FrameKind::kRefusal:
     case FrameKind::kPlace:
     case FrameKind::kNoPlace:
     case FrameKind::kDeposited:
+    case FrameKind::kTaken:
       return 0;
   }
   return 0;

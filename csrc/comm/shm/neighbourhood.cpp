@@ -2,8 +2,12 @@
 #include "comm/shm/neighbourhood.h"
 
 #include <sched.h>
+#include <sys/uio.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <thread>
@@ -22,6 +26,11 @@ using control::kReachChannel;
 constexpr std::uint64_t kPage = 0;        // names that a courier offers: the page to try,
 constexpr std::uint64_t kFirstArena = 1;  // the arena's segments, and groups' segments by hash
 constexpr std::size_t kPageBytes = 4096;
+// What ranks tell each other of how far they reach.
+constexpr char kOutOfReach = '0';
+constexpr char kShares = '1';
+constexpr char kAttaches = '2';                            // shares, and reads other memory of that process as well
+constexpr std::size_t kReadAtOnce = std::size_t{1} << 30;  // Linux reads 2 GB less a page in a call
 constexpr auto kPatience = std::chrono::seconds(5);
 constexpr auto kPoll = std::chrono::milliseconds(50);
 // Between the end of a process and what Control says of it.
@@ -93,7 +102,8 @@ std::vector<int> everybody(int size) {
 
 }  // namespace
 
-Neighbourhood::Neighbourhood(std::shared_ptr<Control> control) : control_(std::move(control)) {
+Neighbourhood::Neighbourhood(std::shared_ptr<Control> control, bool attach)
+    : control_(std::move(control)), attach_(attach) {
   try {
     courier_ = std::make_shared<Courier>();
   } catch (const Error& error) {
@@ -107,8 +117,9 @@ Neighbourhood::Neighbourhood(std::shared_ptr<Control> control) : control_(std::m
 }
 
 std::shared_ptr<Neighbourhood> Neighbourhood::discover(std::shared_ptr<Control> control, Deadline deadline,
-                                                       const std::string& host, const std::vector<int>& members) {
-  const auto made = std::shared_ptr<Neighbourhood>(new Neighbourhood(std::move(control)));
+                                                       const std::string& host, const std::vector<int>& members,
+                                                       bool attach) {
+  const auto made = std::shared_ptr<Neighbourhood>(new Neighbourhood(std::move(control), attach));
   made->meet(host, members.empty() ? everybody(made->control_->size()) : members, deadline);
   return made;
 }
@@ -126,8 +137,10 @@ void Neighbourhood::meet(const std::string& host, const std::vector<int>& all, D
       obstacle_ = error.what();
     }
   }
-  const std::string greeting = join({boot_id(), host, courier_ ? courier_->address() : "",
-                                     courier_ ? text_of(courier_->key_word()) : "", page, obstacle_, allowed_cores()});
+  const std::string greeting =
+      join({boot_id(), host, courier_ ? courier_->address() : "", courier_ ? text_of(courier_->key_word()) : "", page,
+            obstacle_, allowed_cores(), scheduler_group(), str(attach_ ? ::getpid() : 0),
+            str(reinterpret_cast<std::uintptr_t>(mark_.data())), text_of(mark_)});
   const std::vector<std::string> greetings = control_->exchange(all, kMeetChannel, greeting, deadline);
   job_.resize(static_cast<std::size_t>(control_->size()));
   for (Neighbour& neighbour : job_) {
@@ -138,10 +151,14 @@ void Neighbourhood::meet(const std::string& host, const std::vector<int>& all, D
     const std::vector<std::string> fields = split(greetings[i]);
     const int r = all[i];
     Neighbour& neighbour = job_[static_cast<std::size_t>(r)];
-    if (fields.size() != 7 || (fields[5].empty() && fields[3].size() != std::tuple_size_v<KeyWord>)) {
+    if (fields.size() != 11 || fields[10].size() != std::tuple_size_v<KeyWord> ||
+        (fields[5].empty() && fields[3].size() != std::tuple_size_v<KeyWord>)) {
       throw Error(ErrorKind::kProtocol, str("rank ", r, " greets its neighbours in another version"));
     }
     neighbour.address = fields[2];
+    neighbour.process = static_cast<pid_t>(std::strtol(fields[8].c_str(), nullptr, 10));
+    neighbour.mark_address = std::strtoull(fields[9].c_str(), nullptr, 10);
+    std::copy_n(fields[10].begin(), neighbour.mark.size(), neighbour.mark.begin());
     std::copy_n(fields[3].begin(), std::min(fields[3].size(), neighbour.key_word.size()), neighbour.key_word.begin());
     if (!obstacle_.empty()) {
       neighbour.obstacle = obstacle_;
@@ -154,7 +171,9 @@ void Neighbourhood::meet(const std::string& host, const std::vector<int>& all, D
     } else {
       neighbour.obstacle = try_to_read(neighbour, fields[4], std::min(deadline, Clock::now() + kPatience));
     }
-    reach[i] = neighbour.obstacle.empty() || r == self ? '1' : '0';
+    reach[i] = !neighbour.obstacle.empty() && r != self ? kOutOfReach
+               : r != self && attaches_to(neighbour)    ? kAttaches
+                                                        : kShares;
   }
   const std::vector<std::string> reaches = control_->exchange(all, kReachChannel, reach, deadline);
   // A neighbourhood is a set of ranks in which everybody reads everybody and nobody reads more: the same on all of
@@ -162,17 +181,23 @@ void Neighbourhood::meet(const std::string& host, const std::vector<int>& all, D
   const auto mutual = [&reaches](std::size_t a) {
     std::string row = reaches[a];
     for (std::size_t b = 0; b < row.size(); ++b) {
-      row[b] = row[b] == '1' && reaches[b].size() == row.size() && reaches[b][a] == '1' ? '1' : '0';
+      const bool both = reaches[b].size() == row.size() && row[b] != kOutOfReach && reaches[b][a] != kOutOfReach;
+      row[b] = both ? kShares : kOutOfReach;
     }
     return row;
   };
-  const std::string mine = mutual(static_cast<std::size_t>(std::find(all.begin(), all.end(), self) - all.begin()));
+  const auto own_place = static_cast<std::size_t>(std::find(all.begin(), all.end(), self) - all.begin());
+  const std::string mine = mutual(own_place);
   std::vector<bool> usable;
+  const std::string own_group = scheduler_group();
   for (std::size_t i = 0; i < all.size(); ++i) {
     std::string& obstacle = job_[static_cast<std::size_t>(all[i])].obstacle;
-    if (all[i] == self || (mine[i] == '1' && mutual(i) == mine)) {
+    if (all[i] == self || (mine[i] == kShares && mutual(i) == mine)) {
       ranks_.push_back(all[i]);
-      const std::string cores = split(greetings[i])[6];
+      job_[static_cast<std::size_t>(all[i])].reads_us = reaches[i][own_place] == kAttaches;
+      const std::vector<std::string> fields = split(greetings[i]);
+      const std::string& cores = fields[6];
+      one_group_ = one_group_ && fields[7] == own_group;
       usable.resize(std::max(usable.size(), cores.size()));
       for (std::size_t core = 0; core < cores.size(); ++core) {
         usable[core] = usable[core] || cores[core] == '1';
@@ -274,6 +299,39 @@ std::shared_ptr<char> Neighbourhood::hold(int rank, const Location& location, st
     throw Error(ErrorKind::kProtocol, str("rank ", rank, " named ", bytes, " bytes that are not in its arena"));
   }
   return {segment, segment->data() + location.offset};
+}
+
+bool Neighbourhood::is_read_by(int rank) const { return job_.at(static_cast<std::size_t>(rank)).reads_us; }
+
+void Neighbourhood::read(int rank, std::uint64_t address, char* target, std::size_t bytes, Deadline deadline) const {
+  const Neighbour& neighbour = job_.at(static_cast<std::size_t>(rank));
+  for (std::size_t done = 0; done < bytes;) {
+    const std::size_t part = std::min(bytes - done, kReadAtOnce);
+    if (!copy_from(neighbour, address + done, target + done, part)) {
+      const std::string why = std::strerror(errno);
+      require_alive(rank, deadline);
+      throw Error(ErrorKind::kTransport,
+                  str("the memory of rank ", rank, " cannot be read any more: ", why, ". HPCOMM_CMA=0 does without"));
+    }
+    done += part;
+  }
+}
+
+bool Neighbourhood::attaches_to(const Neighbour& neighbour) const {
+  char nothing = 0;
+  return attach_ && neighbour.process != 0 && copy_from(neighbour, neighbour.mark_address, &nothing, 1);
+}
+
+bool Neighbourhood::copy_from(const Neighbour& neighbour, std::uint64_t address, char* target, std::size_t bytes) {
+  const auto there = [](std::uint64_t at) { return reinterpret_cast<void*>(static_cast<std::uintptr_t>(at)); };
+  KeyWord mark{};
+  const iovec local[] = {{mark.data(), mark.size()}, {target, bytes}};
+  const iovec remote[] = {{there(neighbour.mark_address), mark.size()}, {there(address), bytes}};
+  const ssize_t copied = ::process_vm_readv(neighbour.process, local, 2, remote, 2, 0);
+  if (copied >= 0) {
+    errno = ESRCH;  // another process, or not all of it
+  }
+  return copied == static_cast<ssize_t>(mark.size() + bytes) && mark == neighbour.mark;
 }
 
 std::shared_ptr<Segment> Neighbourhood::segment_of(Neighbour& neighbour, std::uint32_t index, Deadline deadline) {

@@ -4,6 +4,9 @@
 // kernel runs them all), so every rank offers a page with random contents, and every other tries to read it.
 #pragma once
 
+#include <sys/types.h>
+
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -23,17 +26,21 @@ class Neighbourhood {
   // Collective over the job. `host` tells ranks apart that could share memory and shall not (a test, a NUMA node):
   // only ranks with equal values do. Never throws because memory cannot be shared: the neighbourhood is then smaller.
   // `members` are the job's ranks, in order, where it has not all that `control` could have; empty for all of these.
+  // `attach`: this rank uses read(), and others may use it on this one.
   // Throws kTimedOut or the job's failure.
   [[nodiscard]] static std::shared_ptr<Neighbourhood> discover(std::shared_ptr<Control> control, Deadline deadline,
                                                                const std::string& host = {},
-                                                               const std::vector<int>& members = {});
+                                                               const std::vector<int>& members = {},
+                                                               bool attach = true);
 
   // The job's ranks in it, this one among them, in order. All of them find the same.
   [[nodiscard]] const std::vector<int>& ranks() const noexcept { return ranks_; }
   [[nodiscard]] bool contains(const std::vector<int>& ranks) const;
   // How they wait for each other, in whichever group: where they outnumber the cores that they may use, one that waits
   // may hold up the one it waits for.
-  [[nodiscard]] WaitPolicy wait_policy() const noexcept { return policy_for(ranks_.size(), cores_); }
+  [[nodiscard]] WaitPolicy wait_policy() const noexcept { return policy_for(ranks_.size(), cores_, one_group_); }
+  // Do they outnumber the cores that they may use?
+  [[nodiscard]] bool is_crowded() const noexcept { return ranks_.size() > cores_; }
   // Why `rank` is not in it: for messages.
   [[nodiscard]] std::string why_not(int rank) const;
 
@@ -56,16 +63,33 @@ class Neighbourhood {
   // The same for as long as the pointer lives, also without the neighbourhood.
   [[nodiscard]] std::shared_ptr<char> hold(int rank, const Location& location, std::size_t bytes, Deadline deadline);
 
+  // Does `rank` read() what this one has? Found out by trying: Yama, seccomp or a container may forbid it.
+  [[nodiscard]] bool is_read_by(int rank) const;
+  // Copies `bytes` at `address` in the process of `rank`, which is_read_by() this one, to `target` (cross memory
+  // attach, process_vm_readv(2)). Throws the job's failure or kTransport, and `target` holds anything, when that
+  // process is not there any more.
+  void read(int rank, std::uint64_t address, char* target, std::size_t bytes, Deadline deadline) const;
+
  private:
   struct Neighbour {
+    // Its process: what this rank knows it by may be the number of another one, in another namespace or later. Zero
+    // where it cannot be read.
+    pid_t process = 0;
+    std::uint64_t mark_address = 0;  // where `mark` lies there
+    KeyWord mark{};
+    bool reads_us = false;
     std::string address;
     KeyWord key_word{};
     std::string obstacle;  // why it shares no memory with us; empty when it does
     std::map<std::uint32_t, std::shared_ptr<Segment>> segments;
   };
 
-  explicit Neighbourhood(std::shared_ptr<Control> control);
+  Neighbourhood(std::shared_ptr<Control> control, bool attach);
   void meet(const std::string& host, const std::vector<int>& members, Deadline deadline);
+  [[nodiscard]] bool attaches_to(const Neighbour& neighbour) const;
+  // False where the kernel does not let us, or that process is another one by now; errno says why.
+  [[nodiscard]] static bool copy_from(const Neighbour& neighbour, std::uint64_t address, char* target,
+                                      std::size_t bytes);
   [[nodiscard]] std::string try_to_read(Neighbour& neighbour, const std::string& page, Deadline deadline) const;
   [[nodiscard]] std::shared_ptr<Segment> segment_of(Neighbour& neighbour, std::uint32_t index, Deadline deadline);
   void require_alive(int rank, Deadline deadline) const;
@@ -73,10 +97,13 @@ class Neighbourhood {
   std::shared_ptr<Control> control_;
   std::shared_ptr<Courier> courier_;  // null when this rank cannot offer anything; `obstacle_` says why
   std::string obstacle_;
+  const KeyWord mark_ = random_key_word();  // by which others see that it is this process that they read
+  const bool attach_;
   std::unique_ptr<Arena> arena_;
   std::vector<Neighbour> job_;  // by rank
   std::vector<int> ranks_;
   std::size_t cores_ = 0;     // that any of `ranks_` may use
+  bool one_group_ = true;     // of the scheduler, with all of `ranks_` in it
   mutable std::mutex mutex_;  // guards the segments of `job_`
   std::mutex parked_mutex_;
   std::vector<Keepalive> parked_;

@@ -5,11 +5,13 @@
 //
 //   in the sender's arena     its frame says where; the receiver copies it out                    (kReference, kAck)
 //   anywhere else             its frame asks where to; the sender writes into the receiver's arena (kOffer, kPlace,
-//                             kDeposited), or through the ring when the receiver's buffer is not there (kNoPlace,
-//                             kRest)
+//                             kDeposited); when the receiver's buffer is not there, it comes through the ring
+//                             (kNoPlace, kRest), or, where both are busy and it is allowed, the receiver has the kernel
+//                             read it out of the sender's process (kTaken)
 //
-// which is the rendezvous protocol of MPI implementations (read and write variant) on shared memory. The first bytes of
-// an offer travel with it, so that nobody is idle while the answer is on its way.
+// which are the rendezvous protocols of MPI implementations (read, write, and cross memory attach) on shared memory.
+// Where the rest may have to come through the ring, the first bytes of an offer travel with it, so that nobody is idle
+// while the answer is on its way.
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -24,7 +26,10 @@ namespace {
 
 // From here on a message that lies in the sender's arena is copied once, by the receiver.
 constexpr std::size_t kReferenceBytes = std::size_t{128} << 10;
-// From here on one that does not is offered; below, both cores copy a piece each at a time, within their caches.
+// From here on one that does not is offered; below, both cores copy a piece each at a time, within their caches. That
+// also beats the kernel's copy, which looks up every page, of bytes that were just written. (Not of those that a
+// program sends again and again: they stay in the receiver's cache. Benchmarks do that; --fresh of
+// benchmarks.collectives does not.)
 constexpr std::size_t kOfferBytes = std::size_t{2} << 20;
 static_assert(kOfferBytes > kOfferHead);
 
@@ -45,25 +50,35 @@ FrameKind ShmMailbox::kind_of(const BufferView& buffer, Location* location) cons
       return FrameKind::kReference;
     }
   }
-  return buffer.bytes >= kOfferBytes ? FrameKind::kOffer : FrameKind::kMessage;
+  if (buffer.bytes >= kOfferBytes) {
+    location->offset = reinterpret_cast<std::uintptr_t>(buffer.data);
+    return FrameKind::kOffer;
+  }
+  return FrameKind::kMessage;
 }
 
 // --- the receiver ----------------------------------------------------------------------------------------------------
 
 void ShmMailbox::take_reference(Mail& mail, const Frame& frame, int from) {
-  try {
-    const char* source = setup_.neighbourhood->map(setup_.members[static_cast<std::size_t>(from)], frame.location,
-                                                   frame.bytes, mail.deadline_);
+  take_whole(mail, frame, from, FrameKind::kAck, [&](int sender) {
+    const char* source = setup_.neighbourhood->map(sender, frame.location, frame.bytes, mail.deadline_);
     copy_once(static_cast<char*>(mail.view_.data), source, frame.bytes);
+  });
+}
+
+template <typename Copy>
+void ShmMailbox::take_whole(Mail& mail, const Frame& frame, int from, FrameKind thanks, const Copy& copy) {
+  try {
+    const int sender = setup_.members[static_cast<std::size_t>(from)];
+    copy(sender);
     if (setup_.region->bell(static_cast<std::size_t>(from)).gone.load(std::memory_order_seq_cst) == Gone::kGivenUp) {
-      const int sender = setup_.members[static_cast<std::size_t>(from)];
       ErrorContext what = mail.what_;
       what.peer = sender;
       throw Error(ErrorKind::kPeerError,
                   str("recv on lane ", setup_.lane, ": rank ", sender, " gave this message up before it was received"),
                   what);
     }
-    answer(from, FrameKind::kAck, frame, nullptr);
+    answer(from, thanks, frame, nullptr);
     end(mail);
   } catch (const Error&) {
     answer(from, FrameKind::kRefusal, frame, &mail.view_);
@@ -73,6 +88,9 @@ void ShmMailbox::take_reference(Mail& mail, const Frame& frame, int from) {
 
 void ShmMailbox::take_offer(const Held& mail, const Frame& frame, int from) {
   const auto place = setup_.neighbourhood->arena().locate(mail->view_.data, mail->view_.bytes);
+  if (!place && frame.attached && !has_idle_core()) {
+    return read_offer(*mail, frame, from);
+  }
   answer(from, place ? FrameKind::kPlace : FrameKind::kNoPlace, frame, nullptr);
   if (place) {
     peer_at(from).outgoing.back().frame.location = *place;
@@ -80,17 +98,32 @@ void ShmMailbox::take_offer(const Held& mail, const Frame& frame, int from) {
   peer_at(from).promises.emplace(frame.number, Promise{mail, place.has_value()});
 }
 
+// Through the ring two cores share the work of a message, which is faster than one core of the kernel; unless both have
+// messages of their own.
+bool ShmMailbox::has_idle_core() const {
+  return !setup_.neighbourhood->is_crowded() &&
+         std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.offers.empty(); });
+}
+
+void ShmMailbox::read_offer(Mail& mail, const Frame& frame, int from) {
+  take_whole(mail, frame, from, FrameKind::kTaken, [&](int sender) {
+    setup_.neighbourhood->read(sender, frame.location.offset, static_cast<char*>(mail.view_.data), frame.bytes,
+                               mail.deadline_);
+  });
+}
+
 // --- the sender ------------------------------------------------------------------------------------------------------
 
 void ShmMailbox::deposit(int to, std::uint64_t number, const Frame& place) {
   Offer& offer = peer_at(to).offers.at(number);
   const BufferView& view = offer.mail->view_;
+  const std::size_t head = offer.attached ? 0 : kOfferHead;
   try {
     char* target = setup_.neighbourhood->map(setup_.members[static_cast<std::size_t>(to)], place.location, view.bytes,
                                              offer.mail->deadline_);
-    copy_once(target + kOfferHead, static_cast<const char*>(view.data) + kOfferHead, view.bytes - kOfferHead);
+    copy_once(target + head, static_cast<const char*>(view.data) + head, view.bytes - head);
   } catch (const Error&) {
-    return send_rest(to, number, offer.mail);  // no memory for the mapping, perhaps: the ring is there
+    return send_rest(to, number);  // no memory for the mapping, perhaps: the ring is there
   }
   if (setup_.region->bell(static_cast<std::size_t>(to)).gone.load(std::memory_order_seq_cst) == Gone::kGivenUp) {
     ErrorContext what = offer.mail->what_;
@@ -107,12 +140,14 @@ void ShmMailbox::deposit(int to, std::uint64_t number, const Frame& place) {
   peer_at(to).outgoing.push_back(std::move(done));
 }
 
-void ShmMailbox::send_rest(int to, std::uint64_t number, const Held& mail) {
+void ShmMailbox::send_rest(int to, std::uint64_t number) {
+  const Offer& offer = peer_at(to).offers.at(number);
   Outgoing rest;
   rest.frame.kind = FrameKind::kRest;
   rest.frame.number = number;
-  rest.frame.bytes = mail->view_.bytes - kOfferHead;
-  rest.mail = mail;
+  rest.frame.attached = offer.attached;
+  rest.frame.bytes = offer.mail->view_.bytes - head_of(rest.frame);
+  rest.mail = offer.mail;
   peer_at(to).outgoing.push_back(std::move(rest));
 }
 
@@ -179,8 +214,14 @@ bool ShmMailbox::accept_rendezvous(int from, const Frame& frame) {
         if (frame.kind == FrameKind::kPlace) {
           deposit(from, frame.number, frame);
         } else {
-          send_rest(from, frame.number, offer->second.mail);
+          send_rest(from, frame.number);
         }
+      }
+      break;
+    case FrameKind::kTaken:
+      if (const auto offer = peer.offers.find(frame.number); offer != peer.offers.end()) {
+        offer->second.rest_sent = true;
+        settle(from, frame.number);
       }
       break;
     case FrameKind::kRest:
@@ -208,7 +249,12 @@ bool ShmMailbox::shows_memory() {
     // A frame that has found no room yet may be shown at any moment.
     return !peer.references.empty() ||
            std::any_of(peer.outgoing.begin(), peer.outgoing.end(),
-                       [](const auto& outgoing) { return outgoing.frame.kind == FrameKind::kReference; }) ||
+                       [](const auto& outgoing) {
+                         return outgoing.frame.kind == FrameKind::kReference ||
+                                (outgoing.frame.kind == FrameKind::kOffer && outgoing.frame.attached);
+                       }) ||
+           std::any_of(peer.offers.begin(), peer.offers.end(),
+                       [](const auto& offer) { return offer.second.attached; }) ||
            std::any_of(peer.promises.begin(), peer.promises.end(),
                        [](const auto& promise) { return promise.second.exposed; });
   });
@@ -223,6 +269,9 @@ void ShmMailbox::forget_large(Peer& peer, std::vector<Held>& gone) {
   }
   peer.references.clear();
   for (auto& [number, offer] : peer.offers) {
+    if (offer.attached) {
+      setup_.neighbourhood->park(offer.mail->keepalive_);
+    }
     gone.push_back(std::move(offer.mail));
   }
   peer.offers.clear();

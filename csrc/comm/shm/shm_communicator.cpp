@@ -241,8 +241,10 @@ class ShmCommunicator final : public HostCommunicator {
     };
     MailPtr received;
     MailPtr sent;
-    attempt([&] { received = post(operation.receiving(), deadline); });
+    // The send first: a message that is there already would be read before the other end hears of ours, and the two
+    // ranks would copy in turn.
     attempt([&] { sent = post(operation.sending(), deadline); });
+    attempt([&] { received = post(operation.receiving(), deadline); });
     attempt([&] { finish(received, operation, deadline); });
     attempt([&] { finish(sent, operation, deadline); });
     if (error != nullptr) {

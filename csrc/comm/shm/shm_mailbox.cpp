@@ -102,6 +102,8 @@ MailPtr ShmMailbox::send(const BufferView& buffer, int peer, std::uint64_t tag, 
     mail->must_precede_ = options.must_precede;
     Frame frame;
     frame.kind = kind_of(buffer, &frame.location);
+    frame.attached = frame.kind == FrameKind::kOffer &&
+                     setup_.neighbourhood->is_read_by(setup_.members[static_cast<std::size_t>(peer)]);
     frame.dtype = static_cast<std::uint8_t>(buffer.dtype);
     frame.number = mail->number_;
     frame.tag = tag;
@@ -184,7 +186,7 @@ void ShmMailbox::push(int to) {
     }
     std::size_t left = 0;
     if (bytes_behind(next.frame) > 0) {
-      left = (next.frame.kind == FrameKind::kOffer ? kOfferHead : next.mail->view_.bytes) - next.mail->moved_;
+      left = (next.frame.kind == FrameKind::kOffer ? head_of(next.frame) : next.mail->view_.bytes) - next.mail->moved_;
     }
     do {
       const std::size_t bytes = left == 0 ? 0 : writer.room(std::min(left, kPiece));
@@ -206,7 +208,7 @@ void ShmMailbox::push(int to) {
         peer.shown->show(next.frame);
         next.begun = true;
         if (next.frame.kind == FrameKind::kOffer) {
-          peer.offers.emplace(next.frame.number, Offer{next.mail});
+          peer.offers.emplace(next.frame.number, Offer{next.mail, next.frame.attached});
         }
       }
       wrote = true;
@@ -239,6 +241,7 @@ void ShmMailbox::push(int to) {
       case FrameKind::kRefusal:
       case FrameKind::kPlace:
       case FrameKind::kNoPlace:
+      case FrameKind::kTaken:
         break;
     }
     peer.outgoing.pop_front();
@@ -363,7 +366,8 @@ bool ShmMailbox::pull_bytes(int from) {
   Incoming& incoming = *peer.incoming;
   char* target = nullptr;  // of what nobody wants
   if (incoming.mail) {
-    target = static_cast<char*>(incoming.mail->view_.data) + (incoming.frame.kind == FrameKind::kRest ? kOfferHead : 0);
+    target = static_cast<char*>(incoming.mail->view_.data) +
+             (incoming.frame.kind == FrameKind::kRest ? head_of(incoming.frame) : 0);
   } else if (incoming.early) {
     target = incoming.early->bytes.data();
   }

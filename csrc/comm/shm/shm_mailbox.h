@@ -130,6 +130,7 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   // A large message of this rank: it has ended when its head is in the ring and the rest where the receiver wanted it.
   struct Offer {
     Held mail;
+    bool attached = false;  // the receiver may read the mail's memory at any time
     bool head_sent = false;
     bool rest_sent = false;
   };
@@ -186,9 +187,14 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   [[nodiscard]] FrameKind kind_of(const BufferView& buffer, Location* location) const;
   void take_reference(Mail& mail, const Frame& frame, int from);
   void take_offer(const Held& mail, const Frame& frame, int from);
+  [[nodiscard]] bool has_idle_core() const;
+  void read_offer(Mail& mail, const Frame& frame, int from);
+  // Ends `mail`, here with what `copy(sender)` brings and there with `thanks`; or with the error, on both sides.
+  template <typename Copy>
+  void take_whole(Mail& mail, const Frame& frame, int from, FrameKind thanks, const Copy& copy);
   [[nodiscard]] bool accept_rendezvous(int from, const Frame& frame);
   void deposit(int to, std::uint64_t number, const Frame& place);
-  void send_rest(int to, std::uint64_t number, const Held& mail);
+  void send_rest(int to, std::uint64_t number);
   void settle(int to, std::uint64_t number);
   void forget_large(Peer& peer, std::vector<Held>& gone);
   [[nodiscard]] bool take_early(const Held& mail);
