@@ -68,6 +68,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float", help=f"one of {','.join(DTYPES)}, or torch's name of it")
     parser.add_argument("--redop", default="sum", choices=REDOPS)
     parser.add_argument("--root", type=int, default=0, help="of a broadcast")
+    parser.add_argument("--fresh", action="store_true", help="every iteration writes its input first, within its time")
     parser.add_argument("--wait", action="store_true", help="measure the CPU time of waiting ranks instead")
     parser.add_argument("--late", type=float, default=1.0, help="seconds that they wait (1)")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for everything (3600)")

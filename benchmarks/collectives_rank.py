@@ -7,6 +7,9 @@ How a time is taken, for all peers alike:
   caches, and the ranks leave it closer together than they leave any barrier of another library.
 - A block is ``n`` iterations back to back between two readings of the clock. Its time is that of the slowest rank,
   divided by n.
+- With ``--fresh`` an iteration first writes each element of its input, as a program does that sends what it has just
+  computed. Without it, as in nccl-tests, nobody writes the buffers: what a receiver has read in place is still in its
+  core's cache when it is sent again.
 - Without ``-n`` the iterations fill about ``BLOCK`` seconds, found by trial; all ranks use the same number.
 """
 
@@ -106,7 +109,11 @@ class Rank:
 
     def _samples(self, case: Case, peers: Sequence[Peer]) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
         """Seconds per operation of the slowest rank, and iterations of the block, by peer and round."""
-        steps: dict[str, Step] = {peer.name: peer.step(case, case.buffers(peer.empty)) for peer in peers}
+        steps: dict[str, Step] = {}
+        for peer in peers:
+            buffers = case.buffers(peer.empty)
+            step = peer.step(case, buffers)
+            steps[peer.name] = Fresh(buffers.input, step) if self._arguments["fresh"] else step
         if case.size >= LIMIT_FROM:
             steps[report.COPY] = Copy(case.size)
         names = list(steps)
@@ -277,6 +284,18 @@ def _block(step: Step, iterations: int) -> float:
     dist.all_reduce(readings, dist.ReduceOp.MAX)
     slowest, last, first = readings.tolist()
     return float(last + first) if isinstance(step, Copy) else float(slowest)
+
+
+class Fresh:
+    """A step whose input is written before it: with the values that it has."""
+
+    def __init__(self, data: torch.Tensor, step: Step) -> None:
+        self._data = data
+        self._step = step
+
+    def __call__(self) -> None:
+        self._data.mul_(1)
+        self._step()
 
 
 class Copy:

@@ -78,6 +78,9 @@ FILES = (
     File("collectives-cpu-2-ranks", "Collectives, 2 ranks",
          f"{COLLECTIVES} --ranks 2 --ops {OPERATIONS} -b 4 -e 64M -f 64 --vs hpcomm-zero,c10d-hpcomm,gloo,mpich "
          "--rounds 5 --timeout 900", cpu_tables.collectives),
+    File("collectives-fresh-cpu-2-ranks", "Collectives of what was just written, 2 ranks",
+         f"{COLLECTIVES} --fresh --ranks 2 --ops {OPERATIONS} -b 4 -e 64M -f 64 --vs mpich --rounds 5 --timeout 900",
+         cpu_tables.collectives),
     File("collectives-25MB-cpu-2-ranks", "The all_reduce of 25 MB, 2 ranks",
          f"{COLLECTIVES} --ranks 2 -b 25M -e 25M --vs hpcomm-zero,c10d-hpcomm,gloo,mpich --rounds 9",
          cpu_tables.collectives),

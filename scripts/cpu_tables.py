@@ -89,17 +89,18 @@ def collectives(document: Document) -> Section:
     """benchmarks.collectives: every operation and size, against gloo and MPICH where they took part."""
     body, aims, lines = [], [], []
     peers = document["arguments"]["peers"]
+    fresh = ", just written" if document["arguments"].get("fresh") else ""
     for row in (row for job in document["jobs"] for row in job["rows"]):
         samples = {name: [s * MICROSECOND for s in peer["samples_us"]] for name, peer in row["peers"].items()}
         median = {name: statistics.median(s) for name, s in samples.items()}
-        what, ranks = f"{row['operation']} of {size(row['size'])}", row["ranks"]
+        what, ranks = f"{row['operation']} of {size(row['size'])}{fresh}", row["ranks"]
         ratios = [times(by_rounds(samples[name], samples["hpcomm"])) if name in samples else ""
                   for name in ("gloo", "mpich") if name in peers]  # fmt: skip
         body.append([what, *(span(median[name]) if name in median else "" for name in peers), *ratios])
         if "mpich" in samples and row["operation"] != "all_to_all" and ranks in (2, 4):
             ratio = by_rounds(samples["mpich"], samples["hpcomm"])
             aims.append(Aim(f"{what}, {ranks} ranks, against MPICH", "0.95x", times(ratio), ratio >= 0.95))
-        if row["operation"] == "all_reduce":
+        if row["operation"] == "all_reduce" and not fresh:
             aims += _of_all_reduce(row, samples)
             if "gloo" in samples and "c10d-hpcomm" in samples:
                 ratio = by_rounds(samples["gloo"], samples["c10d-hpcomm"])

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # `pytest` alone, other than `python -m pytest`, does not look there
 
 from benchmarks import collectives, collectives_table, launch, operations  # noqa: E402
+from benchmarks.collectives_rank import Fresh  # noqa: E402
 from benchmarks.operations import DTYPES, OPERATIONS, REDOPS, Case  # noqa: E402
 
 SMALL = ["-b", "8", "-e", "1K", "-f", "128", "-n", "2", "-w", "1", "--rounds", "2", "-c", "1", "--timeout", "170"]
@@ -102,6 +103,15 @@ def require_row(row: dict[str, Any]) -> None:
         taken = peer["time_us"]
         assert 0 < taken["low"] <= taken["median"] <= taken["high"]
         assert peer["algbw_gbs"] == pytest.approx(row["size"] / taken["median"] / 1e3)
+
+
+def test_fresh_input_is_written_before_every_step() -> None:
+    data, versions = torch.arange(4.0), list[int]()
+    step = Fresh(data, lambda: versions.append(data._version))
+    step()
+    step()
+    assert versions == [1, 2]
+    assert data.tolist() == [0, 1, 2, 3]
 
 
 def test_a_wrong_element_is_counted_and_fails(tmp_path: Path) -> None:
