@@ -103,6 +103,9 @@ from hpcomm._C_engine import (
     backend as backend,
 )
 from hpcomm._C_engine import (
+    backend_beside as backend_beside,
+)
+from hpcomm._C_engine import (
     ddp_bucket_plan as ddp_bucket_plan,
 )
 from hpcomm._C_engine import (

@@ -72,6 +72,10 @@ class CommunicatorConfig:
         device: str = "cpu",
         check: bool = False,
     ) -> None: ...
+    @property
+    def ranks(self) -> list[int]: ...
+    @property
+    def rank(self) -> int: ...
 
 class Communicator:
     """A group of ranks that exchange messages on one lane.

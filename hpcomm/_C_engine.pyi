@@ -1,12 +1,12 @@
 """Packing, channels, gradients and the torch.distributed backend: types of the native module, see _C.pyi."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from hpcomm._C_comm import Communicator, Control, Neighbourhood, Work
+from hpcomm._C_comm import Communicator, CommunicatorConfig, Control, Neighbourhood, Work
 
 # --- csrc/torch/bind_pack.cpp ---
 
@@ -263,6 +263,11 @@ class Backend(c10d.Backend):
     def options(self) -> BackendOptions: ...
     def perform_nocolor_split(self, device: torch.device) -> None: ...
 
-def backend(communicator: Communicator, job: BackendJob) -> Backend: ...
+def backend(
+    communicator: Communicator, job: BackendJob, *, limits: Mapping[str, tuple[int, int, int]] = {}
+) -> Backend: ...
+def backend_beside(
+    cpu: c10d.Backend, group: CommunicatorConfig, job: BackendJob, *, limits: Mapping[str, tuple[int, int, int]] = {}
+) -> c10d.Backend: ...
 def lane_backend(communicator: Communicator) -> c10d.Backend: ...
 def named_group(store: c10d.Store, rank: int, size: int) -> c10d.ProcessGroup: ...

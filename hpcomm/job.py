@@ -21,6 +21,7 @@ from hpcomm.communicator import (
     checks,
     cpu_transport,
     gloo_options,
+    nccl_limits,
     over_shared_memory,
     own_store,
     start_control,
@@ -30,7 +31,7 @@ from hpcomm.errors import HpcommError, SchemaMismatch
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend
 
-    from hpcomm._C import Communicator
+    from hpcomm._C import Communicator, CommunicatorConfig
 
 __all__: list[str] = []
 
@@ -40,16 +41,19 @@ def create_group(options: Any) -> Backend:
     transport = cpu_transport()
     timeout: float = options.timeout.total_seconds()
     _require_equal(options, transport)
-    if transport == "gloo":
+    if transport == "gloo" and not _C.built_with_cuda():
         return _gloo_backend(options, timeout)
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     job = _job_of(options, ranks, transport, timeout)
-    communicator = job.communicator(ranks, options.group_rank, options.group_id, timeout)
-    if communicator is None:
-        return _gloo_backend(options, timeout)
-    if not options.global_ranks_in_group:
+    config = job.config(ranks, options.group_rank, options.group_id, timeout)
+    communicator = None if transport == "gloo" else job.communicator(config)
+    if not options.global_ranks_in_group and (communicator is not None or _C.built_with_cuda()):
         job.native.anchor()
-    return _C.backend(communicator, job.native)
+    if communicator is None:
+        gloo = _gloo_backend(options, timeout)
+        # For CUDA tensors NCCL, whatever serves those of the CPU.
+        return _C.backend_beside(gloo, config, job.native, limits=nccl_limits())
+    return _C.backend(communicator, job.native, limits=nccl_limits())
 
 
 def _require_equal(options: Any, transport: str) -> None:
@@ -88,11 +92,11 @@ class Job:
         neighbourhood = _C.neighbourhood_of(control) if len(ranks) > 1 else None
         self.native = _C.BackendJob(control, neighbourhood)
 
-    def communicator(self, ranks: list[int], rank: int, name: str, timeout: float) -> Communicator | None:
-        """A communicator of ``ranks`` (global), or None where they do not share memory and need not."""
+    def config(self, ranks: list[int], rank: int, name: str, timeout: float) -> CommunicatorConfig:
+        """A group of ``ranks`` (global)."""
         # In a job of one rank there is nobody to tell it from.
         members = ranks if len(self.ranks) > 1 else [0]
-        config = _C.CommunicatorConfig(
+        return _C.CommunicatorConfig(
             name=name,
             ranks=members,
             rank=rank,
@@ -101,9 +105,13 @@ class Job:
             timeout=timeout,
             check=checks(),
         )
-        if len(ranks) == 1:
+
+    def communicator(self, config: CommunicatorConfig) -> Communicator | None:
+        """That of the group, or None where its ranks do not share memory and need not."""
+        if len(config.ranks) == 1:
             return _C.solo_communicator(config)
-        return over_shared_memory(config, self.native.neighbourhood, members, members[rank], self._transport)
+        rank = config.ranks[config.rank]
+        return over_shared_memory(config, self.native.neighbourhood, config.ranks, rank, self._transport)
 
 
 _jobs: list[Job] = []

@@ -22,10 +22,14 @@ void DeviceStepLoss::issue(bool accumulate) {
   options.ready = communicator_->compute()->record();
   const WorkPtr reduced = communicator_->all_reduce(numbers_, ReduceOp::kSum, options);
   finish_loss(communicator_->stream(), at(LossSums::kLoss), at(kFactor), accumulate, memory_.owner);
+  keeps_ = accumulate;
   work_ = communicator_->follow(reduced, reduced->what(), memory_.owner);
 }
 
 void DeviceStepLoss::forget() {
+  if (!std::exchange(keeps_, false)) {
+    return;  // every zero_grad() comes here: no kernel for nothing
+  }
   const BufferView kept{at(LossSums::kKept), sizeof(double), 1, DType::kFloat64, communicator_->device()};
   clear(communicator_->stream(), kept, memory_.owner);
 }

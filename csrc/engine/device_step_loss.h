@@ -40,6 +40,7 @@ class DeviceStepLoss {
   Buffer memory_;
   BufferView numbers_;
   WorkPtr work_;
+  bool keeps_ = false;  // the weight of a step that accumulated
 };
 
 }  // namespace hpcomm

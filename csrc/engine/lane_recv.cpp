@@ -152,6 +152,13 @@ class LaneRecv final : public RecvRoute {
       // One slot for the whole message: large tensors behind the packed ones.
       SlotPool::Slot slot = slots->acquire(parcel.bytes());
       lane.stream().wait(slot.free);
+      if (in_order) {
+        // Receives run ahead of what the caller computes. But in the capture of a graph the lane has to be a branch of
+        // it, or the receive would run now, and never in the graph.
+        if (const Event now = lane.compute()->record(); now.captured()) {
+          lane.stream().wait(now);
+        }
+      }
       message->packed = message->direct = slot.buffer;
       message->direct.view.data = static_cast<char*>(slot.buffer.view.data) + parcel.packed.bytes();
       std::vector<BufferView> views;
@@ -177,7 +184,7 @@ class LaneRecv final : public RecvRoute {
         return work.issued(nullptr);
       }
       for (const WorkPtr& received : works) {
-        if (received->done()) {
+        if (received->device().type == DeviceType::kCpu && received->done()) {
           (void)received->wait_until({});  // a host lane ran it in place: throws its error
         }
       }

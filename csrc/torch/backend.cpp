@@ -12,9 +12,6 @@ namespace hpcomm {
 
 namespace {
 
-// How long shutdown() waits for operations that nobody has waited for.
-constexpr auto kShutdownWait = std::chrono::seconds(5);
-
 // The tensors as one, when they lie behind each other in one storage: no copy is needed then. Undefined otherwise.
 at::Tensor as_one(const std::vector<at::Tensor>& parts) {
   const at::Tensor& first = parts.front();
@@ -86,13 +83,7 @@ c10::intrusive_ptr<c10d::Backend::Options> HpcommBackend::getBackendOptions() {
   return options;
 }
 
-c10d::ErrorType HpcommBackend::getError() {
-  const auto why = communicator_->aborted();
-  if (!why) {
-    return c10d::ErrorType::SUCCESS;
-  }
-  return why->kind() == ErrorKind::kTimedOut ? c10d::ErrorType::TIMEOUT : c10d::ErrorType::REMOTE_ERROR;
-}
+c10d::ErrorType HpcommBackend::getError() { return error_type_of(communicator_->aborted()); }
 
 HpcommBackend::C10dWork HpcommBackend::compose(const Call& call, const Tensors& inputs, Tensors results,
                                                std::function<void(Step&)> body) {

@@ -78,7 +78,6 @@ class HpcommBackend final : public c10d::Backend {
 
   // The communicator of `ranks`, null on ranks that are not among them; collective over them.
   [[nodiscard]] std::shared_ptr<HostCommunicator> part(const std::vector<int>& ranks);
-  [[nodiscard]] const std::shared_ptr<BackendJob>& job() const noexcept { return job_; }
 
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;

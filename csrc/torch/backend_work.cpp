@@ -31,6 +31,13 @@ std::exception_ptr error_of(const Work& work) {
 
 }  // namespace
 
+c10d::ErrorType error_type_of(const std::optional<Error>& why) {
+  if (!why) {
+    return c10d::ErrorType::SUCCESS;
+  }
+  return why->kind() == ErrorKind::kTimedOut ? c10d::ErrorType::TIMEOUT : c10d::ErrorType::REMOTE_ERROR;
+}
+
 TorchError as_c10d_error(const Error& error) {
   if (error.kind() != ErrorKind::kTimedOut) {
     return TorchError(error);

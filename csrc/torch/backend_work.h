@@ -1,11 +1,13 @@
 // What c10d is given for an operation of ours: c10d::Work over hpcomm::Work.
 #pragma once
 
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "comm/host_communicator.h"
@@ -23,6 +25,12 @@ void wait_to_end(const Work& work, std::chrono::milliseconds limit);
 
 // The error as the callers of a Backend see it: time-outs say "Timed out", which programs written for gloo look for.
 [[nodiscard]] TorchError as_c10d_error(const Error& error);
+
+// How c10d::Backend::getError() says why a communicator was aborted, if it was.
+[[nodiscard]] c10d::ErrorType error_type_of(const std::optional<Error>& why);
+
+// How long a backend's shutdown() waits for operations that nobody has waited for.
+inline constexpr auto kShutdownWait = std::chrono::seconds(5);
 
 // What `body` returns; what it throws is visible to torch.
 template <typename Body>

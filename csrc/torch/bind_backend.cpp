@@ -1,4 +1,5 @@
 // HpcommBackend as Python makes it: a plain torch.distributed Backend, and the group that has its name.
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -38,13 +39,20 @@ void bind_backend(py::module_& module) {
   bind_backend_class(module);
   module.def(
       "backend",
-      [](std::shared_ptr<Communicator> communicator,
-         std::shared_ptr<BackendJob> job) -> c10::intrusive_ptr<c10d::Backend> {
+      [](std::shared_ptr<Communicator> communicator, std::shared_ptr<BackendJob> job,
+         const LimitsByLane& limits) -> c10::intrusive_ptr<c10d::Backend> {
         auto host = std::dynamic_pointer_cast<HostCommunicator>(std::move(communicator));
         HPCOMM_REQUIRE(host != nullptr, "the backend needs a communicator of the CPU");
-        return make_backend(std::move(host), std::move(job));
+        return make_backend(std::move(host), std::move(job), nccl_options(limits));
       },
-      py::arg("communicator"), py::arg("job"));
+      py::arg("communicator"), py::arg("job"), py::kw_only(), py::arg("limits") = LimitsByLane());
+  module.def(
+      "backend_beside",
+      [](c10::intrusive_ptr<c10d::Backend> cpu, const CommunicatorConfig& group, std::shared_ptr<BackendJob> job,
+         const LimitsByLane& limits) {
+        return make_backend_beside(std::move(cpu), group, std::move(job), nccl_options(limits));
+      },
+      py::arg("cpu"), py::arg("group"), py::arg("job"), py::kw_only(), py::arg("limits") = LimitsByLane());
   // For tests: what serves CUDA tensors over NCCL, over `communicator`.
   module.def(
       "lane_backend",

@@ -33,10 +33,15 @@ at::Tensor allocate(Communicator& self, const std::vector<std::int64_t>& shape, 
     HPCOMM_REQUIRE(length >= 0, "allocate: a dimension of ", length);
     count *= length;
   }
-  Buffer buffer = self.allocate(static_cast<std::size_t>(count) * c10::elementSize(type));
-  return at::from_blob(
-      buffer.view.data, shape, [owner = buffer.owner](void*) {},
-      at::TensorOptions().dtype(type).device(torch_device(self.device())));
+  const auto options = at::TensorOptions().dtype(type).device(torch_device(self.device()));
+  if (count == 0) {
+    return at::empty(shape, options);  // from_blob() asks CUDA whose the address is, and null is nobody's
+  }
+  const Buffer buffer = [&] {
+    const WithoutGil scope;  // NCCL registers it, and may be waiting for another rank
+    return self.allocate(static_cast<std::size_t>(count) * c10::elementSize(type));
+  }();
+  return at::from_blob(buffer.view.data, shape, [owner = buffer.owner](void*) {}, options);
 }
 
 void close(Communicator& self) {
@@ -61,6 +66,15 @@ C10dBackendFactory to_factory(py::function function) {
 
 }  // namespace
 
+NcclOptions nccl_options(const LimitsByLane& limits) {
+  NcclOptions options;
+  for (const auto& [lane, of_lane] : limits) {
+    const auto& [min_ctas, max_ctas, cluster] = of_lane;
+    (lane == "*" ? static_cast<NcclLimits&>(options) : options.lanes[lane]) = {min_ctas, max_ctas, cluster};
+  }
+  return options;
+}
+
 void bind_comm(py::module_& module) {
   py::class_<CommunicatorConfig>(module, "CommunicatorConfig")
       .def(py::init([](std::string name, std::vector<int> ranks, int rank, std::string lane,
@@ -82,7 +96,9 @@ void bind_comm(py::module_& module) {
              return config;
            }),
            py::kw_only(), py::arg("name"), py::arg("ranks"), py::arg("rank"), py::arg("lane"), py::arg("control"),
-           py::arg("timeout"), py::arg("device") = "cpu", py::arg("check") = false);
+           py::arg("timeout"), py::arg("device") = "cpu", py::arg("check") = false)
+      .def_readonly("ranks", &CommunicatorConfig::ranks)
+      .def_readonly("rank", &CommunicatorConfig::rank);
 
   const auto later = py::arg("async_op") = false;
   const auto limit = py::arg("timeout") = -1.0;
@@ -148,16 +164,12 @@ void bind_comm(py::module_& module) {
       py::arg("config"));
   module.def(
       "nccl_communicator",
-      [](const CommunicatorConfig& config, const std::map<std::string, std::tuple<int, int, int>>& limits) {
-        NcclOptions options;
-        for (const auto& [lane, of_lane] : limits) {
-          const auto& [min_ctas, max_ctas, cluster] = of_lane;
-          (lane == "*" ? static_cast<NcclLimits&>(options) : options.lanes[lane]) = {min_ctas, max_ctas, cluster};
-        }
+      [](const CommunicatorConfig& config, const LimitsByLane& limits) {
+        const NcclOptions options = nccl_options(limits);
         const WithoutGil scope;
         return released_without_gil(make_nccl_communicator(config, options));
       },
-      py::arg("config"), py::kw_only(), py::arg("limits") = std::map<std::string, std::tuple<int, int, int>>());
+      py::arg("config"), py::kw_only(), py::arg("limits") = LimitsByLane());
   module.def("nccl_version", &nccl_version);
   set_launch_order_in_time(py::module_::import("hpcomm.launch_order").attr("IN_TIME").cast<bool>());
   module.def("built_with_cuda", &built_with_cuda);

@@ -4,7 +4,11 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <map>
+#include <string>
+#include <tuple>
 
+#include "comm/nccl/nccl_communicator.h"
 #include "comm/work.h"
 #include "torch/gil.h"
 
@@ -29,6 +33,10 @@ void bind_channel(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
 void bind_ddp(pybind11::module_& module);
 void bind_backend(pybind11::module_& module);
+
+// HPCOMM_NCCL_CTAS as Python has read it: by lane ("*": all others) min_ctas, max_ctas, cga_cluster_size.
+using LimitsByLane = std::map<std::string, std::tuple<int, int, int>>;
+[[nodiscard]] NcclOptions nccl_options(const LimitsByLane& limits);
 
 // What comes next in the calling program comes after `work`: on CPU the host waits, without the GIL, and looks at
 // signals (Ctrl-C) twenty times a second; on CUDA the current stream waits and the host goes on, unless there is a

@@ -360,13 +360,28 @@ LaneBackend::C10dWork LaneBackend::endCoalescing() {
 
 at::Tensor LaneBackend::allocateTensor(long size, at::TensorOptions options) {
   return for_torch([&] {
-    const Buffer buffer = communicator_->allocate(static_cast<std::size_t>(size) * options.dtype().itemsize());
+    if (size == 0) {
+      return at::empty({0}, options);
+    }
+    const Buffer buffer = [&] {
+      const WithoutGil scope;
+      return communicator_->allocate(static_cast<std::size_t>(size) * options.dtype().itemsize());
+    }();
     return at::from_blob(buffer.view.data, {size}, [owner = buffer.owner](void*) {}, options);
   });
 }
 
 void LaneBackend::shutdown() {
   const WithoutGil scope;
+  const Deadline limit = Clock::now() + kShutdownWait;
+  while (!communicator_->idle_until(std::min(limit, Clock::now() + std::chrono::milliseconds(50)))) {
+    if (Clock::now() >= limit) {
+      communicator_->abort(
+          Error(ErrorKind::kClosed, "the group was destroyed", communicator_->context("shutdown", -1, 0)));
+      break;
+    }
+    poll_signals();
+  }
   communicator_->close();
 }
 

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "torch/backend_work.h"
 
 namespace hpcomm {
 
@@ -58,8 +59,10 @@ class LaneBackend final : public c10d::Backend {
 
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
+  // Finishes what was issued (within a few seconds), or aborts it.
   void shutdown() override;
   void abort() override;
+  c10d::ErrorType getError() override { return error_type_of(communicator_->aborted()); }
 
  private:
   // One call: what it issues on the communicator, and what comes behind that on the lane (copies into tensors that the

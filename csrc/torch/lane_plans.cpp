@@ -135,10 +135,12 @@ LaneBackend::Plan LaneBackend::exchange_plan(const Tensors& outputs, const Tenso
     }
   }
   if (self < outputs.size() && self < inputs.size()) {
+    HPCOMM_REQUIRE(outputs[self].numel() == inputs[self].numel(), "all_to_all: this rank's own part has ",
+                   inputs[self].numel(), " elements, and room for ", outputs[self].numel());
     plan.held.push_back(outputs[self].detach());
     plan.held.push_back(inputs[self].detach());
     plan.after.emplace_back(
-        [to = outputs[self].detach(), from = inputs[self].detach()] { to.copy_(from.view_as(to)); });
+        [to = outputs[self].detach(), from = inputs[self].detach()] { to.copy_(from.reshape(to.sizes())); });
   }
   plan.run = [this, sends = std::move(sends), receives = std::move(receives)](const OpOptions& options) {
     WorkPtr last;

@@ -7,12 +7,21 @@
 #include <memory>
 
 #include "comm/host_communicator.h"
+#include "comm/nccl/nccl_communicator.h"
 #include "torch/backend_job.h"
 
 namespace hpcomm {
 
+// `options` are for NCCL.
 [[nodiscard]] c10::intrusive_ptr<c10d::Backend> make_backend(std::shared_ptr<HostCommunicator> communicator,
-                                                             std::shared_ptr<BackendJob> job);
+                                                             std::shared_ptr<BackendJob> job,
+                                                             const NcclOptions& options);
+// The same for a group whose CPU tensors another backend serves, such as gloo where ranks share no memory: that backend
+// itself in builds without CUDA. `group` says who is in it.
+[[nodiscard]] c10::intrusive_ptr<c10d::Backend> make_backend_beside(c10::intrusive_ptr<c10d::Backend> cpu,
+                                                                    const CommunicatorConfig& group,
+                                                                    std::shared_ptr<BackendJob> job,
+                                                                    const NcclOptions& options);
 
 // The class that make_backend() returns, for Python.
 void bind_backend_class(pybind11::module_& module);

@@ -5,8 +5,13 @@
 namespace hpcomm {
 
 c10::intrusive_ptr<c10d::Backend> make_backend(std::shared_ptr<HostCommunicator> communicator,
-                                               std::shared_ptr<BackendJob> job) {
+                                               std::shared_ptr<BackendJob> job, const NcclOptions&) {
   return c10::make_intrusive<HpcommBackend>(std::move(communicator), std::move(job));
+}
+
+c10::intrusive_ptr<c10d::Backend> make_backend_beside(c10::intrusive_ptr<c10d::Backend> cpu, const CommunicatorConfig&,
+                                                      std::shared_ptr<BackendJob>, const NcclOptions&) {
+  return cpu;
 }
 
 void bind_backend_class(pybind11::module_& module) { bind_as_backend<HpcommBackend>(module); }

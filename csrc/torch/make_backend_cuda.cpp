@@ -4,6 +4,8 @@
 // torch does not say on which device a rank will be: it is made at the first operation on a CUDA tensor, which is
 // collective like any other. Ranks then have to issue their first operations of several groups in one order, as with
 // NCCL itself.
+#include <atomic>
+#include <chrono>
 #include <mutex>
 #include <utility>
 
@@ -25,21 +27,33 @@ class DeviceBackend final : public c10d::Backend {
   using TensorLists = std::vector<std::vector<at::Tensor>>;
   using C10dWork = c10::intrusive_ptr<c10d::Work>;
 
-  DeviceBackend(std::shared_ptr<HostCommunicator> communicator, std::shared_ptr<BackendJob> job)
-      : c10d::Backend(communicator->rank(), communicator->size()),
-        communicator_(std::move(communicator)),
-        cpu_(c10::make_intrusive<HpcommBackend>(communicator_, std::move(job))) {
+  // `host` is `cpu` where that is ours.
+  DeviceBackend(c10::intrusive_ptr<c10d::Backend> cpu, c10::intrusive_ptr<HpcommBackend> host, CommunicatorConfig group,
+                std::shared_ptr<BackendJob> job, const NcclOptions& options)
+      : c10d::Backend(cpu->getRank(), cpu->getSize()),
+        cpu_(std::move(cpu)),
+        host_(std::move(host)),
+        group_(std::move(group)),
+        options_(options),
+        job_(std::move(job)) {
     init();
+    job_->enter();
   }
   ~DeviceBackend() override {
     const WithoutGil scope;
     cuda_.reset();
+    host_.reset();
     cpu_.reset();
-    communicator_.reset();
+    leave();
   }
 
-  const std::string getBackendName() const override { return cpu_->getBackendName(); }
-  c10::intrusive_ptr<Options> getBackendOptions() override { return cpu_->getBackendOptions(); }
+  const std::string getBackendName() const override { return "hpcomm"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    auto options = c10::make_intrusive<Options>(*cpu_->getBackendOptions());
+    options->group_name = group_.name;
+    options->global_ranks_in_group.assign(group_.ranks.begin(), group_.ranks.end());
+    return options;
+  }
   void setTimeout(std::chrono::milliseconds timeout) override {
     cpu_->setTimeout(timeout);
     const auto lock = locked();
@@ -48,7 +62,11 @@ class DeviceBackend final : public c10d::Backend {
       cuda_->setTimeout(timeout);
     }
   }
-  c10d::ErrorType getError() override { return cpu_->getError(); }
+  c10d::ErrorType getError() override {
+    const auto lock = locked();
+    const auto error = cuda_ ? cuda_->getError() : c10d::ErrorType::SUCCESS;
+    return error != c10d::ErrorType::SUCCESS ? error : cpu_->getError();
+  }
   void enableCollectivesTiming() override {}
   void setSequenceNumberForGroup() override {}
   std::uint64_t getSequenceNumberForGroup() override { return cpu_->getSequenceNumberForGroup(); }
@@ -110,8 +128,14 @@ class DeviceBackend final : public c10d::Backend {
   C10dWork send(Tensors& tensors, int peer, int tag) override { return of(tensors).send(tensors, peer, tag); }
   C10dWork recv(Tensors& tensors, int peer, int tag) override { return of(tensors).recv(tensors, peer, tag); }
   C10dWork recvAnysource(Tensors& tensors, int tag) override { return of(tensors).recvAnysource(tensors, tag); }
-  // The host meets the others; what its GPU still does is ordered by streams.
-  C10dWork barrier(const c10d::BarrierOptions& options) override { return cpu_->barrier(options); }
+  // The hosts meet when their GPUs have done what their current streams were given: as with NCCL, a program may read
+  // its clock behind a barrier. One that is asynchronous is between the hosts alone.
+  C10dWork barrier(const c10d::BarrierOptions& options) override {
+    if (!options.asyncOp) {
+      for_torch([&] { await_device(); });
+    }
+    return cpu_->barrier(options);
+  }
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override {
     cpu_->monitoredBarrier(options, wait_all_ranks);
   }
@@ -139,16 +163,17 @@ class DeviceBackend final : public c10d::Backend {
 
   // The part's own NCCL communicator is made like that of any group; not by ncclCommSplit, in which the ranks that are
   // not members would have to take part.
-  bool supportsSplitting() const override { return true; }
+  bool supportsSplitting() const override { return host_ != nullptr; }
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<Options>& options) override {
     return for_torch([&]() -> c10::intrusive_ptr<c10d::Backend> {
-      auto part = cpu_->part(ranks);
+      HPCOMM_REQUIRE(host_ != nullptr, "a group that spans hosts cannot be split; use new_group()");
+      auto part = host_->part(ranks);
       if (part == nullptr) {
         return nullptr;
       }
       const WithoutGil scope;
-      auto backend = make_backend(std::move(part), cpu_->job());
+      auto backend = make_backend(std::move(part), job_, options_);
       if (options != nullptr) {
         backend->setTimeout(options->timeout);
       }
@@ -158,8 +183,10 @@ class DeviceBackend final : public c10d::Backend {
 
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override {
-    return options.device().is_cuda() ? cuda(options.device()).allocateTensor(size, options)
-                                      : cpu_->allocateTensor(size, options);
+    if (options.device().is_cuda()) {
+      return cuda(options.device()).allocateTensor(size, options);
+    }
+    return host_ != nullptr ? host_->allocateTensor(size, options) : at::empty({size}, options);
   }
 
   void shutdown() override {
@@ -167,6 +194,7 @@ class DeviceBackend final : public c10d::Backend {
       cuda_->shutdown();
     }
     cpu_->shutdown();
+    leave();
   }
   void abort() override {
     if (cuda_) {
@@ -204,19 +232,14 @@ class DeviceBackend final : public c10d::Backend {
       const Device device = device_of(where);
       if (!cuda_) {
         const WithoutGil scope;
-        CommunicatorConfig config;
-        config.name = communicator_->name() + "/cuda";
-        config.ranks = communicator_->ranks();
-        config.rank = communicator_->rank();
-        config.lane = communicator_->lane();
+        CommunicatorConfig config = group_;
+        config.name += "/cuda";
         config.make_stream = lane_streams(device);
         config.stream = config.make_stream(config.lane);
         config.compute = compute_stream(device);
-        config.control = communicator_->shared_control();
-        config.timeout = timeout_.count() > 0 ? timeout_ : communicator_->timeout();
-        config.check = communicator_->checks();
+        config.timeout = timeout_.count() > 0 ? timeout_ : group_.timeout;
         config.poll = &poll_signals;
-        cuda_ = c10::make_intrusive<LaneBackend>(make_nccl_communicator(std::move(config)));
+        cuda_ = c10::make_intrusive<LaneBackend>(make_nccl_communicator(std::move(config), options_));
         device_ = device;
       }
       HPCOMM_REQUIRE(device == device_, "this group began on ", torch_device(device_).str(),
@@ -225,8 +248,34 @@ class DeviceBackend final : public c10d::Backend {
     });
   }
 
-  std::shared_ptr<HostCommunicator> communicator_;
-  c10::intrusive_ptr<HpcommBackend> cpu_;
+  void await_device() {
+    Device device;
+    {
+      const auto lock = locked();
+      if (!cuda_) {
+        return;
+      }
+      device = device_;
+    }
+    const Event now = compute_stream(device)->record();
+    const WithoutGil scope;
+    while (!now.captured() && !now.wait_until(Clock::now() + std::chrono::milliseconds(50))) {
+      poll_signals();
+    }
+  }
+
+  void leave() noexcept {
+    if (!left_.exchange(true)) {
+      job_->leave();
+    }
+  }
+
+  c10::intrusive_ptr<c10d::Backend> cpu_;
+  c10::intrusive_ptr<HpcommBackend> host_;  // null where `cpu_` is another one
+  const CommunicatorConfig group_;          // of both halves; its stream is of neither
+  const NcclOptions options_;
+  std::shared_ptr<BackendJob> job_;
+  std::atomic<bool> left_ = false;
   std::mutex mutex_;
   std::chrono::milliseconds timeout_{0};
   Device device_;
@@ -238,8 +287,25 @@ class DeviceBackend final : public c10d::Backend {
 }  // namespace
 
 c10::intrusive_ptr<c10d::Backend> make_backend(std::shared_ptr<HostCommunicator> communicator,
-                                               std::shared_ptr<BackendJob> job) {
-  return c10::make_intrusive<DeviceBackend>(std::move(communicator), std::move(job));
+                                               std::shared_ptr<BackendJob> job, const NcclOptions& options) {
+  CommunicatorConfig group;
+  group.name = communicator->name();
+  group.ranks = communicator->ranks();
+  group.rank = communicator->rank();
+  group.lane = communicator->lane();
+  group.control = communicator->shared_control();
+  group.timeout = communicator->timeout();
+  group.check = communicator->checks();
+  auto host = c10::make_intrusive<HpcommBackend>(std::move(communicator), job);
+  return c10::make_intrusive<DeviceBackend>(host, host, std::move(group), std::move(job), options);
+}
+
+c10::intrusive_ptr<c10d::Backend> make_backend_beside(c10::intrusive_ptr<c10d::Backend> cpu,
+                                                      const CommunicatorConfig& group, std::shared_ptr<BackendJob> job,
+                                                      const NcclOptions& options) {
+  CommunicatorConfig of_group = group;
+  of_group.stream = nullptr;
+  return c10::make_intrusive<DeviceBackend>(std::move(cpu), nullptr, std::move(of_group), std::move(job), options);
 }
 
 void bind_backend_class(pybind11::module_& module) { bind_as_backend<DeviceBackend>(module); }

@@ -142,11 +142,13 @@ def test_frozen_steps_have_no_hidden_synchronization(device: str, axes: dict[str
 
 def captured(_: str, axes: dict[str, int]) -> list[tuple[float, dict[str, torch.Tensor]]]:
     with mesh_on("cuda", **axes) as mesh:
-        pipe = hpcomm.Pipeline(model(), mesh=mesh, num_microbatches=4, loss_fn=mse, schema="frozen")
         x, y = batch(mesh.dp.rank, "cuda")
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
+            # Here, as with torch's DDP: a parameter's gradient is accumulated on the stream on which it was first asked
+            # for, and the default one cannot be captured.
+            pipe = hpcomm.Pipeline(model(), mesh=mesh, num_microbatches=4, loss_fn=mse, schema="frozen")
             for _ in range(3):
                 pipe.zero_grad()
                 pipe.step(x, target=y)

@@ -322,6 +322,81 @@ TEST(engine_cuda_messages_of_a_frozen_schema) {
   messages_both_ways(SchemaMode::kFrozen, [](int) -> std::vector<std::size_t> { return {33, 120, 8}; });
 }
 
+// Sender and receiver have to put their lanes into the graph: what ran at once would meet nobody.
+TEST(engine_cuda_frozen_messages_in_a_graph) {
+  const NcclJob job(2);
+  job.run_threads([&](int rank) {
+    const Gpu gpu(job, rank);
+    const auto lane = gpu.lane("up");
+    const std::vector<std::size_t> counts{33, 120, 8};
+    std::vector<Floats> tensors;
+    std::vector<Source> sources;
+    for (const std::size_t count : counts) {
+      tensors.push_back(floats(rank, count));
+      sources.emplace_back(&(*tensors.back())[0]);
+    }
+    const auto wrong = std::make_shared<std::atomic<int>>(0);
+    const auto step = std::make_shared<std::atomic<int>>(0);  // kernels of a replay see that of the replay
+    {
+      std::unique_ptr<SendEdge> sender;
+      std::unique_ptr<RecvEdge> receiver;
+      if (rank == 0) {
+        sender = std::make_unique<SendEdge>(EdgeConfig{lane, 1, SchemaMode::kFrozen},
+                                            std::make_shared<CommunicatorAllocator>(lane));
+      } else {
+        receiver = std::make_unique<RecvEdge>(EdgeConfig{lane, 0, SchemaMode::kFrozen},
+                                              std::make_shared<CommunicatorAllocator>(lane));
+      }
+      const auto move = [&](int message) {
+        if (rank == 0) {
+          gpu.launch([tensors, counts, step] {
+            for (std::size_t t = 0; t < tensors.size(); ++t) {
+              for (std::size_t j = 0; j < counts[t]; ++j) {
+                (*tensors[t])[j] = value(0, t, j, step->load());
+              }
+            }
+          });
+          gpu.wait(sender->send(schema_of(counts), sources, nullptr, message));
+          return;
+        }
+        const Receipt receipt = receiver->recv(message);
+        gpu.wait(receipt.work);
+        std::vector<const float*> arrived;
+        for (std::size_t t = 0; t < counts.size(); ++t) {
+          arrived.push_back(static_cast<const float*>(receipt.message->data(t)));
+        }
+        gpu.launch([arrived, counts, step, wrong] {
+          for (std::size_t t = 0; t < counts.size(); ++t) {
+            for (std::size_t j = 0; j < counts[t]; ++j) {
+              *wrong += arrived[t][j] != value(0, t, j, step->load());
+            }
+          }
+        });
+      };
+      for (int message = 0; message < 3; ++message, ++*step) {
+        move(message);
+        gpu.synchronize();
+      }
+      auto* const stream = static_cast<cudaStream_t>(gpu.compute().native_handle());
+      CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+      move(3);
+      cudaGraph_t graph = nullptr;
+      CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+      cudaGraphExec_t executable = nullptr;
+      CHECK_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
+      for (int replay = 0; replay < 3; ++replay, ++*step) {
+        CHECK_EQ(cudaGraphLaunch(executable, stream), cudaSuccess);
+        gpu.synchronize();
+      }
+      CHECK_EQ(cudaGraphExecDestroy(executable), cudaSuccess);
+      CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
+    }
+    CHECK_EQ(wrong->load(), 0);
+    lane->close();
+  });
+  CHECK_EQ(fake_cuda::queries_in_captures(), 0);
+}
+
 TEST(engine_cuda_host_that_runs_ahead_takes_no_more_memory) {
   constexpr int kMessages = 20;
   const std::vector<std::size_t> counts{33, 120, 8};

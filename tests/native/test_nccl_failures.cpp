@@ -149,6 +149,43 @@ TEST(nccl_a_failed_peer_ends_what_waits) {
   });
 }
 
+// A goodbye is no failure of the job, and no abort reaches the kernels of those who wait for who has said it.
+TEST(nccl_a_rank_that_leaves_in_order_is_not_waited_for) {
+  NcclJob job(3);
+  job.run_threads([&](int rank) {
+    auto world = job.connected(rank);
+    auto others = job.connected(rank, "others");
+    DeviceVector<float> values(rank, 4, static_cast<float>(rank));
+    if (rank == 2) {
+      job.meet(rank, 0);
+      for (auto* lane : {&world, &others}) {
+        (*lane)->close();
+        lane->reset();
+      }
+      job.control(rank)->close();
+      return;
+    }
+    const WorkPtr waits = rank == 0 ? world->all_reduce(values.view(), ReduceOp::kSum) : nullptr;
+    job.meet(rank, 0);
+    if (rank == 0) {
+      const auto error = error_of(*waits);
+      CHECK(error && error->kind() == ErrorKind::kRankFailed && error->context().peer == 2);
+      has(words_of(error), "all_reduce #1 on lane world: rank 2 has left the job");
+    } else {
+      CHECK(eventually([&] { return job.control(rank)->has_left(2); }, 20s));
+      const auto error = error_of_issue([&] { return world->all_reduce(values.view(), ReduceOp::kSum); });
+      CHECK(error && error->kind() == ErrorKind::kRankFailed && error->context().peer == 2);
+    }
+    // It is no end of the job: what does not need that rank goes on.
+    const WorkPtr moved = rank == 0 ? others->send(values.view(), 1) : others->recv(values.view(), 0);
+    moved->wait();
+    CHECK_EQ(values[0], 0.0F);
+    const auto refused = error_of_issue([&] { return others->send(values.view(), 2); });
+    CHECK(refused && refused->kind() == ErrorKind::kRankFailed);
+    CHECK(!others->aborted() && !job.control(rank)->failure());
+  });
+}
+
 TEST(nccl_abort_ends_all_ranks_and_streams_go_on) {
   NcclJob job(2);
   job.run_threads([&](int rank) {

@@ -81,7 +81,7 @@ TEST(nccl_without_a_group_two_senders_hang) {
 
 TEST(nccl_groups_have_a_limit) {
   NcclJob(2).run([](Communicator& world) {
-    DeviceVector<float> values(world.rank(), 300);
+    DeviceVector<float> values(world.rank(), 2100);
     const auto exchange = [&](std::size_t count) {
       std::vector<WorkPtr> works;
       world.group([&] {
@@ -95,10 +95,10 @@ TEST(nccl_groups_have_a_limit) {
       });
       return works;
     };
-    exchange(256).back()->wait();
+    exchange(2048).back()->wait();
     const std::size_t largest = fake_nccl::largest_group();
-    CHECK_EQ(largest, 256);
-    CHECK_THROWS(ErrorKind::kInvalidArgument, exchange(257), "more than 256 operations");
+    CHECK_EQ(largest, 2048);
+    CHECK_THROWS(ErrorKind::kInvalidArgument, exchange(2049), "more than 2048 operations");
     CHECK_EQ(fake_nccl::largest_group(), largest);
     exchange(2).back()->wait();  // nothing of the refused group was launched
   });

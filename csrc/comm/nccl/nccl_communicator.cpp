@@ -23,7 +23,7 @@ namespace {
 
 using namespace nccl;
 
-constexpr std::size_t kMostInGroup = 256;
+constexpr std::size_t kMostInGroup = 2048;  // NCCL's own limit
 // Longer than a finalisation waits for peers, and an abort after it.
 constexpr std::chrono::seconds kTeardown{8};
 // The host runs ahead of its device: what a lane that is dropped has issued is under way, and ends unless a peer does
@@ -121,7 +121,10 @@ class NcclCommunicator final : public Communicator {
   }
 
   [[nodiscard]] WorkPtr follow(const WorkPtr& operation, ErrorContext what, Keepalive held) override {
-    auto work = std::make_shared<NcclWork>(std::move(what), lane(), device(), timeout(), operation);
+    const auto* const own = dynamic_cast<const NcclWork*>(operation.get());
+    auto work = std::make_shared<NcclWork>(std::move(what), lane(), device(), own != nullptr ? own->limit() : timeout(),
+                                           operation);
+    work->needs_only({});  // it ends behind operations that need somebody
     const auto issuing = order_.issue();
     try {
       const cuda::DeviceGuard guard(session_->device);
@@ -180,6 +183,12 @@ class NcclCommunicator final : public Communicator {
     issue.keepalive = std::move(operation.options.keepalive);
     const auto limit = operation.options.timeout.count() > 0 ? operation.options.timeout : timeout();
     issue.work = std::make_shared<NcclWork>(std::move(what), lane(), device(), limit);
+    if (is_message(operation.kind)) {
+      issue.work->needs_only(operation.kind == Operation::Kind::kSendRecv
+                                 ? std::vector{operation.peer, operation.source}
+                                 : std::vector{operation.peer});
+    }
+    session_->require_present(*issue.work);
     WorkPtr work = issue.work;
     if (issue.calls.empty() && issue.issued.empty()) {
       issue.work->finished();
@@ -325,7 +334,11 @@ class NcclCommunicator final : public Communicator {
         issue.work->fail(*own);
         first = first ? first : own;
         // The half of a sendrecv that fits is an operation of its own.
-        issue.work = std::make_shared<NcclWork>(issue.work->what(), lane(), device(), issue.work->limit());
+        auto other = std::make_shared<NcclWork>(issue.work->what(), lane(), device(), issue.work->limit());
+        if (const auto& needed = issue.work->needed()) {
+          other->needs_only(*needed);
+        }
+        issue.work = std::move(other);
       }
     }
     return first;

@@ -1,7 +1,9 @@
 // Id, initialisation and split of communicators.
 #include "comm/nccl/nccl_init.h"
 
+#include <algorithm>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "base/hash.h"
@@ -12,6 +14,9 @@
 namespace hpcomm::nccl {
 
 namespace {
+
+// How often who waits for other ranks looks at signals.
+constexpr auto kPoll = std::chrono::milliseconds(50);
 
 void check_limits(const std::string& lane, const NcclLimits& limits) {
   HPCOMM_REQUIRE(limits.min_ctas >= 0 && limits.max_ctas >= 0 &&
@@ -59,7 +64,12 @@ UniqueId agree_on_id(const Library& nccl, const CommunicatorConfig& config, cons
     }
     return id;
   }
-  const std::string message = config.control->receive(config.ranks.front(), channel, deadline);
+  std::optional<std::string> heard;
+  while (config.poll != nullptr && !heard && Clock::now() < deadline) {
+    config.poll();
+    heard = config.control->try_receive(config.ranks.front(), channel, std::min(deadline, Clock::now() + kPoll));
+  }
+  const std::string message = heard ? *heard : config.control->receive(config.ranks.front(), channel, deadline);
   if (message.size() < sizeof id.bytes) {
     throw Error(ErrorKind::kProtocol, "the id of an NCCL communicator is too short", what);
   }
@@ -79,7 +89,8 @@ ErrorContext context_of(const CommunicatorConfig& config, const char* operation)
 }
 
 SessionPtr make_session(const Library& nccl, const CommunicatorConfig& config) {
-  auto session = std::make_shared<Session>(nccl, config.stream->device().index, config.lane, config.control);
+  auto session =
+      std::make_shared<Session>(nccl, config.stream->device().index, config.lane, config.control, config.ranks);
   session->listen();
   return session;
 }
@@ -118,9 +129,12 @@ SessionPtr connect(const CommunicatorConfig& config, const NcclOptions& options,
     Config wanted = make_config(nccl, options.of(config.lane), launch_order);
     const Result begun =
         nccl.CommInitRankConfig(&session->comm, static_cast<int>(config.ranks.size()), id, config.rank, &wanted);
-    session->settle(begun, session->comm, deadline, what);
+    session->settle(begun, session->comm, deadline, what, nullptr, config.poll);
   } catch (const Error& error) {
     give_up(session, error);
+    throw;
+  } catch (...) {  // a signal, by way of poll()
+    give_up(session, Error(ErrorKind::kClosed, "the making of an NCCL communicator was interrupted", what));
     throw;
   }
   return session;

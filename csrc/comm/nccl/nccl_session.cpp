@@ -15,21 +15,26 @@ namespace {
 // An abort takes milliseconds. Who waits for an operation hears of an error no later than this.
 constexpr std::chrono::seconds kPatience{1};
 
+// How long a rank's last operations may take to end here after it has left.
+constexpr std::chrono::seconds kJustEnding{5};
+
 // Copies of an exception share their text, whose count of owners lies in libstdc++, where no sanitizer sees it.
 Error copy_of(const Error& error) { return {error.kind(), std::string(error.what()), error.context()}; }
 
 }  // namespace
 
-Session::Session(const Library& library, int device_index, std::string lane_name, const std::shared_ptr<Control>& job)
+Session::Session(const Library& library, int device_index, std::string lane_name, const std::shared_ptr<Control>& job,
+                 std::vector<int> ranks)
     : nccl(library),
       device(device_index),
       lane(std::move(lane_name)),
       rank(job->rank()),
+      members(std::move(ranks)),
       control(job),
       generation(fork_generation()) {}
 
 void Session::settle(Result result, CommHandle polled, Deadline deadline, const ErrorContext& what,
-                     std::unique_lock<std::mutex>* issuing) const {
+                     std::unique_lock<std::mutex>* issuing, void (*poll)()) const {
   for (int round = 0; result == Result::kInProgress; ++round) {
     if (is_aborted()) {
       throw error_of_operation(*aborted(), what, lane);
@@ -48,6 +53,9 @@ void Session::settle(Result result, CommHandle polled, Deadline deadline, const 
         issuing->unlock();
       }
       std::this_thread::sleep_for(std::chrono::microseconds(round < 1000 ? 20 : 500));
+      if (poll != nullptr && round % 100 == 0) {
+        poll();
+      }
     }
     const Result asked = nccl.CommGetAsyncError(polled, &result);
     if (asked != Result::kSuccess) {
@@ -149,14 +157,60 @@ void Session::listen() {
         wake_watchdog();
       }
     });
+    departures_ = job->on_departure([weak = weak_from_this()](int peer) {
+      if (const auto session = weak.lock()) {
+        session->depart(peer);
+      }
+    });
   }
 }
 
 void Session::stop_listening() {
-  const std::uint64_t listener = std::exchange(listener_, 0);
-  if (const auto job = control.lock(); job != nullptr && listener != 0) {
-    job->remove_listener(listener);
+  for (std::uint64_t* token : {&listener_, &departures_}) {
+    const std::uint64_t listener = std::exchange(*token, 0);
+    if (const auto job = control.lock(); job != nullptr && listener != 0) {
+      job->remove_listener(listener);
+    }
   }
+}
+
+void Session::depart(int job_rank) {
+  const auto found = std::find(members.begin(), members.end(), job_rank);
+  if (found != members.end()) {
+    const std::lock_guard lock(mutex_);
+    departed_.push_back({static_cast<int>(found - members.begin()), Clock::now()});
+  }
+}
+
+bool Session::needs(const NcclWork& work, const Departure& departure) {
+  const auto& needed = work.needed();
+  return !needed || std::find(needed->begin(), needed->end(), departure.member) != needed->end();
+}
+
+Error Session::left(const Departure& departure) const {
+  const int who = members[static_cast<std::size_t>(departure.member)];
+  return {ErrorKind::kRankFailed, str("rank ", who, " has left the job"), {rank, who, -1, "nccl"}};
+}
+
+void Session::require_present(const NcclWork& work) const {
+  const std::lock_guard lock(mutex_);
+  for (const Departure& departure : departed_) {
+    if (needs(work, departure)) {
+      throw error_of_operation(left(departure), work.what(), lane);
+    }
+  }
+}
+
+std::optional<Error> Session::abandoned() const {
+  const std::lock_guard lock(mutex_);
+  for (const Departure& departure : departed_) {
+    if (Clock::now() - departure.since >= kJustEnding &&
+        std::any_of(pending_.begin(), pending_.end(),
+                    [&](const NcclWorkPtr& work) { return needs(*work, departure); })) {
+      return left(departure);
+    }
+  }
+  return std::nullopt;
 }
 
 std::optional<Error> Session::aborted() const {
@@ -233,6 +287,8 @@ void Session::look() {
     abort(*error, true);
   } else if (auto late = overdue()) {
     abort(*late, true);
+  } else if (auto gone = abandoned()) {
+    abort(*gone, false);  // every other member hears of it as this one did
   }
 }
 

@@ -23,12 +23,15 @@ namespace hpcomm::nccl {
 
 class Session : public std::enable_shared_from_this<Session> {
  public:
-  Session(const Library& nccl, int device, std::string lane, const std::shared_ptr<Control>& control);
+  // `members` are its ranks in the job, in order.
+  Session(const Library& nccl, int device, std::string lane, const std::shared_ptr<Control>& control,
+          std::vector<int> members);
 
   const Library& nccl;
   const int device;
   const std::string lane;
   const int rank;  // in the job
+  const std::vector<int> members;
   // The Communicator's: memory that outlives it keeps the session, not the job's connections.
   const std::weak_ptr<Control> control;
   const std::uint32_t generation;  // fork_generation() of the process that owns it
@@ -40,8 +43,9 @@ class Session : public std::enable_shared_from_this<Session> {
   // Polls until NCCL has done what returned `result`. Throws kTimedOut, kTransport, or why the session was aborted.
   // Under api. `polled` is the communicator whose state tells: of a split, the parent. `issuing` is let go when that
   // takes longer than a launch does, and not taken again.
+  // `poll` is called meanwhile; what it throws goes to the caller.
   void settle(Result result, CommHandle polled, Deadline deadline, const ErrorContext& what,
-              std::unique_lock<std::mutex>* issuing = nullptr) const;
+              std::unique_lock<std::mutex>* issuing = nullptr, void (*poll)() = nullptr) const;
 
   // --- What was issued --------------------------------------------------------------------------------------------
   void watch(const std::vector<NcclWorkPtr>& works);
@@ -61,7 +65,12 @@ class Session : public std::enable_shared_from_this<Session> {
   [[nodiscard]] std::optional<Error> aborted() const;
   [[nodiscard]] bool is_aborted() const noexcept { return is_aborted_.load(std::memory_order_acquire); }
 
-  // A failure of the job aborts this session. stop_listening() before whoever made it is gone; not by a listener.
+  // Throws kRankFailed for an operation that needs a member which has left the job.
+  void require_present(const NcclWork& work) const;
+
+  // A failure of the job aborts this session; so does a member that leaves it, if an operation that needs it is still
+  // pending a few seconds later. (It left in order, after its own operations: what is just ending may end.)
+  // stop_listening() before whoever made it is gone; not by a listener.
   void listen();
   void stop_listening();
 
@@ -87,6 +96,8 @@ class Session : public std::enable_shared_from_this<Session> {
   void require_open_locked(const ErrorContext& what) const;  // with the mutex
   [[nodiscard]] std::optional<Error> async_error();
   [[nodiscard]] std::optional<Error> overdue();
+  [[nodiscard]] std::optional<Error> abandoned() const;
+  void depart(int job_rank);
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
@@ -102,7 +113,16 @@ class Session : public std::enable_shared_from_this<Session> {
   Deadline patience_{};
   std::string last_done_;
   std::vector<Keepalive> kept_;
+  struct Departure {
+    int member;  // of the group
+    Deadline since;
+  };
+  [[nodiscard]] Error left(const Departure& departure) const;
+  [[nodiscard]] static bool needs(const NcclWork& work, const Departure& departure);
+
+  std::vector<Departure> departed_;
   std::uint64_t listener_ = 0;
+  std::uint64_t departures_ = 0;
 };
 
 using SessionPtr = std::shared_ptr<Session>;

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "comm/work.h"
 
@@ -26,6 +27,10 @@ class NcclWork final : public Work {
   [[nodiscard]] Device device() const noexcept override { return device_; }
   // Of a doomed one, when its kernel has given up: a second at most.
   void check() const override;
+
+  // Of the group's ranks, those without which it cannot end: all, where nothing else was said before it was launched.
+  void needs_only(std::vector<int> members) { needed_ = std::move(members); }
+  [[nodiscard]] const std::optional<std::vector<int>>& needed() const noexcept { return needed_; }
 
   // By whoever issues it, one of the three.
   void launched(Event event);
@@ -53,6 +58,7 @@ class NcclWork final : public Work {
   const std::chrono::milliseconds limit_;
   const Deadline deadline_;
   const WorkPtr after_;
+  std::optional<std::vector<int>> needed_;
   mutable std::mutex mutex_;
   mutable Stage stage_ = Stage::kNotLaunched;
   mutable std::exception_ptr error_;
