@@ -292,6 +292,8 @@ class Channel:
         self._take = self._receiver._edge.take
         self._wire_dtype = wire_dtype
         self._numbers = {"sent": 0, "received": 0}
+        # The last to go when a channel is dropped, on both ends in one order: NCCL may wait for the peer to end each.
+        self._lanes = (up, down)
 
     def _take_number(self, what: str) -> int:
         """The number of the next message of hpcomm.nn in a direction, which its gradients carry as well."""

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
+
 #include "base/error.h"
 
 namespace hpcomm::cuda {
@@ -17,9 +19,12 @@ inline void check(cudaError_t status, const char* call) {
   }
 }
 
+// Makes the device that a thread had before its current one again. To set a device makes a context there, which costs
+// hundreds of MB; who knows more than the runtime tells (torch, csrc/torch/device_cuda.cpp) puts in what does not.
+inline std::atomic<cudaError_t (*)(int device)> go_back_to_device = [](int device) { return cudaSetDevice(device); };
+
 // Makes `device` the calling thread's current one while it lives. A thread of ours that calls CUDA sets its device
-// once, at its start: going back to device 0 from a fresh thread would make a context there, which costs hundreds of
-// MB.
+// once, at its start.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
@@ -31,7 +36,7 @@ class DeviceGuard {
   }
   ~DeviceGuard() {
     if (changed_) {
-      (void)cudaSetDevice(before_);
+      (void)go_back_to_device.load(std::memory_order_relaxed)(before_);
     }
   }
   DeviceGuard(const DeviceGuard&) = delete;

@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "pack/pack.h"
+#include "stream/cuda_call.h"
 #include "stream/cuda_lanes.h"
 #include "stream/cuda_stream.h"
 #include "torch/device.h"
@@ -37,6 +38,8 @@ const std::shared_ptr<Stream>& compute_stream(Device device) {
     return caller;
   }
   require_usable(device);
+  // A thread on device 0 that has done nothing there gets no context for coming back to it.
+  cuda::go_back_to_device = [](int before) { return c10::cuda::MaybeSetDevice(static_cast<c10::DeviceIndex>(before)); };
   static std::mutex mutex;
   // Never destroyed: tensors that outlive the interpreter let go of their slots through it.
   static auto& streams = *new std::array<std::shared_ptr<Stream>, C10_COMPILE_TIME_MAX_GPUS>();
