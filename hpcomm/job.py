@@ -43,6 +43,7 @@ def create_group(options: Any) -> Backend:
     _require_equal(options, transport)
     if transport == "gloo" and not _C.built_with_cuda():
         return _gloo_backend(options, timeout)
+    limits = nccl_limits() if _C.built_with_cuda() else {}
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     job = _job_of(options, ranks, transport, timeout)
     config = job.config(ranks, options.group_rank, options.group_id, timeout)
@@ -52,8 +53,8 @@ def create_group(options: Any) -> Backend:
     if communicator is None:
         gloo = _gloo_backend(options, timeout)
         # For CUDA tensors NCCL, whatever serves those of the CPU.
-        return _C.backend_beside(gloo, config, job.native, limits=nccl_limits())
-    return _C.backend(communicator, job.native, limits=nccl_limits())
+        return _C.backend_beside(gloo, config, job.native, limits=limits)
+    return _C.backend(communicator, job.native, limits=limits)
 
 
 def _require_equal(options: Any, transport: str) -> None:

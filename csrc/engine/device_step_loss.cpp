@@ -23,11 +23,12 @@ void DeviceStepLoss::issue(bool accumulate) {
   const WorkPtr reduced = communicator_->all_reduce(numbers_, ReduceOp::kSum, options);
   finish_loss(communicator_->stream(), at(LossSums::kLoss), at(kFactor), accumulate, memory_.owner);
   keeps_ = accumulate;
+  captured_ = captured_ || options.ready.captured();
   work_ = communicator_->follow(reduced, reduced->what(), memory_.owner);
 }
 
 void DeviceStepLoss::forget() {
-  if (!std::exchange(keeps_, false)) {
+  if (!std::exchange(keeps_, false) && !captured_) {
     return;  // every zero_grad() comes here: no kernel for nothing
   }
   const BufferView kept{at(LossSums::kKept), sizeof(double), 1, DType::kFloat64, communicator_->device()};

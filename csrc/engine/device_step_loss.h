@@ -40,7 +40,8 @@ class DeviceStepLoss {
   Buffer memory_;
   BufferView numbers_;
   WorkPtr work_;
-  bool keeps_ = false;  // the weight of a step that accumulated
+  bool keeps_ = false;     // the weight of a step that accumulated
+  bool captured_ = false;  // replays of a graph do so without a word
 };
 
 }  // namespace hpcomm

@@ -21,7 +21,7 @@ inline void check(cudaError_t status, const char* call) {
 
 // Makes the device that a thread had before its current one again. To set a device makes a context there, which costs
 // hundreds of MB; who knows more than the runtime tells (torch, csrc/torch/device_cuda.cpp) puts in what does not.
-inline std::atomic<cudaError_t (*)(int device)> go_back_to_device = [](int device) { return cudaSetDevice(device); };
+inline std::atomic<cudaError_t (*)(int device)> go_back_to_device{[](int device) { return cudaSetDevice(device); }};
 
 // Makes `device` the calling thread's current one while it lives. A thread of ours that calls CUDA sets its device
 // once, at its start.

@@ -47,7 +47,7 @@ class DeviceBackend final : public c10d::Backend {
     leave();
   }
 
-  const std::string getBackendName() const override { return "hpcomm"; }
+  const std::string getBackendName() const override { return cpu_->getBackendName(); }
   c10::intrusive_ptr<Options> getBackendOptions() override {
     auto options = c10::make_intrusive<Options>(*cpu_->getBackendOptions());
     options->group_name = group_.name;
@@ -65,7 +65,7 @@ class DeviceBackend final : public c10d::Backend {
   c10d::ErrorType getError() override {
     const auto lock = locked();
     const auto error = cuda_ ? cuda_->getError() : c10d::ErrorType::SUCCESS;
-    return error != c10d::ErrorType::SUCCESS ? error : cpu_->getError();
+    return error != c10d::ErrorType::SUCCESS || host_ == nullptr ? error : host_->getError();
   }
   void enableCollectivesTiming() override {}
   void setSequenceNumberForGroup() override {}
@@ -74,60 +74,60 @@ class DeviceBackend final : public c10d::Backend {
   bool supportsCoalescing() const override { return true; }
 
   C10dWork broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return of(tensors).broadcast(tensors, options);
+    return noted(of(tensors).broadcast(tensors, options));
   }
   C10dWork allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return of(tensors).allreduce(tensors, options);
+    return noted(of(tensors).allreduce(tensors, options));
   }
   C10dWork allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return of(tensors).allreduce_sparse(tensors, options);
+    return noted(of(tensors).allreduce_sparse(tensors, options));
   }
   C10dWork allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
-    return of(tensors).allreduce_coalesced(tensors, options);
+    return noted(of(tensors).allreduce_coalesced(tensors, options));
   }
   C10dWork reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    return of(tensors).reduce(tensors, options);
+    return noted(of(tensors).reduce(tensors, options));
   }
   C10dWork allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    return of(inputs).allgather(outputs, inputs, options);
+    return noted(of(inputs).allgather(outputs, inputs, options));
   }
   C10dWork _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
-    return of(input)._allgather_base(output, input, options);
+    return noted(of(input)._allgather_base(output, input, options));
   }
   C10dWork allgather_coalesced(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    return of(inputs).allgather_coalesced(outputs, inputs, options);
+    return noted(of(inputs).allgather_coalesced(outputs, inputs, options));
   }
   C10dWork allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                            const c10d::AllgatherOptions& options) override {
-    return of(inputs).allgather_into_tensor_coalesced(outputs, inputs, options);
+    return noted(of(inputs).allgather_into_tensor_coalesced(outputs, inputs, options));
   }
   C10dWork gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
-    return of(inputs).gather(outputs, inputs, options);
+    return noted(of(inputs).gather(outputs, inputs, options));
   }
   C10dWork scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) override {
-    return of(outputs).scatter(outputs, inputs, options);
+    return noted(of(outputs).scatter(outputs, inputs, options));
   }
   C10dWork reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) override {
-    return of(outputs).reduce_scatter(outputs, inputs, options);
+    return noted(of(outputs).reduce_scatter(outputs, inputs, options));
   }
   C10dWork _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                 const c10d::ReduceScatterOptions& options) override {
-    return of(input)._reduce_scatter_base(output, input, options);
+    return noted(of(input)._reduce_scatter_base(output, input, options));
   }
   C10dWork reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                            const c10d::ReduceScatterOptions& options) override {
-    return of(inputs).reduce_scatter_tensor_coalesced(outputs, inputs, options);
+    return noted(of(inputs).reduce_scatter_tensor_coalesced(outputs, inputs, options));
   }
   C10dWork alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_splits,
                          std::vector<std::int64_t>& input_splits, const c10d::AllToAllOptions& options) override {
-    return of(input).alltoall_base(output, input, output_splits, input_splits, options);
+    return noted(of(input).alltoall_base(output, input, output_splits, input_splits, options));
   }
   C10dWork alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
-    return of(inputs).alltoall(outputs, inputs, options);
+    return noted(of(inputs).alltoall(outputs, inputs, options));
   }
-  C10dWork send(Tensors& tensors, int peer, int tag) override { return of(tensors).send(tensors, peer, tag); }
-  C10dWork recv(Tensors& tensors, int peer, int tag) override { return of(tensors).recv(tensors, peer, tag); }
-  C10dWork recvAnysource(Tensors& tensors, int tag) override { return of(tensors).recvAnysource(tensors, tag); }
+  C10dWork send(Tensors& tensors, int peer, int tag) override { return noted(of(tensors).send(tensors, peer, tag)); }
+  C10dWork recv(Tensors& tensors, int peer, int tag) override { return noted(of(tensors).recv(tensors, peer, tag)); }
+  C10dWork recvAnysource(Tensors& tensors, int tag) override { return noted(of(tensors).recvAnysource(tensors, tag)); }
   // The hosts meet when their GPUs have done what their current streams were given: as with NCCL, a program may read
   // its clock behind a barrier. One that is asynchronous is between the hosts alone.
   C10dWork barrier(const c10d::BarrierOptions& options) override {
@@ -144,13 +144,13 @@ class DeviceBackend final : public c10d::Backend {
   void startCoalescing() override {
     coalescing_ = true;
     coalescing_on_ = nullptr;
+    passed_.clear();
   }
   C10dWork endCoalescing() override {
     coalescing_ = false;
     auto* backend = std::exchange(coalescing_on_, nullptr);
-    if (backend == nullptr) {
-      cpu_->startCoalescing();
-      return cpu_->endCoalescing();
+    if (backend == nullptr || !coalesces(*backend)) {
+      return c10::make_intrusive<WorkList>(std::exchange(passed_, {}));
     }
     return backend->endCoalescing();
   }
@@ -208,10 +208,22 @@ class DeviceBackend final : public c10d::Backend {
     c10d::Backend& backend = tensor.is_cuda() ? static_cast<c10d::Backend&>(cuda(tensor.device())) : *cpu_;
     if (coalescing_ && coalescing_on_ != &backend) {
       HPCOMM_REQUIRE(coalescing_on_ == nullptr, "operations that are coalesced must be on one device");
-      backend.startCoalescing();
+      if (coalesces(backend)) {
+        backend.startCoalescing();
+      }
       coalescing_on_ = &backend;
     }
     return backend;
+  }
+  // gloo has no such thing: its operations go out one by one, and are waited for together.
+  [[nodiscard]] bool coalesces(const c10d::Backend& backend) const {
+    return &backend != cpu_.get() || host_ != nullptr;
+  }
+  C10dWork noted(C10dWork work) {
+    if (coalescing_ && coalescing_on_ != nullptr && !coalesces(*coalescing_on_)) {
+      passed_.push_back(work);
+    }
+    return work;
   }
   c10d::Backend& of(const Tensors& tensors) { return tensors.empty() ? *cpu_ : of(tensors.front()); }
 
@@ -282,6 +294,7 @@ class DeviceBackend final : public c10d::Backend {
   c10::intrusive_ptr<LaneBackend> cuda_;
   bool coalescing_ = false;
   c10d::Backend* coalescing_on_ = nullptr;
+  std::vector<C10dWork> passed_;
 };
 
 }  // namespace

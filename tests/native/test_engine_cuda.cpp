@@ -336,6 +336,7 @@ TEST(engine_cuda_frozen_messages_in_a_graph) {
       sources.emplace_back(&(*tensors.back())[0]);
     }
     const auto wrong = std::make_shared<std::atomic<int>>(0);
+    const auto looks = std::make_shared<std::atomic<int>>(0);
     const auto step = std::make_shared<std::atomic<int>>(0);  // kernels of a replay see that of the replay
     {
       std::unique_ptr<SendEdge> sender;
@@ -365,7 +366,8 @@ TEST(engine_cuda_frozen_messages_in_a_graph) {
         for (std::size_t t = 0; t < counts.size(); ++t) {
           arrived.push_back(static_cast<const float*>(receipt.message->data(t)));
         }
-        gpu.launch([arrived, counts, step, wrong] {
+        gpu.launch([arrived, counts, step, wrong, looks] {
+          ++*looks;
           for (std::size_t t = 0; t < counts.size(); ++t) {
             for (std::size_t j = 0; j < counts[t]; ++j) {
               *wrong += arrived[t][j] != value(0, t, j, step->load());
@@ -391,6 +393,7 @@ TEST(engine_cuda_frozen_messages_in_a_graph) {
       CHECK_EQ(cudaGraphExecDestroy(executable), cudaSuccess);
       CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
     }
+    CHECK_EQ(looks->load(), rank == 0 ? 0 : 6);
     CHECK_EQ(wrong->load(), 0);
     lane->close();
   });

@@ -247,6 +247,24 @@ TEST(shm_both_sides_send_first) {
   }
 }
 
+TEST(shm_what_both_send_at_once_is_read_by_the_kernel) {
+  for (const bool attaches : {false, true}) {
+    const ShmJob job(2, 20s, attaches);
+    job.run([&](Communicator& world) {
+      const int peer = 1 - world.rank();
+      auto out = letter(world.rank(), 1, 300000);
+      std::vector<std::int64_t> in(300000, -1);
+      for (int i = 0; i < 20; ++i) {
+        world.sendrecv(view_of(out), peer, view_of(in), peer, {})->wait();
+        check_letter(in, peer, 1);
+        std::fill(in.begin(), in.end(), -1);
+      }
+    });
+    // Not each: who has sent his before the other one's offer came has a core to spare.
+    CHECK_EQ(job.neighbourhood(0)->reads() + job.neighbourhood(1)->reads() > 0, attaches);
+  }
+}
+
 TEST(shm_large_mail_waits_for_its_receive_and_small_mail_passes_it) {
   for (const bool attaches : {false, true}) {
     ShmJob(2, 20s, attaches).run([](Communicator& world) {

@@ -184,9 +184,11 @@ class NcclCommunicator final : public Communicator {
     const auto limit = operation.options.timeout.count() > 0 ? operation.options.timeout : timeout();
     issue.work = std::make_shared<NcclWork>(std::move(what), lane(), device(), limit);
     if (is_message(operation.kind)) {
-      issue.work->needs_only(operation.kind == Operation::Kind::kSendRecv
-                                 ? std::vector{operation.peer, operation.source}
-                                 : std::vector{operation.peer});
+      std::vector<int> ends;
+      for (const Call& call : issue.calls) {  // none of what is empty
+        ends.push_back(call.peer);
+      }
+      issue.work->needs_only(std::move(ends));
     }
     session_->require_present(*issue.work);
     WorkPtr work = issue.work;

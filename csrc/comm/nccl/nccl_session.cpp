@@ -15,9 +15,6 @@ namespace {
 // An abort takes milliseconds. Who waits for an operation hears of an error no later than this.
 constexpr std::chrono::seconds kPatience{1};
 
-// How long a rank's last operations may take to end here after it has left.
-constexpr std::chrono::seconds kJustEnding{5};
-
 // Copies of an exception share their text, whose count of owners lies in libstdc++, where no sanitizer sees it.
 Error copy_of(const Error& error) { return {error.kind(), std::string(error.what()), error.context()}; }
 
@@ -204,7 +201,7 @@ void Session::require_present(const NcclWork& work) const {
 std::optional<Error> Session::abandoned() const {
   const std::lock_guard lock(mutex_);
   for (const Departure& departure : departed_) {
-    if (Clock::now() - departure.since >= kJustEnding &&
+    if (Clock::now() - departure.since >= just_ending.load(std::memory_order_relaxed) &&
         std::any_of(pending_.begin(), pending_.end(),
                     [&](const NcclWorkPtr& work) { return needs(*work, departure); })) {
       return left(departure);
@@ -288,7 +285,7 @@ void Session::look() {
   } else if (auto late = overdue()) {
     abort(*late, true);
   } else if (auto gone = abandoned()) {
-    abort(*gone, false);  // every other member hears of it as this one did
+    abort(*gone, true);  // others may wait for this rank
   }
 }
 

@@ -69,7 +69,8 @@ class Session : public std::enable_shared_from_this<Session> {
   void require_present(const NcclWork& work) const;
 
   // A failure of the job aborts this session; so does a member that leaves it, if an operation that needs it is still
-  // pending a few seconds later. (It left in order, after its own operations: what is just ending may end.)
+  // pending `just_ending` later. (It left in order, after its own operations: what is just ending, or comes behind
+  // what this device still computes, may end.)
   // stop_listening() before whoever made it is gone; not by a listener.
   void listen();
   void stop_listening();
@@ -124,6 +125,9 @@ class Session : public std::enable_shared_from_this<Session> {
   std::uint64_t listener_ = 0;
   std::uint64_t departures_ = 0;
 };
+
+// Tests wait for less.
+inline std::atomic<std::chrono::milliseconds> just_ending{std::chrono::seconds(20)};
 
 using SessionPtr = std::shared_ptr<Session>;
 

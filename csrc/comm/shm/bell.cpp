@@ -5,6 +5,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <climits>
 #include <ctime>
 #include <fstream>
@@ -59,6 +61,10 @@ std::string scheduler_group() {
     return std::string(std::istreambuf_iterator<char>(file), {});
   };
   std::string group = text_of("/proc/self/cgroup");
+  // What that says is relative to a namespace: in containers of their own all are at its root.
+  std::array<char, 64> name{};
+  const ssize_t length = ::readlink("/proc/self/ns/cgroup", name.data(), name.size());
+  group.append(name.data(), static_cast<std::size_t>(std::max<ssize_t>(length, 0)));
   if (text_of("/proc/sys/kernel/sched_autogroup_enabled").substr(0, 1) == "1") {
     group += text_of("/proc/self/autogroup");  // of the session: see sched(7)
   }

@@ -280,11 +280,15 @@ void ShmMailbox::report_broken() {
     why = std::exchange(broken_, std::nullopt);
   }
   if (why) {
-    fail(*why);
-    const std::lock_guard lock(owner_mutex_);
-    if (owner_failed_) {
-      owner_failed_(*why);
+    {
+      // First: it tells the other ranks that this one gives up. Who hears of the error may write to the memory that
+      // they read.
+      const std::lock_guard lock(owner_mutex_);
+      if (owner_failed_) {
+        owner_failed_(*why);
+      }
     }
+    fail(*why);
   }
 }
 

@@ -6,7 +6,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -303,18 +302,22 @@ std::shared_ptr<char> Neighbourhood::hold(int rank, const Location& location, st
 
 bool Neighbourhood::is_read_by(int rank) const { return job_.at(static_cast<std::size_t>(rank)).reads_us; }
 
-void Neighbourhood::read(int rank, std::uint64_t address, char* target, std::size_t bytes, Deadline deadline) const {
+bool Neighbourhood::read(int rank, std::uint64_t address, char* target, std::size_t bytes, Deadline deadline) {
   const Neighbour& neighbour = job_.at(static_cast<std::size_t>(rank));
   for (std::size_t done = 0; done < bytes;) {
     const std::size_t part = std::min(bytes - done, kReadAtOnce);
     if (!copy_from(neighbour, address + done, target + done, part)) {
-      const std::string why = std::strerror(errno);
       require_alive(rank, deadline);
-      throw Error(ErrorKind::kTransport,
-                  str("the memory of rank ", rank, " cannot be read any more: ", why, ". HPCOMM_CMA=0 does without"));
+      if (control_->has_left(rank)) {
+        throw Error(ErrorKind::kRankFailed, str("rank ", rank, " has left the job"),
+                    {control_->rank(), rank, -1, "recv"});
+      }
+      return false;
     }
     done += part;
   }
+  reads_.fetch_add(1, std::memory_order_relaxed);
+  return true;
 }
 
 bool Neighbourhood::attaches_to(const Neighbour& neighbour) const {
@@ -328,9 +331,6 @@ bool Neighbourhood::copy_from(const Neighbour& neighbour, std::uint64_t address,
   const iovec local[] = {{mark.data(), mark.size()}, {target, bytes}};
   const iovec remote[] = {{there(neighbour.mark_address), mark.size()}, {there(address), bytes}};
   const ssize_t copied = ::process_vm_readv(neighbour.process, local, 2, remote, 2, 0);
-  if (copied >= 0) {
-    errno = ESRCH;  // another process, or not all of it
-  }
   return copied == static_cast<ssize_t>(mark.size() + bytes) && mark == neighbour.mark;
 }
 

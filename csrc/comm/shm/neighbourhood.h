@@ -6,6 +6,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -66,9 +67,11 @@ class Neighbourhood {
   // Does `rank` read() what this one has? Found out by trying: Yama, seccomp or a container may forbid it.
   [[nodiscard]] bool is_read_by(int rank) const;
   // Copies `bytes` at `address` in the process of `rank`, which is_read_by() this one, to `target` (cross memory
-  // attach, process_vm_readv(2)). Throws the job's failure or kTransport, and `target` holds anything, when that
-  // process is not there any more.
-  void read(int rank, std::uint64_t address, char* target, std::size_t bytes, Deadline deadline) const;
+  // attach, process_vm_readv(2)). False where the kernel does not do that (any more, or with this memory), and throws
+  // the job's failure or kRankFailed when that rank is gone: `target` holds anything then.
+  [[nodiscard]] bool read(int rank, std::uint64_t address, char* target, std::size_t bytes, Deadline deadline);
+  // How often that was.
+  [[nodiscard]] std::uint64_t reads() const noexcept { return reads_.load(std::memory_order_relaxed); }
 
  private:
   struct Neighbour {
@@ -87,7 +90,7 @@ class Neighbourhood {
   Neighbourhood(std::shared_ptr<Control> control, bool attach);
   void meet(const std::string& host, const std::vector<int>& members, Deadline deadline);
   [[nodiscard]] bool attaches_to(const Neighbour& neighbour) const;
-  // False where the kernel does not let us, or that process is another one by now; errno says why.
+  // False where the kernel does not let us, or that process is another one by now.
   [[nodiscard]] static bool copy_from(const Neighbour& neighbour, std::uint64_t address, char* target,
                                       std::size_t bytes);
   [[nodiscard]] std::string try_to_read(Neighbour& neighbour, const std::string& page, Deadline deadline) const;
@@ -99,6 +102,7 @@ class Neighbourhood {
   std::string obstacle_;
   const KeyWord mark_ = random_key_word();  // by which others see that it is this process that they read
   const bool attach_;
+  std::atomic<std::uint64_t> reads_ = 0;
   std::unique_ptr<Arena> arena_;
   std::vector<Neighbour> job_;  // by rank
   std::vector<int> ranks_;

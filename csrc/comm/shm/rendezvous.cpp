@@ -60,17 +60,20 @@ FrameKind ShmMailbox::kind_of(const BufferView& buffer, Location* location) cons
 // --- the receiver ----------------------------------------------------------------------------------------------------
 
 void ShmMailbox::take_reference(Mail& mail, const Frame& frame, int from) {
-  take_whole(mail, frame, from, FrameKind::kAck, [&](int sender) {
+  (void)take_whole(mail, frame, from, FrameKind::kAck, [&](int sender) {
     const char* source = setup_.neighbourhood->map(sender, frame.location, frame.bytes, mail.deadline_);
     copy_once(static_cast<char*>(mail.view_.data), source, frame.bytes);
+    return true;
   });
 }
 
 template <typename Copy>
-void ShmMailbox::take_whole(Mail& mail, const Frame& frame, int from, FrameKind thanks, const Copy& copy) {
+bool ShmMailbox::take_whole(Mail& mail, const Frame& frame, int from, FrameKind thanks, const Copy& copy) {
   try {
     const int sender = setup_.members[static_cast<std::size_t>(from)];
-    copy(sender);
+    if (!copy(sender)) {
+      return false;
+    }
     if (setup_.region->bell(static_cast<std::size_t>(from)).gone.load(std::memory_order_seq_cst) == Gone::kGivenUp) {
       ErrorContext what = mail.what_;
       what.peer = sender;
@@ -84,12 +87,13 @@ void ShmMailbox::take_whole(Mail& mail, const Frame& frame, int from, FrameKind 
     answer(from, FrameKind::kRefusal, frame, &mail.view_);
     end(mail, std::current_exception());
   }
+  return true;
 }
 
 void ShmMailbox::take_offer(const Held& mail, const Frame& frame, int from) {
   const auto place = setup_.neighbourhood->arena().locate(mail->view_.data, mail->view_.bytes);
-  if (!place && frame.attached && !has_idle_core()) {
-    return read_offer(*mail, frame, from);
+  if (!place && frame.attached && !has_idle_core() && read_offer(*mail, frame, from)) {
+    return;
   }
   answer(from, place ? FrameKind::kPlace : FrameKind::kNoPlace, frame, nullptr);
   if (place) {
@@ -105,10 +109,10 @@ bool ShmMailbox::has_idle_core() const {
          std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.offers.empty(); });
 }
 
-void ShmMailbox::read_offer(Mail& mail, const Frame& frame, int from) {
-  take_whole(mail, frame, from, FrameKind::kTaken, [&](int sender) {
-    setup_.neighbourhood->read(sender, frame.location.offset, static_cast<char*>(mail.view_.data), frame.bytes,
-                               mail.deadline_);
+bool ShmMailbox::read_offer(Mail& mail, const Frame& frame, int from) {
+  return take_whole(mail, frame, from, FrameKind::kTaken, [&](int sender) {
+    return setup_.neighbourhood->read(sender, frame.location.offset, static_cast<char*>(mail.view_.data), frame.bytes,
+                                      mail.deadline_);
   });
 }
 

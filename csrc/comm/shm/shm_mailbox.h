@@ -188,10 +188,11 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   void take_reference(Mail& mail, const Frame& frame, int from);
   void take_offer(const Held& mail, const Frame& frame, int from);
   [[nodiscard]] bool has_idle_core() const;
-  void read_offer(Mail& mail, const Frame& frame, int from);
-  // Ends `mail`, here with what `copy(sender)` brings and there with `thanks`; or with the error, on both sides.
+  [[nodiscard]] bool read_offer(Mail& mail, const Frame& frame, int from);
+  // Ends `mail`, here with what `copy(sender)` brings and there with `thanks`; or with the error, on both sides. False
+  // where copy() says that it cannot.
   template <typename Copy>
-  void take_whole(Mail& mail, const Frame& frame, int from, FrameKind thanks, const Copy& copy);
+  [[nodiscard]] bool take_whole(Mail& mail, const Frame& frame, int from, FrameKind thanks, const Copy& copy);
   [[nodiscard]] bool accept_rendezvous(int from, const Frame& frame);
   void deposit(int to, std::uint64_t number, const Frame& place);
   void send_rest(int to, std::uint64_t number);
