@@ -362,6 +362,9 @@ TEST(shm_a_session_may_be_a_group_of_the_scheduler) {
 }
 
 TEST(shm_ranks_read_each_other_where_both_let_them) {
+  if (!kernel_reads()) {
+    return;
+  }
   const auto controls = connect_controls(3);
   run_ranks(3, [&](int rank) {
     const auto& control = controls[static_cast<std::size_t>(rank)];

@@ -261,7 +261,7 @@ TEST(shm_what_both_send_at_once_is_read_by_the_kernel) {
       }
     });
     // Not each: who has sent his before the other one's offer came has a core to spare.
-    CHECK_EQ(job.neighbourhood(0)->reads() + job.neighbourhood(1)->reads() > 0, attaches);
+    CHECK_EQ(job.neighbourhood(0)->reads() + job.neighbourhood(1)->reads() > 0, attaches && kernel_reads());
   }
 }
 
