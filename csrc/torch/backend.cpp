@@ -141,7 +141,7 @@ HpcommBackend::C10dWork HpcommBackend::broadcast(Tensors& tensors, const c10d::B
     const at::Tensor& tensor = only(tensors, "broadcast");
     const int root = static_cast<int>(options.rootRank);
     const Call call{c10d::OpType::BROADCAST, "broadcast", "hpcomm:broadcast", options.asyncOp, options.timeout, root};
-    HPCOMM_REQUIRE(root >= 0 && root < size_, "broadcast: root ", root, " of ", size_, " ranks");
+    require_root(root, size_, call.name);
     if (is_direct(tensor)) {
       const BufferView view = movable_view(tensor, call.name, kHost);
       return issue(call, tensors, {tensor}, [&](std::uint64_t, OpOptions& op) {

@@ -199,8 +199,7 @@ LaneBackend::C10dWork LaneBackend::allgather(TensorLists& outputs, Tensors& inpu
 LaneBackend::C10dWork LaneBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                    const c10d::AllgatherOptions& options) {
   return for_torch([&] {
-    HPCOMM_REQUIRE(outputs.size() == inputs.size(), "all_gather: ", outputs.size(), " outputs for ", inputs.size(),
-                   " inputs");
+    require_pairs(outputs, inputs, "all_gather");
     std::vector<Plan> plans;
     for (std::size_t i = 0; i < outputs.size(); ++i) {
       plans.push_back(all_gather_plan(outputs[i], inputs[i]));
@@ -280,8 +279,7 @@ LaneBackend::C10dWork LaneBackend::reduce_scatter(Tensors& outputs, TensorLists&
 LaneBackend::C10dWork LaneBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                    const c10d::ReduceScatterOptions& options) {
   return for_torch([&] {
-    HPCOMM_REQUIRE(outputs.size() == inputs.size(), "reduce_scatter: ", outputs.size(), " outputs for ", inputs.size(),
-                   " inputs");
+    require_pairs(outputs, inputs, "reduce_scatter");
     std::vector<Plan> plans;
     for (std::size_t i = 0; i < outputs.size(); ++i) {
       plans.push_back(reduce_scatter_plan(outputs[i], inputs[i], options.reduceOp));

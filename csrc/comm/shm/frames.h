@@ -58,7 +58,7 @@ static_assert(std::is_trivially_copyable_v<Frame>);
 }
 
 // Of an offer, and of its rest: so many of the message's bytes come with the offer.
-[[nodiscard]] inline std::size_t head_of(const Frame& frame) noexcept { return frame.attached ? 0 : kOfferHead; }
+[[nodiscard]] constexpr std::size_t head_of(bool attached) noexcept { return attached ? 0 : kOfferHead; }
 
 // How many bytes follow it in the ring.
 [[nodiscard]] inline std::size_t bytes_behind(const Frame& frame) noexcept {
@@ -68,7 +68,7 @@ static_assert(std::is_trivially_copyable_v<Frame>);
     case FrameKind::kRest:
       return frame.bytes;
     case FrameKind::kOffer:
-      return head_of(frame);
+      return head_of(frame.attached);
     case FrameKind::kReference:
     case FrameKind::kAck:
     case FrameKind::kRefusal:

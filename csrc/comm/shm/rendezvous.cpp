@@ -121,7 +121,7 @@ bool ShmMailbox::read_offer(Mail& mail, const Frame& frame, int from) {
 void ShmMailbox::deposit(int to, std::uint64_t number, const Frame& place) {
   Offer& offer = peer_at(to).offers.at(number);
   const BufferView& view = offer.mail->view_;
-  const std::size_t head = offer.attached ? 0 : kOfferHead;
+  const std::size_t head = head_of(offer.attached);
   try {
     char* target = setup_.neighbourhood->map(setup_.members[static_cast<std::size_t>(to)], place.location, view.bytes,
                                              offer.mail->deadline_);
@@ -150,7 +150,7 @@ void ShmMailbox::send_rest(int to, std::uint64_t number) {
   rest.frame.kind = FrameKind::kRest;
   rest.frame.number = number;
   rest.frame.attached = offer.attached;
-  rest.frame.bytes = offer.mail->view_.bytes - head_of(rest.frame);
+  rest.frame.bytes = offer.mail->view_.bytes - head_of(offer.attached);
   rest.mail = offer.mail;
   peer_at(to).outgoing.push_back(std::move(rest));
 }

@@ -186,7 +186,8 @@ void ShmMailbox::push(int to) {
     }
     std::size_t left = 0;
     if (bytes_behind(next.frame) > 0) {
-      left = (next.frame.kind == FrameKind::kOffer ? head_of(next.frame) : next.mail->view_.bytes) - next.mail->moved_;
+      left = (next.frame.kind == FrameKind::kOffer ? head_of(next.frame.attached) : next.mail->view_.bytes) -
+             next.mail->moved_;
     }
     do {
       const std::size_t bytes = left == 0 ? 0 : writer.room(std::min(left, kPiece));
@@ -367,7 +368,7 @@ bool ShmMailbox::pull_bytes(int from) {
   char* target = nullptr;  // of what nobody wants
   if (incoming.mail) {
     target = static_cast<char*>(incoming.mail->view_.data) +
-             (incoming.frame.kind == FrameKind::kRest ? head_of(incoming.frame) : 0);
+             (incoming.frame.kind == FrameKind::kRest ? head_of(incoming.frame.attached) : 0);
   } else if (incoming.early) {
     target = incoming.early->bytes.data();
   }
