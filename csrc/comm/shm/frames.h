@@ -1,8 +1,8 @@
 // Frames: what announces a message, from one rank to another. One writer and one reader.
 //
 // Each lies on a cache line of its own that also says that it is there. So a small message is one line that travels
-// from core to core; of a larger one the bytes come behind, through a ring. Nothing but frames ever lies on these
-// lines: the turn that a line was shown in last cannot be mistaken for another.
+// from core to core; of a larger one the bytes come behind, through a ring, and the line says how many have. Nothing but
+// frames ever lies on these lines: the turn that a line was shown in last cannot be mistaken for another.
 #pragma once
 
 #include <atomic>
@@ -39,8 +39,7 @@ struct Frame {
   FrameKind kind = FrameKind::kMessage;
   std::uint8_t dtype = 0;
   bool attached = false;  // of an offer: the receiver can read the sender's process
-  std::uint8_t reserved = 0;
-  std::uint32_t shown = 0;   // so many of the bytes behind it were in the ring when it was shown
+  std::uint8_t reserved[5] = {};
   std::uint64_t number = 0;  // of the sender's messages to this receiver, from 1
   std::uint64_t tag = 0;
   std::uint64_t count = 0;
@@ -82,7 +81,9 @@ static_assert(std::is_trivially_copyable_v<Frame>);
 }
 
 struct alignas(64) FrameLine {
-  std::atomic<std::uint64_t> turn{0};  // the frame is number so and so of this writer, from 1
+  // Both modulo 2^32, which is more than there are lines, and more than a ring holds.
+  std::atomic<std::uint32_t> turn{0};     // the frame is number so and so of this writer, from 1
+  std::atomic<std::uint32_t> written{0};  // so many of the bytes behind it are in the ring
   Frame frame;
 };
 static_assert(sizeof(FrameLine) == 64);
@@ -102,11 +103,16 @@ class FrameWriter {
     }
     return shown_ - taken_ < count_;
   }
-  // Only when there is room.
-  void show(const Frame& frame) noexcept {
+  // Only when there is room. `written` of the bytes behind it are in the ring.
+  void show(const Frame& frame, std::size_t written) noexcept {
     FrameLine& line = lines_[shown_ % count_];
     line.frame = frame;
-    line.turn.store(++shown_, std::memory_order_seq_cst);
+    line.written.store(static_cast<std::uint32_t>(written), std::memory_order_relaxed);
+    line.turn.store(static_cast<std::uint32_t>(++shown_), std::memory_order_seq_cst);
+  }
+  // Of the frame that was shown last: so many by now. The reader takes it when it has them all.
+  void update(std::size_t written) noexcept {
+    lines_[(shown_ - 1) % count_].written.store(static_cast<std::uint32_t>(written), std::memory_order_seq_cst);
   }
 
  private:
@@ -124,8 +130,15 @@ class FrameReader {
   // The next frame, or null when there is none yet.
   [[nodiscard]] const Frame* next() const noexcept {
     const FrameLine& line = lines_[taken_ % count_];
-    return line.turn.load(std::memory_order_seq_cst) == taken_ + 1 ? &line.frame : nullptr;
+    const auto turn = static_cast<std::uint32_t>(taken_ + 1);
+    return line.turn.load(std::memory_order_seq_cst) == turn ? &line.frame : nullptr;
   }
+  // How many of the bytes behind it are in the ring, beyond the `read` first ones.
+  [[nodiscard]] std::size_t ready(std::size_t read) const noexcept {
+    const std::uint32_t written = lines_[taken_ % count_].written.load(std::memory_order_seq_cst);
+    return written - static_cast<std::uint32_t>(read);
+  }
+  // Of it, and of the bytes behind it.
   void take() noexcept { ++taken_; }
   // The writer may use the lines of what was taken.
   void release() noexcept { end_->taken.store(taken_, std::memory_order_seq_cst); }

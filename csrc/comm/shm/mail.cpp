@@ -269,6 +269,7 @@ void ShmMailbox::bury() {
         peer.early.remove(half);
       }
       peer.incoming.reset();
+      peer.frames->take();
     }
   }
 }

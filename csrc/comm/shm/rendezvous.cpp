@@ -237,13 +237,15 @@ bool ShmMailbox::accept_rendezvous(int from, const Frame& frame) {
       }
       if (frame.kind == FrameKind::kRest) {
         peer.incoming.emplace(Incoming{frame, mail, nullptr, 0});
-      } else if (mail) {
+        return true;  // taken with its bytes
+      }
+      if (mail) {
         end(*mail);
       }
       break;
     }
   }
-  take_frame(peer, frame);
+  peer.frames->take();
   return true;
 }
 

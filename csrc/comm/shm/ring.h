@@ -38,16 +38,14 @@ class RingReader {
  public:
   RingReader(RingEnds& ends, const char* data, std::size_t capacity) : ends_(&ends), data_(data), capacity_(capacity) {}
 
-  // `bytes` from here on are there, as the writer has said elsewhere.
-  void expect(std::size_t bytes) noexcept { seen_ = std::max(seen_, position_ + bytes); }
   // `wanted` bytes, or what there is. The writer's core is asked only when what is known is not enough.
   [[nodiscard]] std::size_t available(std::size_t wanted) noexcept {
     if (seen_ < position_ + wanted) {
       seen_ = std::max(seen_, ends_->written.load(std::memory_order_seq_cst));
     }
-    return seen_ > position_ ? std::min<std::size_t>(wanted, seen_ - position_) : 0;
+    return std::min<std::size_t>(wanted, seen_ - position_);
   }
-  // At most as many bytes as are available; a null target drops them.
+  // At most as many bytes as are there; a null target drops them.
   void read(void* target, std::size_t bytes) noexcept;
   void pad() noexcept { position_ = (position_ + 63) / 64 * 64; }
   [[nodiscard]] std::uint64_t position() const noexcept { return position_; }
@@ -58,7 +56,7 @@ class RingReader {
   RingEnds* ends_;
   const char* data_;
   std::size_t capacity_;
-  std::uint64_t position_ = 0;  // may be past seen_, by what pads a message
+  std::uint64_t position_ = 0;
   std::uint64_t seen_ = 0;
 };
 

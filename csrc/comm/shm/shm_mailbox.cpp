@@ -14,8 +14,13 @@ namespace hpcomm::shm {
 
 namespace {
 
-// Bytes that are shown to the reader at once: it copies them while the writer goes on.
+// Bytes that are shown to the reader at once: it copies them while the writer goes on. The first ones are few, for a
+// reader that waits has nothing else to do.
 constexpr std::size_t kPiece = std::size_t{32} << 10;
+constexpr std::size_t kFirstPieces = std::size_t{4} << 10;
+constexpr std::size_t kFirst = std::size_t{16} << 10;
+
+std::size_t piece_at(std::size_t written) { return written < kFirst ? kFirstPieces : kPiece; }
 
 }  // namespace
 
@@ -184,13 +189,14 @@ void ShmMailbox::push(int to) {
     if (!next.begun && !peer.shown->has_room()) {
       break;
     }
-    std::size_t left = 0;
-    if (bytes_behind(next.frame) > 0) {
+    const std::size_t total = bytes_behind(next.frame);
+    std::size_t left = total;
+    if (total > 0) {
       left = (next.frame.kind == FrameKind::kOffer ? head_of(next.frame.attached) : next.mail->view_.bytes) -
              next.mail->moved_;
     }
     do {
-      const std::size_t bytes = left == 0 ? 0 : writer.room(std::min(left, kPiece));
+      const std::size_t bytes = left == 0 ? 0 : writer.room(std::min(left, piece_at(total - left)));
       if (bytes > 0) {
         writer.write(static_cast<const char*>(next.mail->view_.data) + next.mail->moved_, bytes);
         next.mail->moved_ += bytes;
@@ -203,10 +209,9 @@ void ShmMailbox::push(int to) {
       }
       // The first piece is shown by its frame.
       if (next.begun) {
-        writer.publish();
+        peer.shown->update(total - left);
       } else {
-        next.frame.shown = static_cast<std::uint32_t>(bytes);
-        peer.shown->show(next.frame);
+        peer.shown->show(next.frame, bytes);
         next.begun = true;
         if (next.frame.kind == FrameKind::kOffer) {
           peer.offers.emplace(next.frame.number, Offer{next.mail, next.frame.attached});
@@ -302,11 +307,6 @@ void ShmMailbox::pull(int from) {
   }
 }
 
-void ShmMailbox::take_frame(Peer& peer, const Frame& frame) {
-  peer.frames->take();
-  peer.reader->expect(frame.shown);
-}
-
 // Takes the next frame; false when there is none, or nobody wants it yet.
 bool ShmMailbox::pull_frame(int from) {
   Peer& peer = peer_at(from);
@@ -322,7 +322,6 @@ bool ShmMailbox::pull_frame(int from) {
   if (mail == nullptr && !is_wanted(from)) {
     return false;
   }
-  take_frame(peer, frame);
   if (mail != nullptr) {
     mail->matched_ = true;
     mail->peer_ = from;
@@ -331,6 +330,7 @@ bool ShmMailbox::pull_frame(int from) {
       if (fitting) {
         take_reference(*mail, frame, from);
       }
+      peer.frames->take();
       return true;
     }
     if (frame.kind == FrameKind::kOffer && fitting) {
@@ -349,6 +349,7 @@ bool ShmMailbox::pull_frame(int from) {
   peer.early.push_back(early);
   if (frame.kind == FrameKind::kReference) {
     early->complete = true;
+    peer.frames->take();
     return true;
   }
   if (is_inline(frame)) {
@@ -374,7 +375,7 @@ bool ShmMailbox::pull_bytes(int from) {
   }
   const std::size_t total = bytes_behind(incoming.frame);
   while (incoming.moved < total) {
-    const std::size_t bytes = reader.available(std::min(total - incoming.moved, kPiece));
+    const std::size_t bytes = std::min({total - incoming.moved, peer.frames->ready(incoming.moved), kPiece});
     if (bytes == 0) {
       return false;
     }
@@ -397,6 +398,7 @@ bool ShmMailbox::pull_bytes(int from) {
     }
   }
   peer.incoming.reset();
+  peer.frames->take();
   return true;
 }
 

@@ -178,7 +178,6 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   void pull(int from);
   [[nodiscard]] bool pull_frame(int from);
   [[nodiscard]] bool pull_bytes(int from);
-  static void take_frame(Peer& peer, const Frame& frame);
   void answer(int to, FrameKind kind, const Frame& about, const BufferView* expected);
   void accept_refusal(int from, const Frame& frame);
   [[nodiscard]] Held match(int from, const Frame& frame);
