@@ -10,8 +10,9 @@ import sys
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ FEWEST, MOST = 3, 2000  # iterations of a block
 NEVER = 1 << 60
 PEERS = ("channel", "channel-frozen", "send", "batch", "cat", "mpich")
 STOCK = ("send", "batch", "cat")
+
+Call = Callable[[], Any]
+Messages = list[list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -87,11 +91,20 @@ class Bouncer(ABC):
     def can(self, case: Case) -> bool:
         return not case.changing
 
-    def bounce(self, turns: int) -> None:
-        first, second = (self.send, self.receive) if self.rank == 0 else (self.receive, self.send)
-        for turn in range(turns):
-            first(turn)
-            second(turn)
+    def calls(self, messages: int) -> tuple[list[Call], Call]:
+        """What sends each of so many messages, and what receives one: what is timed, with as little around it as can be."""
+        return [partial(self.send, number) for number in range(messages)], partial(self.receive, 0)
+
+    def bounce(self, turns: int, sends: list[Call], receive: Call) -> None:
+        number = len(sends)
+        if self.rank == 0:
+            for turn in range(turns):
+                sends[turn % number]()
+                receive()
+        else:
+            for turn in range(turns):
+                receive()
+                sends[turn % number]()
 
 
 class ChannelBouncer(Bouncer):
@@ -118,6 +131,10 @@ class ChannelBouncer(Bouncer):
 
     def receive(self, number: int) -> Any:
         return self._channel.recv()
+
+    def calls(self, messages: int) -> tuple[list[Call], Call]:
+        send = self._channel.send
+        return [lambda tree=tree: send(tree).wait() for tree in self._trees], self._channel.recv
 
     def tensors(self, received: Any) -> list[torch.Tensor]:
         return list(received.values())
@@ -196,6 +213,12 @@ class MpichBouncer(Bouncer):
         self._mpich._world.Recv(self._incoming.numpy(), 1 - self.rank)
         return self._incoming.split(self._lengths)
 
+    def calls(self, messages: int) -> tuple[list[Call], Call]:
+        world, peer = self._mpich._world, 1 - self.rank
+        return [partial(world.Send, p.numpy(), peer) for p in self._packed], partial(
+            world.Recv, self._incoming.numpy(), peer
+        )
+
 
 class Rank:
     """What one rank does, with the arguments of the command line."""
@@ -263,27 +286,28 @@ class Rank:
         for peer in able:
             peer.prepare(messages[peer.name])
         wrong = sum(self._wrong(peer, messages[peer.name], seed) for peer in able for seed in (1, 2))
-        turns = {peer.name: self._arguments["iterations"] or self._turns(peer) for peer in able}
+        turns = {peer.name: self._arguments["iterations"] or self._turns(peer, messages[peer.name]) for peer in able}
         samples: dict[str, list[float]] = {peer.name: [] for peer in able}
         gc.disable()
         for i in range(self._arguments["rounds"]):
             for peer in [*able[i % len(able) :], *able[: i % len(able)]]:
-                samples[peer.name].append(self._block(peer, turns[peer.name]) / 2)
+                samples[peer.name].append(self._block(peer, messages[peer.name], turns[peer.name]) / 2)
         gc.enable()
         wrong += sum(self._wrong(peer, messages[peer.name], 3) for peer in able)
         return self._report(name, case, samples, [peer.name for peer in peers], wrong)
 
-    def _block(self, peer: Bouncer, turns: int) -> float:
+    def _block(self, peer: Bouncer, messages: Messages, turns: int) -> float:
         """Seconds of a round trip, on rank 0; the other rank's number is as good."""
+        sends, receive = peer.calls(len(messages))
         dist.barrier()
-        peer.bounce(1)
+        peer.bounce(1, sends, receive)
         start = time.perf_counter()
-        peer.bounce(turns)
+        peer.bounce(turns, sends, receive)
         return (time.perf_counter() - start) / turns
 
-    def _turns(self, peer: Bouncer) -> int:
+    def _turns(self, peer: Bouncer, messages: Messages) -> int:
         """As many as fill a block; the same on both ranks."""
-        trial = torch.tensor([max(self._block(peer, FEWEST), 1e-7)], dtype=torch.float64)
+        trial = torch.tensor([max(self._block(peer, messages, FEWEST), 1e-7)], dtype=torch.float64)
         dist.broadcast(trial, 0)
         return int(min(MOST, max(FEWEST, BLOCK / trial.item())))
 
@@ -353,11 +377,11 @@ class Rank:
             for way in ways:
                 way.prepare(messages[way.name])
                 wrong += self._wrong(way, messages[way.name], 1)
-            turns = [self._arguments["iterations"] or self._turns(way) for way in ways]
+            turns = [self._arguments["iterations"] or self._turns(way, messages[way.name]) for way in ways]
             samples: dict[str, list[float]] = {way.name: [] for way in ways}
             for _ in range(self._arguments["rounds"]):
                 for way, number in zip(ways, turns, strict=True):
-                    samples[way.name].append(self._block(way, number) / 2)
+                    samples[way.name].append(self._block(way, messages[way.name], number) / 2)
             packed, direct = (statistics.median(samples[way.name]) for way in ways)
             self._say(f"{size // KB:>11} KB{packed * 1e6:>11.1f} us{direct * 1e6:>11.1f} us{direct / packed:>24.2f}")
             rows.append({"bytes": size, "seconds": samples})
@@ -381,17 +405,17 @@ class Rank:
                 (ChannelBouncer(self.rank, self._mesh.pp, "header"), same),
                 (ChannelBouncer(self.rank, self._mesh.pp, "new schema"), changing),
             ]
-            for way, case in ways:
-                messages = self._messages(case)
-                way.prepare(messages)
-                wrong += self._wrong(way, messages, 1)
-            turns = [self._arguments["iterations"] or self._turns(way) for way, _ in ways]
+            messages = {way.name: self._messages(case) for way, case in ways}
+            for way, _ in ways:
+                way.prepare(messages[way.name])
+                wrong += self._wrong(way, messages[way.name], 1)
+            turns = [self._arguments["iterations"] or self._turns(way, messages[way.name]) for way, _ in ways]
             samples: dict[str, list[float]] = {way.name: [] for way, _ in ways}
             gc.disable()
             for i in range(self._arguments["rounds"]):
                 order = list(zip(ways, turns, strict=True))
                 for (way, _), count in [*order[i % 3 :], *order[: i % 3]]:
-                    samples[way.name].append(self._block(way, count) / 2)
+                    samples[way.name].append(self._block(way, messages[way.name], count) / 2)
             gc.enable()
             header = [a - b for a, b in zip(samples["header"], samples["no header"], strict=True)]
             more = [a - b for a, b in zip(samples["new schema"], samples["header"], strict=True)]

@@ -346,7 +346,9 @@ void SchemaWriter::add(DType dtype, DType wire, bool requires_grad, const std::i
   HPCOMM_REQUIRE(dimensions <= kMaxDimensions, "a tensor of ", dimensions, " dimensions");
   put(bytes_, std::array{static_cast<std::uint8_t>(dtype), static_cast<std::uint8_t>(wire),
                          static_cast<std::uint8_t>(requires_grad ? 1 : 0), static_cast<std::uint8_t>(dimensions)});
-  bytes_.append(reinterpret_cast<const char*>(shape), dimensions * sizeof(std::int64_t));
+  for (std::size_t d = 0; d < dimensions; ++d) {
+    put(bytes_, shape[d]);  // all at once, GCC 12 makes it a string instruction, which takes longer than most shapes
+  }
 }
 
 std::string encode_schema(const Schema& schema) {

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/error.h"
+
 namespace hpcomm {
 
 namespace {
@@ -59,8 +61,14 @@ Parcel::Parcel(const Schema& schema) : places(schema.tensors.size()) {
 KnownPtr KnownSchema::read(std::string_view bytes, std::uint64_t fingerprint) {
   Schema schema = parse_schema(bytes);
   Parcel parcel(schema);
+  std::optional<StructureSummary> summary;
+  try {
+    summary = summary_of(schema.structure);
+  } catch (const Error&) {
+    // Its messages can be received, if not built.
+  }
   return std::make_shared<const KnownSchema>(
-      KnownSchema{fingerprint, std::string(bytes), std::move(schema), std::move(parcel)});
+      KnownSchema{fingerprint, std::string(bytes), std::move(schema), std::move(parcel), summary});
 }
 
 KnownPtr SchemaBook::find(std::uint64_t fingerprint) const {

@@ -3,10 +3,12 @@
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "engine/message.h"
+#include "engine/structure.h"
 #include "plan/layout.h"
 
 namespace hpcomm {
@@ -46,6 +48,7 @@ struct KnownSchema {
   std::string bytes;  // of encode_schema()
   Schema schema;
   Parcel parcel;
+  std::optional<StructureSummary> summary;  // of the schema's; nothing where that is damaged
 
   // Throws Error(kProtocol) for bytes that are no schema.
   [[nodiscard]] static std::shared_ptr<const KnownSchema> read(std::string_view bytes, std::uint64_t fingerprint);

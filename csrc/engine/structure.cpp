@@ -24,15 +24,14 @@ class Walk {
   Walk(std::string_view structure, std::vector<std::string>* names, std::vector<Other>* others = nullptr)
       : structure_(structure), reader_(structure), names_(names), others_(others) {}
 
-  std::size_t run() {
+  StructureSummary run() {
     std::string place = "message";
     visit(place, 0);
     if (!reader_.at_end()) {
       reject("has bytes behind its end");
     }
-    return tensors_;
+    return summary_;
   }
-  [[nodiscard]] bool has_dataclass() const noexcept { return has_dataclass_; }
 
  private:
   // `place` is that of the node; it is the same again afterwards.
@@ -43,7 +42,7 @@ class Walk {
     const std::size_t begin = structure_.size() - reader_.left();
     switch (reader_.node()) {
       case Node::kTensor:
-        ++tensors_;
+        ++summary_.tensors;
         if (names_ != nullptr) {
           names_->push_back(place);
         }
@@ -74,7 +73,7 @@ class Walk {
         note(place, begin);
         const std::uint32_t count = reader_.count();
         for (std::uint32_t i = 0; i < count; ++i) {
-          below(place, str("[", i, "]"), depth);
+          below(place, names_ == nullptr ? std::string() : str("[", i, "]"), depth);
         }
         return;
       }
@@ -89,7 +88,7 @@ class Walk {
         return;
       }
       case Node::kDataclass: {
-        has_dataclass_ = true;
+        summary_.has_dataclass = true;
         (void)reader_.text();
         note(place, begin);
         const std::uint32_t count = reader_.count();
@@ -125,9 +124,9 @@ class Walk {
         return names_ == nullptr ? std::string() : str("['", text, "']");
       }
       case Node::kInteger:
-        return str("[", reader_.integer(), "]");
+        return number(reader_.integer());
       case Node::kBigInteger:
-        return str("[", reader_.text(), "]");
+        return number(reader_.text());
       case Node::kTrue:
         return "[True]";
       case Node::kFalse:
@@ -147,12 +146,16 @@ class Walk {
     reject("has a dict key that is neither text nor a whole number");
   }
 
+  template <typename Number>
+  [[nodiscard]] std::string number(const Number& key) const {
+    return names_ == nullptr ? std::string() : str("[", key, "]");
+  }
+
   const std::string_view structure_;
   StructureReader reader_;
   std::vector<std::string>* names_;
   std::vector<Other>* others_;
-  std::size_t tensors_ = 0;
-  bool has_dataclass_ = false;
+  StructureSummary summary_;
 };
 
 }  // namespace
@@ -225,12 +228,6 @@ std::string difference_around_tensors(std::string_view found, std::string_view e
   return "";
 }
 
-std::size_t count_leaves(std::string_view structure) { return Walk(structure, nullptr).run(); }
-
-bool holds_dataclass(std::string_view structure) {
-  Walk walk(structure, nullptr);
-  (void)walk.run();
-  return walk.has_dataclass();
-}
+StructureSummary summary_of(std::string_view structure) { return Walk(structure, nullptr).run(); }
 
 }  // namespace hpcomm

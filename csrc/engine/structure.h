@@ -58,9 +58,11 @@ class StructureReader {
 // Where `found` first differs from `expected`, and how, beside tensors: "message['k']: another value or container than
 // expected". Empty when it does not, but for the order of entries.
 [[nodiscard]] std::string difference_around_tensors(std::string_view found, std::string_view expected);
-// The number of tensors, with every check of leaf_names() and no text.
-[[nodiscard]] std::size_t count_leaves(std::string_view structure);
-// Throws as count_leaves() does.
-[[nodiscard]] bool holds_dataclass(std::string_view structure);
+// What there is to know of a structure before it is built, with every check of leaf_names() and no text.
+struct StructureSummary {
+  std::size_t tensors = 0;
+  bool has_dataclass = false;
+};
+[[nodiscard]] StructureSummary summary_of(std::string_view structure);
 
 }  // namespace hpcomm

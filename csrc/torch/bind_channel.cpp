@@ -138,6 +138,11 @@ class TreeSender {
     sources.reserve(flat.tensors.size());
     auto owners = std::make_shared<std::vector<c10::Storage>>();
     owners->reserve(flat.tensors.size());
+    for (const at::Tensor& tensor : flat.tensors) {
+      if (tensor.has_storage()) {
+        __builtin_prefetch(tensor.storage().unsafeGetStorageImpl());
+      }
+    }
     for (std::size_t i = 0; i < flat.tensors.size(); ++i) {
       const at::Tensor& tensor = flat.tensors[i];
       HPCOMM_REQUIRE(tensor.device() == device, "send: this channel serves tensors on ", device.str(), "; ",

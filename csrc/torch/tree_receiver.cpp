@@ -31,11 +31,17 @@ std::shared_ptr<Allocator> receive_allocator(const std::shared_ptr<Communicator>
   return std::make_shared<CommunicatorAllocator>(communicator);
 }
 
+py::object build(const KnownSchema& known, const MessageTensors& tensors) {
+  const std::string& structure = known.schema.structure;
+  return known.summary ? unflatten(structure, known.summary->tensors, tensors.all())
+                       : unflatten(structure, tensors.all());  // throws, with the reason
+}
+
 // The tree of a message, made as soon as its schema is known.
 class Draft {
  public:
   Draft(const KnownPtr& known, Device device)
-      : tensors_(known, device), tree_(unflatten(known->schema.structure, tensors_.all())) {}
+      : tensors_(known, device), tree_(build(*known, tensors_)) {}
   // False when this cannot be the tree of a message of schema `known`. Needs no GIL, as set_memory().
   [[nodiscard]] bool become(const KnownPtr& known) { return tensors_.become(known); }
   void set_memory(const Incoming& message) { tensors_.set_memory(message); }
@@ -88,7 +94,7 @@ class Drafting {
   void make(const KnownPtr& known) {
     try {
       // The fields of a dataclass may be set by code of the program, which may read them.
-      if (!holds_dataclass(known->schema.structure)) {
+      if (known->summary && !known->summary->has_dataclass) {
         draft_.emplace(known, device_);
       }
     } catch (const Error&) {
@@ -121,7 +127,7 @@ void raise_signals() {
 py::object to_tree(const Incoming& message) {
   MessageTensors tensors(message.known, message.device);
   tensors.set_memory(message);
-  return unflatten(message.known->schema.structure, tensors.all());
+  return build(*message.known, tensors);
 }
 
 // A call of take() that this thread is in, and the one around it.
