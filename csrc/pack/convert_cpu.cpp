@@ -35,6 +35,15 @@ template <typename From, typename Wide>
   return bad != 0;
 }
 
+bool runs_on_intel() noexcept {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_is("intel") != 0;
+#else
+  return false;
+#endif
+}
+
 // Tensors lie scattered, and hardware prefetchers follow addresses only once a few of them were missed: of a tensor of
 // four cache lines nothing comes early, of a larger one its page's address is found late. So short tensors are fetched
 // a few before it is their turn; while a long one is copied, the one behind it is fetched, as fast as the first goes.
@@ -44,6 +53,11 @@ template <typename From, typename Wide>
 // so it is to fetch small targets as well. Whole targets of 4 KB are a sixth faster to fetch where a cast widens, and a
 // twentieth slower without a cast; fetched for writing they are no faster.
 constexpr std::size_t kAhead = 24;
+// Intel's servers differ. What leaves the second-level cache goes to the third, changed or not; a short tensor that is
+// fetched past the second one, as what is used once, saves that, and tensors of 256 B are packed at 96 % of the copy
+// rate instead of 78 %. Their targets fetched for writing save a twentieth of what it takes to unpack them. 12 ahead
+// and 24 are equal.
+const bool kFetchesOnce = runs_on_intel();
 constexpr std::size_t kHead = 256;  // bytes of a long one; of a short one at most twice as many
 constexpr std::size_t kLong = std::size_t{1} << 10;
 constexpr std::size_t kLargeTarget = 2048;
@@ -64,6 +78,24 @@ constexpr std::size_t kVeryLong<Narrow> = std::size_t{32} << 10;
   for (std::size_t at = 0; at < bytes; at += kLine) {
     __builtin_prefetch(reinterpret_cast<const void*>(address + at));
   }
+}
+
+// The way past the second-level cache, and for writing. The latter by its own name: GCC has it only for targets with
+// PRFCHW, which every processor with AVX2 has, and others take it for nothing.
+[[gnu::always_inline]] inline void prefetch_once(const void* source, std::size_t source_bytes, void* target,
+                                                 std::size_t target_bytes) noexcept {
+  const auto from = reinterpret_cast<std::uintptr_t>(source);
+  for (std::size_t at = 0; at < source_bytes; at += kLine) {
+    __builtin_prefetch(reinterpret_cast<const void*>(from + at), 0, 0);
+  }
+#if defined(__x86_64__)
+  for (std::size_t at = 0; at < target_bytes; at += kLine) {
+    asm volatile("prefetchw %0" : : "m"(*(static_cast<char*>(target) + at)));
+  }
+#else
+  (void)target;
+  (void)target_bytes;
+#endif
 }
 
 // As much of a short tensor as there is, without a loop where there is enough.
@@ -113,9 +145,11 @@ template <typename How>
                                                  double factor) {
   const std::uint32_t kind = kind_of(*items);
   const std::size_t source_size = How::source_size(items->source_dtype);
-  const std::size_t large = kLargeTarget / How::target_size(items->target_dtype);
+  const std::size_t target_size = How::target_size(items->target_dtype);
+  const std::size_t large = kLargeTarget / target_size;
   const std::size_t long_count = kLong / source_size;
   const std::size_t very_long_count = kVeryLong<How> / source_size;
+  const bool fetches_once = kFetchesOnce;
   for (std::size_t i = 0; i < count; ++i) {
     const CopyItem& item = items[i];
     if (item.source == nullptr || kind_of(item) != kind || item.count >= most) {
@@ -124,7 +158,11 @@ template <typename How>
     if (item.count < long_count) {
       if (i + kAhead < count) {
         const CopyItem& later = items[i + kAhead];
-        prefetch_short(later.source, later.count * source_size);
+        if (fetches_once && later.count < long_count) {
+          prefetch_once(later.source, later.count * source_size, later.target, later.count * target_size);
+        } else {
+          prefetch_short(later.source, later.count * source_size);
+        }
       }
       How::copy(item, source_size, factor, FetchNothing{});
       continue;

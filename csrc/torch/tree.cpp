@@ -111,8 +111,8 @@ class Flattener {
     }
     put_bytes(static_cast<std::uint32_t>(count));
   }
-  // What a message was packed from has driven the objects around it out of the nearest cache; to count a reference waits
-  // for one after the other.
+  // What a message was packed from has driven the objects around it out of the nearest cache; to count a reference
+  // waits for one after the other.
   static void fetch(PyObject* node) {
     if (THPVariable_CheckExact(node)) {
       const auto* const impl = reinterpret_cast<const char*>(THPVariable_Unpack(node).unsafeGetTensorImpl());

@@ -40,8 +40,7 @@ py::object build(const KnownSchema& known, const MessageTensors& tensors) {
 // The tree of a message, made as soon as its schema is known.
 class Draft {
  public:
-  Draft(const KnownPtr& known, Device device)
-      : tensors_(known, device), tree_(build(*known, tensors_)) {}
+  Draft(const KnownPtr& known, Device device) : tensors_(known, device), tree_(build(*known, tensors_)) {}
   // False when this cannot be the tree of a message of schema `known`. Needs no GIL, as set_memory().
   [[nodiscard]] bool become(const KnownPtr& known) { return tensors_.become(known); }
   void set_memory(const Incoming& message) { tensors_.set_memory(message); }

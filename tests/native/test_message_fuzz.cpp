@@ -257,7 +257,8 @@ TEST(fuzz_message_structures) {
     CHECK_EQ(summary_of(bytes).tensors, tensors);
     CHECK_EQ(leaf_names(bytes).size(), tensors);
     damage(random, bytes);
-    taken += accepted(bytes, [](std::string_view copy) { CHECK_EQ(leaf_names(copy).size(), summary_of(copy).tensors); });
+    taken +=
+        accepted(bytes, [](std::string_view copy) { CHECK_EQ(leaf_names(copy).size(), summary_of(copy).tensors); });
   }
   CHECK(taken > rounds.done() / 100);
 }

@@ -1,8 +1,8 @@
 // Frames: what announces a message, from one rank to another. One writer and one reader.
 //
 // Each lies on a cache line of its own that also says that it is there. So a small message is one line that travels
-// from core to core; of a larger one the bytes come behind, through a ring, and the line says how many have. Nothing but
-// frames ever lies on these lines: the turn that a line was shown in last cannot be mistaken for another.
+// from core to core; of a larger one the bytes come behind, through a ring, and the line says how many have. Nothing
+// but frames ever lies on these lines: the turn that a line was shown in last cannot be mistaken for another.
 #pragma once
 
 #include <atomic>
