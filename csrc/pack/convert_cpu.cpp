@@ -53,10 +53,10 @@ bool runs_on_intel() noexcept {
 // so it is to fetch small targets as well. Whole targets of 4 KB are a sixth faster to fetch where a cast widens, and a
 // twentieth slower without a cast; fetched for writing they are no faster.
 constexpr std::size_t kAhead = 24;
-// Intel's servers differ. What leaves the second-level cache goes to the third, changed or not; a short tensor that is
-// fetched past the second one, as what is used once, saves that, and tensors of 256 B are packed at 96 % of the copy
-// rate instead of 78 %. Their targets fetched for writing save a twentieth of what it takes to unpack them. 12 ahead
-// and 24 are equal.
+// Intel's servers differ: what leaves the second-level cache there goes to the third, changed or not. Short tensors
+// that are fetched past the second one, as what is used once, save that: of 256 B each, 4,096 are packed at 96 % of the
+// copy rate instead of 78 %, and, with their targets fetched likewise, unpacked at as much instead of 76 %, as float32
+// from bfloat16 instead of 69 %. 12 ahead and 24 are equal.
 const bool kFetchesOnce = runs_on_intel();
 constexpr std::size_t kHead = 256;  // bytes of a long one; of a short one at most twice as many
 constexpr std::size_t kLong = std::size_t{1} << 10;
@@ -80,22 +80,12 @@ constexpr std::size_t kVeryLong<Narrow> = std::size_t{32} << 10;
   }
 }
 
-// The way past the second-level cache, and for writing. The latter by its own name: GCC has it only for targets with
-// PRFCHW, which every processor with AVX2 has, and others take it for nothing.
-[[gnu::always_inline]] inline void prefetch_once(const void* source, std::size_t source_bytes, void* target,
-                                                 std::size_t target_bytes) noexcept {
-  const auto from = reinterpret_cast<std::uintptr_t>(source);
-  for (std::size_t at = 0; at < source_bytes; at += kLine) {
-    __builtin_prefetch(reinterpret_cast<const void*>(from + at), 0, 0);
+// Past the second-level cache.
+[[gnu::always_inline]] inline void prefetch_once(const void* begin, std::size_t bytes) noexcept {
+  const auto address = reinterpret_cast<std::uintptr_t>(begin);
+  for (std::size_t at = 0; at < bytes; at += kLine) {
+    __builtin_prefetch(reinterpret_cast<const void*>(address + at), 0, 0);
   }
-#if defined(__x86_64__)
-  for (std::size_t at = 0; at < target_bytes; at += kLine) {
-    asm volatile("prefetchw %0" : : "m"(*(static_cast<char*>(target) + at)));
-  }
-#else
-  (void)target;
-  (void)target_bytes;
-#endif
 }
 
 // As much of a short tensor as there is, without a loop where there is enough.
@@ -159,7 +149,8 @@ template <typename How>
       if (i + kAhead < count) {
         const CopyItem& later = items[i + kAhead];
         if (fetches_once && later.count < long_count) {
-          prefetch_once(later.source, later.count * source_size, later.target, later.count * target_size);
+          prefetch_once(later.source, later.count * source_size);
+          prefetch_once(later.target, later.count * target_size);
         } else {
           prefetch_short(later.source, later.count * source_size);
         }
