@@ -74,15 +74,13 @@ class Bouncer(ABC):
 
     @abstractmethod
     def prepare(self, messages: Sequence[list[torch.Tensor]]) -> None:
-        """The messages of one case, that :meth:`send` sends by number."""
+        """The messages of one case."""
 
     @abstractmethod
-    def send(self, number: int) -> None:
-        """Returns when the message may be sent again."""
-
-    @abstractmethod
-    def receive(self, number: int) -> Any:
-        """What came in answer to, or before, message ``number``, as the program has it then."""
+    def calls(self, messages: int) -> tuple[list[Call], Call]:
+        """What sends each of so many messages, and returns when it may be sent again; and what receives one, as the
+        program has it then. Both are timed, with as little around them as can be.
+        """
 
     def tensors(self, received: Any) -> list[torch.Tensor]:
         """Those of what :meth:`receive` returned."""
@@ -90,10 +88,6 @@ class Bouncer(ABC):
 
     def can(self, case: Case) -> bool:
         return not case.changing
-
-    def calls(self, messages: int) -> tuple[list[Call], Call]:
-        """What sends each of so many messages, and what receives one: what is timed, with as little around it as can be."""
-        return [partial(self.send, number) for number in range(messages)], partial(self.receive, 0)
 
     def bounce(self, turns: int, sends: list[Call], receive: Call) -> None:
         number = len(sends)
@@ -126,12 +120,6 @@ class ChannelBouncer(Bouncer):
     def can(self, case: Case) -> bool:
         return not (case.changing and self._options.get("schema") == "frozen")
 
-    def send(self, number: int) -> None:
-        self._channel.send(self._trees[number % len(self._trees)]).wait()
-
-    def receive(self, number: int) -> Any:
-        return self._channel.recv()
-
     def calls(self, messages: int) -> tuple[list[Call], Call]:
         send = self._channel.send
         return [lambda tree=tree: send(tree).wait() for tree in self._trees], self._channel.recv
@@ -154,8 +142,11 @@ class StockBouncer(Bouncer):
         self._flat = torch.empty(sum(t.numel() for t in messages[0]))
         self._incoming = torch.empty_like(self._flat)
 
-    def send(self, number: int) -> None:
-        message, peer = self._messages[number % len(self._messages)], 1 - self.rank
+    def calls(self, messages: int) -> tuple[list[Call], Call]:
+        return [partial(self._send, message) for message in self._messages], self._receive
+
+    def _send(self, message: list[torch.Tensor]) -> None:
+        peer = 1 - self.rank
         if self.name == "send":
             for tensor in message:
                 dist.send(tensor, peer)
@@ -165,7 +156,7 @@ class StockBouncer(Bouncer):
             torch.cat(message, out=self._flat)
             dist.send(self._flat, peer)
 
-    def receive(self, number: int) -> Any:
+    def _receive(self) -> Any:
         peer = 1 - self.rank
         if self.name == "send":
             for tensor in self._targets:
@@ -206,12 +197,8 @@ class MpichBouncer(Bouncer):
         for packed, message in zip(self._packed, self._messages, strict=True):
             torch.cat(message, out=packed)
 
-    def send(self, number: int) -> None:
-        self._mpich._world.Send(self._packed[number % len(self._packed)].numpy(), 1 - self.rank)
-
-    def receive(self, number: int) -> Any:
-        self._mpich._world.Recv(self._incoming.numpy(), 1 - self.rank)
-        return self._incoming.split(self._lengths)
+    def tensors(self, received: Any) -> list[torch.Tensor]:
+        return list(self._incoming.split(self._lengths))
 
     def calls(self, messages: int) -> tuple[list[Call], Call]:
         world, peer = self._mpich._world, 1 - self.rank
@@ -314,20 +301,21 @@ class Rank:
     def _wrong(self, peer: Bouncer, messages: Sequence[list[torch.Tensor]], seed: int) -> int:
         """Tensors that came otherwise than sent, over every message of the case, with values of their own."""
         count = 0
+        sends, receive = peer.calls(len(messages))
         for number, message in enumerate(messages):
             for index, tensor in enumerate(message):
                 tensor.copy_(self._values(self.rank, number, index, seed, tensor.numel()))
             if isinstance(peer, MpichBouncer):
                 peer.repack()
             if self.rank == 0:
-                peer.send(number)
-            got = peer.tensors(peer.receive(number))
+                sends[number]()
+            got = peer.tensors(receive())
             for index, tensor in enumerate(got):
                 expected = self._values(1 - self.rank, number, index, seed, len(message[index]))
                 count += not torch.equal(tensor, expected)
             count += len(got) != len(message)
             if self.rank == 1:
-                peer.send(number)
+                sends[number]()
         total = torch.tensor([count])
         dist.all_reduce(total)
         return int(total.item())

@@ -56,7 +56,7 @@ FILES = (
          "python -m benchmarks.ddp --ranks 2 --parameters --rounds 30 --plot docs/ddp-parameters.svg",
          cpu_tables.ddp_parameters),
     File("p2p-cpu-2-ranks", "Messages through shared memory",
-         "python -m benchmarks.p2p --rounds 7 --vs channel,send,batch,cat,mpich", cpu_tables.messages),
+         "python -m benchmarks.p2p --rounds 15 --vs channel,send,batch,cat,mpich", cpu_tables.messages),
     File("p2p-headers-cpu-2-ranks", "Headers and schemas of messages",
          "python -m benchmarks.p2p --headers --rounds 15", cpu_tables.headers),
     File("p2p-gloo-cpu-2-ranks", "Messages over gloo",

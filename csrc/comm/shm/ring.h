@@ -20,7 +20,7 @@ class RingWriter {
     }
     return std::min(wanted, capacity_ - static_cast<std::size_t>(position_ - read_));
   }
-  // At most as many bytes as there is room for. The reader sees them after publish().
+  // At most as many bytes as there is room for. The reader sees them after publish(), or hears of them otherwise.
   void write(const void* source, std::size_t bytes) noexcept;
   // The next message begins on a cache line.
   void pad() noexcept { position_ = (position_ + 63) / 64 * 64; }
@@ -38,7 +38,8 @@ class RingReader {
  public:
   RingReader(RingEnds& ends, const char* data, std::size_t capacity) : ends_(&ends), data_(data), capacity_(capacity) {}
 
-  // `wanted` bytes, or what there is. The writer's core is asked only when what is known is not enough.
+  // `wanted` bytes, or what there is, where the writer publishes. The writer's core is asked only when what is known is
+  // not enough.
   [[nodiscard]] std::size_t available(std::size_t wanted) noexcept {
     if (seen_ < position_ + wanted) {
       seen_ = std::max(seen_, ends_->written.load(std::memory_order_seq_cst));

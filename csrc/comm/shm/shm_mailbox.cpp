@@ -20,7 +20,11 @@ constexpr std::size_t kPiece = std::size_t{32} << 10;
 constexpr std::size_t kFirstPieces = std::size_t{4} << 10;
 constexpr std::size_t kFirst = std::size_t{16} << 10;
 
-std::size_t piece_at(std::size_t written) { return written < kFirst ? kFirstPieces : kPiece; }
+// Of a message of which `written` are there and `left` are not: a little more than a piece goes with it.
+std::size_t next_piece(std::size_t written, std::size_t left) {
+  const std::size_t piece = written < kFirst ? kFirstPieces : kPiece;
+  return left <= piece + piece / 8 ? left : piece;
+}
 
 }  // namespace
 
@@ -196,7 +200,7 @@ void ShmMailbox::push(int to) {
              next.mail->moved_;
     }
     do {
-      const std::size_t bytes = left == 0 ? 0 : writer.room(std::min(left, piece_at(total - left)));
+      const std::size_t bytes = left == 0 ? 0 : writer.room(next_piece(total - left, left));
       if (bytes > 0) {
         writer.write(static_cast<const char*>(next.mail->view_.data) + next.mail->moved_, bytes);
         next.mail->moved_ += bytes;
@@ -345,17 +349,18 @@ bool ShmMailbox::pull_frame(int from) {
   }
   const auto early = std::make_shared<Early>();
   early->frame = frame;
+  // Before it is in line: there may be no memory for it.
+  if (is_inline(frame)) {
+    early->bytes.assign(frame.payload, frame.payload + frame.bytes);
+  } else {
+    early->bytes.resize(bytes_behind(frame));
+  }
   early->arrival = arrivals_++;
   peer.early.push_back(early);
   if (frame.kind == FrameKind::kReference) {
     early->complete = true;
     peer.frames->take();
     return true;
-  }
-  if (is_inline(frame)) {
-    early->bytes.assign(frame.payload, frame.payload + frame.bytes);
-  } else {
-    early->bytes.resize(bytes_behind(frame));
   }
   peer.incoming.emplace(Incoming{frame, nullptr, early, 0});
   return true;
