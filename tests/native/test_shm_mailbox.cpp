@@ -189,6 +189,49 @@ TEST(shm_mail_of_one_tag_arrives_in_order) {
   });
 }
 
+// The writer shows pieces of a message as it goes, and a reader may be behind, level, or ahead and waiting.
+TEST(shm_mail_of_every_length_around_a_piece) {
+  ShmJob(2).run([](Communicator& world) {
+    const auto mailbox = world.mailbox();
+    std::vector<std::size_t> lengths;
+    for (const std::size_t whole : {16UL, 64UL, 4096UL, 4608UL, 8192UL, 16384UL, 20992UL, 49152UL, 53248UL, 131072UL}) {
+      lengths.insert(lengths.end(), {whole - 1, whole, whole + 1});
+    }
+    std::mt19937 random(static_cast<unsigned>(world.rank()));
+    for (int round = 0; round < 6; ++round) {  // each goes around the ring more than once
+      std::vector<std::vector<std::uint8_t>> letters;
+      std::vector<MailPtr> mails;
+      for (std::size_t i = 0; i < lengths.size(); ++i) {
+        auto& bytes = letters.emplace_back(lengths[i], std::uint8_t{0});
+        const BufferView view{bytes.data(), bytes.size(), bytes.size(), DType::kUInt8, {}};
+        if (world.rank() == 0) {
+          for (std::size_t b = 0; b < bytes.size(); ++b) {
+            bytes[b] = static_cast<std::uint8_t>(b * 7 + b / 251 + i + static_cast<std::size_t>(round));
+          }
+          mails.push_back(mailbox->send(view, 1, 5));
+        } else {
+          mails.push_back(mailbox->recv(view, 0, 5));
+        }
+        if (random() % 3 == 0) {
+          mails.back()->wait();
+        } else if (random() % 3 == 0) {
+          std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
+        }
+      }
+      for (const MailPtr& mail : mails) {
+        mail->wait();
+      }
+      for (std::size_t i = 0; i < lengths.size(); ++i) {
+        std::size_t wrong = 0;
+        for (std::size_t b = 0; b < letters[i].size(); ++b) {
+          wrong += letters[i][b] != static_cast<std::uint8_t>(b * 7 + b / 251 + i + static_cast<std::size_t>(round));
+        }
+        CHECK_EQ(wrong, 0UL);
+      }
+    }
+  });
+}
+
 TEST(shm_mail_from_anybody) {
   ShmJob(4).run([](Communicator& world) {
     const auto mailbox = world.mailbox();
