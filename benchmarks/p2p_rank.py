@@ -77,13 +77,13 @@ class Bouncer(ABC):
         """The messages of one case."""
 
     @abstractmethod
-    def calls(self, messages: int) -> tuple[list[Call], Call]:
-        """What sends each of so many messages, and returns when it may be sent again; and what receives one, as the
+    def calls(self) -> tuple[list[Call], Call]:
+        """What sends each of the messages, and returns when it may be sent again; and what receives one, as the
         program has it then. Both are timed, with as little around them as can be.
         """
 
     def tensors(self, received: Any) -> list[torch.Tensor]:
-        """Those of what :meth:`receive` returned."""
+        """Those of the message that came, of which the receiving call returned ``received``."""
         return list(received)
 
     def can(self, case: Case) -> bool:
@@ -120,7 +120,7 @@ class ChannelBouncer(Bouncer):
     def can(self, case: Case) -> bool:
         return not (case.changing and self._options.get("schema") == "frozen")
 
-    def calls(self, messages: int) -> tuple[list[Call], Call]:
+    def calls(self) -> tuple[list[Call], Call]:
         send = self._channel.send
         return [lambda tree=tree: send(tree).wait() for tree in self._trees], self._channel.recv
 
@@ -142,7 +142,7 @@ class StockBouncer(Bouncer):
         self._flat = torch.empty(sum(t.numel() for t in messages[0]))
         self._incoming = torch.empty_like(self._flat)
 
-    def calls(self, messages: int) -> tuple[list[Call], Call]:
+    def calls(self) -> tuple[list[Call], Call]:
         return [partial(self._send, message) for message in self._messages], self._receive
 
     def _send(self, message: list[torch.Tensor]) -> None:
@@ -200,7 +200,7 @@ class MpichBouncer(Bouncer):
     def tensors(self, received: Any) -> list[torch.Tensor]:
         return list(self._incoming.split(self._lengths))
 
-    def calls(self, messages: int) -> tuple[list[Call], Call]:
+    def calls(self) -> tuple[list[Call], Call]:
         world, peer = self._mpich._world, 1 - self.rank
         return [partial(world.Send, p.numpy(), peer) for p in self._packed], partial(
             world.Recv, self._incoming.numpy(), peer
@@ -285,7 +285,7 @@ class Rank:
 
     def _block(self, peer: Bouncer, messages: Messages, turns: int) -> float:
         """Seconds of a round trip, on rank 0; the other rank's number is as good."""
-        sends, receive = peer.calls(len(messages))
+        sends, receive = peer.calls()
         dist.barrier()
         peer.bounce(1, sends, receive)
         start = time.perf_counter()
@@ -301,7 +301,7 @@ class Rank:
     def _wrong(self, peer: Bouncer, messages: Sequence[list[torch.Tensor]], seed: int) -> int:
         """Tensors that came otherwise than sent, over every message of the case, with values of their own."""
         count = 0
-        sends, receive = peer.calls(len(messages))
+        sends, receive = peer.calls()
         for number, message in enumerate(messages):
             for index, tensor in enumerate(message):
                 tensor.copy_(self._values(self.rank, number, index, seed, tensor.numel()))
