@@ -51,6 +51,8 @@ struct OpOptions {
   // Of a Mailbox's sends: what follows under this tag means nothing without it. Its time-out ends the mailbox, as one
   // in the midst of a message does.
   bool must_precede = false;
+  // Of a Mailbox's: its caller waits for it from here to its end, so that nobody else need look after it.
+  bool awaited = false;
   // False: an operation that has ended well when its call returns gives null in place of a Work, which costs to make.
   bool wants_work = true;
 

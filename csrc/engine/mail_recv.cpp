@@ -247,6 +247,7 @@ class MailRecv final : public RecvRoute {
 
     [[nodiscard]] OpOptions mail_options(Keepalive owner) const {
       OpOptions options;
+      options.awaited = true;
       options.keepalive = std::move(owner);
       options.timeout = inbound->communicator.timeout() + kGrace;
       return options;

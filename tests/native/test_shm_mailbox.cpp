@@ -346,10 +346,12 @@ TEST(shm_mail_moves_though_nobody_waits) {
   ShmJob(2).run([](Communicator& world) {
     const auto mailbox = world.mailbox();
     constexpr std::size_t kCount = 600000;
+    OpOptions options;
     if (world.rank() == 0) {
       auto out = letter(0, 2, kCount);
-      for (int i = 0; i < 2; ++i) {
-        const MailPtr mail = mailbox->send(view_of(out), 1, 2);
+      for (const bool awaited : {false, true}) {
+        options.awaited = awaited;  // it says so, and does not: an exception came between, perhaps
+        const MailPtr mail = mailbox->send(view_of(out), 1, 2, options);
         CHECK(eventually([&] { return mail->done(); }, 20s));  // looks, but never waits
       }
     } else {
@@ -358,7 +360,8 @@ TEST(shm_mail_moves_though_nobody_waits) {
         std::vector<std::int64_t> in(kCount, -1);
         BufferView target = view_of(in);
         target.data = allocated ? memory.view.data : target.data;
-        const MailPtr mail = mailbox->recv(target, 0, 2);
+        options.awaited = allocated;
+        const MailPtr mail = mailbox->recv(target, 0, 2, options);
         CHECK(eventually([&] { return mail->done(); }, 20s));
         std::memcpy(in.data(), target.data, allocated ? target.bytes : 0);
         check_letter(in, 0, 2);
@@ -459,7 +462,8 @@ TEST(shm_a_receive_that_nobody_serves_times_out_and_the_mailbox_goes_on) {
     if (world.rank() == 0) {
       OpOptions options;
       options.timeout = 50ms;
-      for (const bool waits : {true, false}) {
+      for (const bool waits : {true, false, false}) {
+        options.awaited = !options.awaited;
         const MailPtr mail = mailbox->recv(view_of(value), 1, 1, options);
         if (!waits) {
           CHECK(eventually([&] { return mail->done(); }, 20s));

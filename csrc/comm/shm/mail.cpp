@@ -16,9 +16,6 @@ namespace hpcomm::shm {
 
 namespace {
 
-// A pending operation that nobody waits for is driven after this long.
-constexpr long kPumpDelay = 500'000;  // nanoseconds
-
 class MailEvent final : public EventState {
  public:
   MailEvent(std::shared_ptr<const Mail> mail, std::shared_ptr<ShmMailbox> owner)
@@ -73,6 +70,7 @@ void ShmMailbox::end(Mail& mail, std::exception_ptr error) {
   mail.error_ = error ? std::move(error) : mail.late_;
   garbage_.push_back(std::move(mail.keepalive_));
   --pending_;
+  awaited_ -= mail.awaited_ ? 1 : 0;
   ended_some_ = true;
   mail.done_.store(true, std::memory_order_seq_cst);
 }
@@ -85,9 +83,7 @@ bool ShmMailbox::drive(const Mail& mail, Deadline deadline, void (*poll)()) {
         (more || left_to_drivers_.load(std::memory_order_seq_cst))) {
       const Turn turn(*this);
       left_to_drivers_.store(false, std::memory_order_relaxed);
-      if (pending()) {
-        arm();
-      }
+      arm();
     }
   };
   const auto look = [this, &mail, &more] {
@@ -328,10 +324,24 @@ void ShmMailbox::fail(const Error& why) noexcept {
 
 // --- the thread ------------------------------------------------------------------------------------------------------
 
+ShmMailbox::Look ShmMailbox::wanted_look() const {
+  if (!pending()) {
+    return Look::kNever;
+  }
+  // What is half read, or not said yet, may belong to no mail.
+  const bool owes = std::any_of(peers_.begin(), peers_.end(), [](const Peer& peer) {
+    return (peer.incoming && !peer.incoming->mail) ||
+           std::any_of(peer.outgoing.begin(), peer.outgoing.end(), [](const auto& next) { return !next.mail; });
+  });
+  return owes || pending_ > awaited_ ? Look::kSoon : Look::kLate;
+}
+
 void ShmMailbox::arm() {
-  if (armed_.exchange(true, std::memory_order_seq_cst)) {
+  const Look wanted = wanted_look();
+  if (armed_.load(std::memory_order_seq_cst) >= wanted) {
     return;
   }
+  armed_.store(wanted, std::memory_order_seq_cst);
   if (!timer_.valid()) {
     timer_ = control::Fd::open([] { return ::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC); });
     if (!timer_.valid()) {
@@ -339,7 +349,8 @@ void ShmMailbox::arm() {
     }
     thread_ = Thread("hpcomm:mail", [this] { pump(); });
   }
-  const itimerspec once{{0, 0}, {0, kPumpDelay}};
+  const std::chrono::nanoseconds delay = wanted == Look::kSoon ? soon_ : kLate;
+  const itimerspec once{{0, 0}, {0, static_cast<long>(delay.count())}};
   (void)::timerfd_settime(timer_.get(), 0, &once, nullptr);
 }
 
@@ -347,13 +358,15 @@ void ShmMailbox::pump() {
   for (;;) {
     std::uint64_t expirations = 0;
     (void)!::read(timer_.get(), &expirations, sizeof expirations);
-    armed_.store(false, std::memory_order_seq_cst);
+    armed_.store(Look::kNever, std::memory_order_seq_cst);
     if (stopping_.load(std::memory_order_seq_cst)) {
       return;
     }
     const auto idle = [this] {
       const Turn turn(*this);
-      if (drivers_.load(std::memory_order_seq_cst) > 0 || failed_) {
+      const bool driven = drivers_.load(std::memory_order_seq_cst) > 0;
+      soon_ = driven || !pending() ? std::min(2 * soon_, kSlowest) : kSoonest;
+      if (driven || failed_) {
         return true;  // somebody else does it
       }
       progress();

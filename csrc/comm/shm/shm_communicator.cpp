@@ -222,6 +222,7 @@ class ShmCommunicator final : public HostCommunicator {
       return nullptr;
     }
     OpOptions options;
+    options.awaited = true;  // by finish()
     options.keepalive = operation.options.owner();
     options.timeout = std::max(std::chrono::milliseconds(1),
                                std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()));

@@ -86,14 +86,16 @@ Error ShmMailbox::failed(ErrorContext what, const Error& why) const {
 ShmMailbox::Held ShmMailbox::make(const char* operation, const BufferView& view, int peer, std::uint64_t tag,
                                   const OpOptions& options, std::uint64_t sequence) {
   const auto limit = options.timeout.count() > 0 ? options.timeout : setup_.timeout;
+  auto mail = std::make_shared<Mail>(shared_from_this(), context(operation, peer, sequence), view, peer, tag,
+                                     options.keepalive, deadline_after(limit));
+  mail->awaited_ = options.awaited;
   ++pending_;
-  return std::make_shared<Mail>(shared_from_this(), context(operation, peer, sequence), view, peer, tag,
-                                options.keepalive, deadline_after(limit));
+  awaited_ += options.awaited ? 1 : 0;
+  return mail;
 }
 
 MailPtr ShmMailbox::send(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options) {
   Held mail;
-  bool waits = false;
   require_parent("send");  // before the mutex, which a thread of the parent may have held
   {
     const Turn turn(*this);
@@ -127,9 +129,6 @@ MailPtr ShmMailbox::send(const BufferView& buffer, int peer, std::uint64_t tag, 
     } else {
       push(peer);
     }
-    waits = pending();
-  }
-  if (waits) {
     arm();
   }
   return mail;
@@ -146,7 +145,6 @@ MailPtr ShmMailbox::recv_at_most(const BufferView& buffer, int peer, std::uint64
 ShmMailbox::Held ShmMailbox::post(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options,
                                   bool at_most) {
   Held mail;
-  bool waits = false;
   require_parent("recv");
   {
     const Turn turn(*this);
@@ -161,9 +159,6 @@ ShmMailbox::Held ShmMailbox::post(const BufferView& buffer, int peer, std::uint6
     if (std::any_of(peers_.begin(), peers_.end(), [](const Peer& other) { return other.is_over(); })) {
       bury();  // also of an offer whose rest nobody will send
     }
-    waits = pending();
-  }
-  if (waits) {
     arm();
   }
   return mail;

@@ -1,7 +1,9 @@
 // The Mailbox of ranks that share memory: a ring per ordered pair, matching as MPI does it.
 //
-// Whoever waits makes everything progress. Operations that nobody waits for are driven by a thread, which a timer wakes
-// only when something has been pending for a while: a program that waits for its messages never meets it.
+// Whoever waits makes everything progress. Operations that nobody waits for are driven by a thread. A timer wakes it
+// when something has been pending for a while, and the less often the less it finds: each time costs the rank on its
+// core some microseconds, and what that core's caches hold. A caller who is going to wait (OpOptions::awaited) does not
+// set it.
 #pragma once
 
 #include <atomic>
@@ -52,6 +54,7 @@ class Mail final : public MailWork, public std::enable_shared_from_this<Mail> {
   std::size_t moved_ = 0;     // bytes
   bool matched_ = false;      // of a receive: a message is being read into it
   bool must_precede_ = false;
+  bool awaited_ = false;
   bool at_most_ = false;  // of a receive: until it is matched, `view_` says what there is room for
   std::exception_ptr error_;
   std::exception_ptr late_;  // of an earlier send, which had ended: what this one ends with if it ends well
@@ -208,6 +211,13 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   [[nodiscard]] bool is_wanted(int from) const;
   [[nodiscard]] bool pending() const;
 
+  // When the thread looks whether operations have been left to it: not at all, late, for the sake of callers who meant
+  // to wait and did not, or soon.
+  enum class Look : std::uint8_t { kNever, kLate, kSoon };
+  [[nodiscard]] Look wanted_look() const;
+  static constexpr std::chrono::nanoseconds kSoonest = std::chrono::microseconds(500);
+  static constexpr std::chrono::nanoseconds kSlowest = std::chrono::milliseconds(2);
+  static constexpr std::chrono::nanoseconds kLate = std::chrono::milliseconds(50);
   void arm();
   void pump();
   void report_broken();
@@ -222,6 +232,7 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   std::uint64_t arrivals_ = 0;
   std::uint64_t receives_ = 0;
   std::size_t pending_ = 0;  // mails that have not ended
+  std::size_t awaited_ = 0;  // of these, those whose callers wait for them
   bool ended_some_ = false;
   std::vector<Keepalive> garbage_;
   std::optional<Error> failed_;
@@ -232,7 +243,8 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   std::mutex owner_mutex_;  // held while the owner is told, taken before mutex_
   std::function<void(const Error&)> owner_failed_;
 
-  std::atomic<bool> armed_ = false;
+  std::atomic<Look> armed_ = Look::kNever;
+  std::chrono::nanoseconds soon_ = kSoonest;  // up to kSlowest, while the thread finds nothing to do
   std::atomic<bool> stopping_ = false;
   control::Fd timer_;
   Thread thread_;  // started when it is first needed
