@@ -308,6 +308,43 @@ TEST(shm_what_both_send_at_once_is_read_by_the_kernel) {
   }
 }
 
+TEST(shm_messages_of_some_size_are_read_where_they_are_or_come_through_the_ring) {
+  for (const bool attaches : {false, true}) {
+    const ShmJob job(2, 20s, attaches);
+    const auto reads = [&] { return job.neighbourhood(0)->reads() + job.neighbourhood(1)->reads(); };
+    job.run([&](Communicator& world) {
+      const int peer = 1 - world.rank();
+      std::mt19937 random(static_cast<unsigned>(world.rank()));
+      // Which way they go is measured, but each is tried now and then. Late receivers make senders take them back.
+      const Deadline end = Clock::now() + 10s;
+      std::int64_t more = 1;
+      for (std::uint64_t round = 0; more != 0; ++round) {
+        const std::size_t count = std::size_t{1800} << round % 8;  // from 14 KB to 1.8 MB
+        for (int i = 0; i < 40; ++i) {
+          auto out = letter(world.rank(), round, count);
+          std::vector<std::int64_t> in(count, -1);
+          if (random() % 8 == 0) {
+            std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
+          }
+          if (i % 2 == 0) {
+            world.sendrecv(view_of(out), peer, view_of(in), peer, {})->wait();
+          } else if (world.rank() == 0) {
+            world.send(view_of(out), peer)->wait();
+            world.recv(view_of(in), peer)->wait();
+          } else {
+            world.recv(view_of(in), peer)->wait();
+            world.send(view_of(out), peer)->wait();
+          }
+          check_letter(in, peer, round);
+        }
+        more = round < 15 || (attaches && kernel_reads() && reads() == 0 && Clock::now() < end) ? 1 : 0;
+        world.all_reduce({&more, sizeof more, 1, DType::kInt64, {}}, ReduceOp::kMax)->wait();
+      }
+    });
+    CHECK_EQ(reads() > 0, attaches && kernel_reads());
+  }
+}
+
 TEST(shm_large_mail_waits_for_its_receive_and_small_mail_passes_it) {
   for (const bool attaches : {false, true}) {
     ShmJob(2, 20s, attaches).run([](Communicator& world) {

@@ -6,16 +6,19 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
 #include "comm/shm/arena.h"
+#include "stream/event.h"
 
 namespace hpcomm::shm {
 
 enum class FrameKind : std::uint8_t {
-  kMessage = 1,    // followed by its bytes, unless they are in it
+  kMessage = 1,    // followed by its bytes, unless they are in it, or it is open and the receiver fetches them
   kReference = 2,  // its bytes lie in the sender's arena until they are acknowledged
   kAck = 3,        // of the reference `number`
   kRefusal = 4,    // of the message, reference or offer `number`: the receiver expected `count` elements of `dtype`
@@ -32,14 +35,19 @@ enum class FrameKind : std::uint8_t {
 // while the answer is on its way.
 inline constexpr std::size_t kOfferHead = std::size_t{128} << 10;
 
+// A message of so many bytes, and less than are offered, may be open: its receiver can read it at `location.offset` of
+// the sender's process, until the sender closes it and sends its bytes through the ring.
+inline constexpr std::size_t kLeastOpen = std::size_t{16} << 10;
+
 // A message of at most so many bytes travels in its frame.
 inline constexpr std::size_t kFrameBytes = sizeof(Location);
 
 struct Frame {
   FrameKind kind = FrameKind::kMessage;
   std::uint8_t dtype = 0;
-  bool attached = false;  // of an offer: the receiver can read the sender's process
-  std::uint8_t reserved[5] = {};
+  bool attached = false;  // of an offer: the receiver can read the sender's process; of a message: it is open
+  std::uint8_t reserved = 0;
+  std::uint32_t shown = 0;   // of a message that may be open: when, by stamp_now()
   std::uint64_t number = 0;  // of the sender's messages to this receiver, from 1
   std::uint64_t tag = 0;
   std::uint64_t count = 0;
@@ -54,6 +62,16 @@ static_assert(std::is_trivially_copyable_v<Frame>);
 
 [[nodiscard]] inline bool is_inline(const Frame& frame) noexcept {
   return frame.kind == FrameKind::kMessage && frame.bytes <= kFrameBytes;
+}
+
+// Open, when it was shown.
+[[nodiscard]] inline bool is_open(const Frame& frame) noexcept {
+  return frame.kind == FrameKind::kMessage && frame.attached;
+}
+
+// The time in 64 ns, modulo 2^32: the same for all processes of the host.
+[[nodiscard]] inline std::uint32_t stamp_now() noexcept {
+  return static_cast<std::uint32_t>(Clock::now().time_since_epoch() / std::chrono::nanoseconds(64));
 }
 
 // Of an offer, and of its rest: so many of the message's bytes come with the offer.
@@ -83,14 +101,25 @@ static_assert(std::is_trivially_copyable_v<Frame>);
 struct alignas(64) FrameLine {
   // Both modulo 2^32, which is more than there are lines, and more than a ring holds.
   std::atomic<std::uint32_t> turn{0};     // the frame is number so and so of this writer, from 1
-  std::atomic<std::uint32_t> written{0};  // so many of the bytes behind it are in the ring
+  std::atomic<std::uint32_t> written{0};  // so many of the bytes behind it are in the ring; or what has become of
+                                          // an open message
   Frame frame;
 };
 static_assert(sizeof(FrameLine) == 64);
 
-// How many frames the reader has taken.
-struct alignas(64) FrameEnd {
-  std::atomic<std::uint64_t> taken{0};
+// What has become of an open message: more bytes than it has.
+enum class Fate : std::uint32_t {
+  kOpen = 0,
+  kClosed = 0xfffffffc,  // by its sender
+  kUnreadable = 0xfffffffd,
+  kBeingRead = 0xfffffffe,
+  kRead = 0xffffffff,
+};
+
+// What the reader says.
+struct FrameEnd {
+  alignas(64) std::atomic<std::uint64_t> taken{0};  // so many frames
+  alignas(64) std::atomic<std::uint32_t> opens{0};  // which messages should be open: a bit for each class of sizes
 };
 
 class FrameWriter {
@@ -112,10 +141,23 @@ class FrameWriter {
   }
   // Of the frame that was shown last: so many by now. The reader takes it when it has them all.
   void update(std::size_t written) noexcept {
-    lines_[(shown_ - 1) % count_].written.store(static_cast<std::uint32_t>(written), std::memory_order_seq_cst);
+    last().written.store(static_cast<std::uint32_t>(written), std::memory_order_seq_cst);
+  }
+  // Of the frame that was shown last, an open one that its sender has not closed.
+  [[nodiscard]] Fate fate() const noexcept { return Fate{last().written.load(std::memory_order_seq_cst)}; }
+  // False when the reader was first.
+  [[nodiscard]] bool close() noexcept {
+    auto open = static_cast<std::uint32_t>(Fate::kOpen);
+    return last().written.compare_exchange_strong(open, static_cast<std::uint32_t>(Fate::kClosed),
+                                                  std::memory_order_seq_cst);
+  }
+  [[nodiscard]] bool wants_open(std::size_t size_class) const noexcept {
+    return (end_->opens.load(std::memory_order_relaxed) >> size_class & 1U) != 0;
   }
 
  private:
+  [[nodiscard]] FrameLine& last() const noexcept { return lines_[(shown_ - 1) % count_]; }
+
   FrameEnd* end_;
   FrameLine* lines_;
   std::uint64_t count_;
@@ -125,7 +167,7 @@ class FrameWriter {
 
 class FrameReader {
  public:
-  FrameReader(FrameEnd& end, const FrameLine* lines, std::size_t count) : end_(&end), lines_(lines), count_(count) {}
+  FrameReader(FrameEnd& end, FrameLine* lines, std::size_t count) : end_(&end), lines_(lines), count_(count) {}
 
   // The next frame, or null when there is none yet.
   [[nodiscard]] const Frame* next() const noexcept {
@@ -138,6 +180,22 @@ class FrameReader {
     const std::uint32_t written = lines_[taken_ % count_].written.load(std::memory_order_seq_cst);
     return written - static_cast<std::uint32_t>(read);
   }
+  // The next frame's message is open: from here on it is this rank's to read. False when its sender was first.
+  [[nodiscard]] bool claim() noexcept {
+    auto open = static_cast<std::uint32_t>(Fate::kOpen);
+    return lines_[taken_ % count_].written.compare_exchange_strong(open, static_cast<std::uint32_t>(Fate::kBeingRead),
+                                                                   std::memory_order_seq_cst);
+  }
+  void settle(Fate fate) noexcept {
+    lines_[taken_ % count_].written.store(static_cast<std::uint32_t>(fate), std::memory_order_seq_cst);
+  }
+  void want_open(std::size_t size_class, bool open) noexcept {
+    const std::uint32_t bit = std::uint32_t{1} << size_class;
+    const std::uint32_t wanted = open ? opens_ | bit : opens_ & ~bit;
+    if (std::exchange(opens_, wanted) != wanted) {
+      end_->opens.store(wanted, std::memory_order_relaxed);
+    }
+  }
   // Of it, and of the bytes behind it.
   void take() noexcept { ++taken_; }
   // The writer may use the lines of what was taken.
@@ -145,9 +203,10 @@ class FrameReader {
 
  private:
   FrameEnd* end_;
-  const FrameLine* lines_;
+  FrameLine* lines_;
   std::uint64_t count_;
   std::uint64_t taken_ = 0;
+  std::uint32_t opens_ = 0;
 };
 
 }  // namespace hpcomm::shm

@@ -244,15 +244,9 @@ void ShmMailbox::bury() {
     if (!peer.is_over()) {
       continue;
     }
-    for (Outgoing& outgoing : peer.outgoing) {
-      if (outgoing.mail) {
-        end(*outgoing.mail, gone(*outgoing.mail));
-      }
-    }
-    peer.outgoing.clear();
-    std::vector<Held> large;
-    forget_large(peer, large);
-    for (const Held& mail : large) {
+    std::vector<Held> mails;
+    forget(peer, mails);
+    for (const Held& mail : mails) {
       end(*mail, gone(*mail));
     }
     if (peer.incoming) {
@@ -299,11 +293,7 @@ void ShmMailbox::fail(const Error& why) noexcept {
     gone.assign(posted_.begin(), posted_.end());
     posted_.clear();
     for (Peer& peer : peers_) {
-      for (Outgoing& outgoing : peer.outgoing) {
-        gone.push_back(std::move(outgoing.mail));
-      }
-      peer.outgoing.clear();
-      forget_large(peer, gone);
+      forget(peer, gone);
       if (peer.incoming) {
         gone.push_back(std::move(peer.incoming->mail));
       }

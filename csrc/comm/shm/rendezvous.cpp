@@ -13,6 +13,7 @@
 // Where the rest may have to come through the ring, the first bytes of an offer travel with it, so that nobody is idle
 // while the answer is on its way.
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <utility>
 
@@ -32,6 +33,16 @@ constexpr std::size_t kReferenceBytes = std::size_t{128} << 10;
 // benchmarks.collectives does not.)
 constexpr std::size_t kOfferBytes = std::size_t{2} << 20;
 static_assert(kOfferBytes > kOfferHead);
+
+// An open message whose receiver does not come goes through the ring after this long, in 64 ns, which is about as long
+// as it takes there: a receiver that still reads the one before it is waited for. At most 100 us: before its sender
+// sleeps. Some after it go there at once, up to kMostPenalty.
+std::uint32_t patience(std::size_t bytes) {
+  return static_cast<std::uint32_t>(std::min<std::size_t>(20'000 + bytes / 16, 100'000) / 64);
+}
+constexpr std::size_t kMostPenalty = 256;
+// Of this many messages to a peer one at least is answered by one of its size, where both send to each other.
+constexpr std::size_t kAnswered = 4;
 
 void copy_once(char* target, const char* source, std::size_t bytes) {
   if (bytes >= kOfferBytes - kOfferHead) {
@@ -55,6 +66,73 @@ FrameKind ShmMailbox::kind_of(const BufferView& buffer, Location* location) cons
     return FrameKind::kOffer;
   }
   return FrameKind::kMessage;
+}
+
+// --- open messages ---------------------------------------------------------------------------------------------------
+
+// Of one that may be open.
+std::optional<std::size_t> ShmMailbox::size_class(const Frame& frame) {
+  if (frame.kind != FrameKind::kMessage || frame.bytes < kLeastOpen) {
+    return std::nullopt;
+  }
+  return std::min(static_cast<std::size_t>(std::bit_width(frame.bytes / kLeastOpen)), kSizeClasses) - 1;
+}
+
+// Nothing may be behind it: the ring has its bytes in order, should they have to go there.
+bool ShmMailbox::may_be_open(int to, std::size_t size_class) {
+  Peer& peer = peer_at(to);
+  // Each receiver knows what is better for it; of two that send to each other the first decides for both, for a way
+  // that fills the caches slows the other down.
+  const bool both = peer.unanswered[size_class]++ < kAnswered && setup_.rank < static_cast<std::size_t>(to);
+  const bool wanted = both ? peer.choices[size_class].second() : peer.shown->wants_open(size_class);
+  if (!wanted || peer.outgoing.size() > 1 || setup_.neighbourhood->is_crowded() ||
+      !setup_.neighbourhood->is_read_by(setup_.members[static_cast<std::size_t>(to)])) {
+    return false;
+  }
+  peer.keeps_closed -= peer.keeps_closed > 0 ? 1 : 0;
+  return peer.keeps_closed == 0;
+}
+
+bool ShmMailbox::closes(Peer& peer, Fate fate) {
+  Outgoing& first = peer.outgoing.front();
+  if (fate == Fate::kBeingRead) {
+    return false;
+  }
+  if (fate == Fate::kOpen) {
+    const std::uint32_t waited = stamp_now() - first.frame.shown;
+    if ((peer.outgoing.size() == 1 && waited < patience(first.frame.bytes)) || !peer.shown->close()) {
+      return false;
+    }
+  }
+  // Its receiver is elsewhere, or cannot read it: what finds room in the ring does not wait for it.
+  peer.keeps_closed = peer.penalty;
+  peer.penalty = std::min(2 * peer.penalty, kMostPenalty);
+  first.open = false;
+  return true;
+}
+
+// False when its bytes come through the ring. A sender that is gone, or has given it up, sends none: then it ends as
+// any message of such a rank.
+bool ShmMailbox::read_open(int from, char* target) {
+  Peer& peer = peer_at(from);
+  if (!peer.frames->claim()) {
+    return false;
+  }
+  const Incoming& incoming = *peer.incoming;
+  bool read = target == nullptr;
+  if (!read) {
+    try {
+      read = setup_.neighbourhood->read(setup_.members[static_cast<std::size_t>(from)], incoming.frame.location.offset,
+                                        target, incoming.frame.bytes,
+                                        incoming.mail ? incoming.mail->deadline_ : deadline_after(setup_.timeout));
+    } catch (const Error&) {
+      read = false;
+    }
+  }
+  read = read &&
+         setup_.region->bell(static_cast<std::size_t>(from)).gone.load(std::memory_order_seq_cst) != Gone::kGivenUp;
+  peer.frames->settle(read ? Fate::kRead : Fate::kUnreadable);
+  return read;
 }
 
 // --- the receiver ----------------------------------------------------------------------------------------------------
@@ -257,7 +335,7 @@ bool ShmMailbox::shows_memory() {
            std::any_of(peer.outgoing.begin(), peer.outgoing.end(),
                        [](const auto& outgoing) {
                          return outgoing.frame.kind == FrameKind::kReference ||
-                                (outgoing.frame.kind == FrameKind::kOffer && outgoing.frame.attached);
+                                (outgoing.frame.kind == FrameKind::kOffer && outgoing.frame.attached) || outgoing.open;
                        }) ||
            std::any_of(peer.offers.begin(), peer.offers.end(),
                        [](const auto& offer) { return offer.second.attached; }) ||
@@ -266,9 +344,18 @@ bool ShmMailbox::shows_memory() {
   });
 }
 
-// Moves the large messages that are under way to `gone`, because nothing will end them. Memory that the other end knows
-// is kept for ever: it may still be reading or writing there.
-void ShmMailbox::forget_large(Peer& peer, std::vector<Held>& gone) {
+// Moves what goes to a peer, and the large messages that are under way, to `gone`, because nothing will end them.
+// Memory that the other end knows is kept for ever: it may still be reading or writing there.
+void ShmMailbox::forget(Peer& peer, std::vector<Held>& gone) {
+  for (Outgoing& outgoing : peer.outgoing) {
+    if (outgoing.open) {
+      setup_.neighbourhood->park(outgoing.mail->keepalive_);
+    }
+    if (outgoing.mail) {
+      gone.push_back(std::move(outgoing.mail));
+    }
+  }
+  peer.outgoing.clear();
   for (auto& [number, mail] : peer.references) {
     setup_.neighbourhood->park(mail->keepalive_);
     gone.push_back(std::move(mail));

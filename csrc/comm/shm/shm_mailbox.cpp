@@ -188,6 +188,30 @@ void ShmMailbox::push(int to) {
     if (!next.begun && !peer.shown->has_room()) {
       break;
     }
+    if (const auto size = size_class(next.frame); size && !next.begun) {
+      next.frame.shown = stamp_now();
+      if (may_be_open(to, *size)) {
+        next.frame.attached = true;
+        next.frame.location.offset = reinterpret_cast<std::uintptr_t>(next.mail->view_.data);
+        peer.shown->show(next.frame, 0);
+        next.begun = true;
+        next.open = true;
+        wrote = true;
+        break;
+      }
+    }
+    if (next.open) {
+      const Fate fate = peer.shown->fate();
+      if (fate == Fate::kRead) {
+        peer.penalty = kLeastPenalty;
+        end(*next.mail, next.mail->error_);
+        peer.outgoing.pop_front();
+        continue;
+      }
+      if (!closes(peer, fate)) {
+        break;
+      }
+    }
     const std::size_t total = bytes_behind(next.frame);
     std::size_t left = total;
     if (total > 0) {
@@ -374,11 +398,16 @@ bool ShmMailbox::pull_bytes(int from) {
     target = incoming.early->bytes.data();
   }
   const std::size_t total = bytes_behind(incoming.frame);
+  if (is_open(incoming.frame) && !incoming.unreadable && incoming.moved == 0) {
+    incoming.unreadable = !read_open(from, target);
+    incoming.moved = incoming.unreadable ? 0 : total;
+  }
   while (incoming.moved < total) {
-    const std::size_t bytes = std::min({total - incoming.moved, peer.frames->ready(incoming.moved), kPiece});
-    if (bytes == 0) {
+    const std::size_t ready = peer.frames->ready(incoming.moved);
+    if (ready == 0 || ready > total) {  // its Fate
       return false;
     }
+    const std::size_t bytes = std::min({total - incoming.moved, ready, kPiece});
     reader.read(target == nullptr ? nullptr : target + incoming.moved, bytes);
     incoming.moved += bytes;
     if (incoming.moved < total) {
@@ -387,6 +416,12 @@ bool ShmMailbox::pull_bytes(int from) {
     }
   }
   reader.pad();
+  if (const auto size = size_class(incoming.frame)) {
+    Choice& choice = peer.choices[*size];
+    choice.note(is_open(incoming.frame), incoming.frame.shown, stamp_now());
+    peer.frames->want_open(*size, choice.second());
+    peer.unanswered[*size] = 0;
+  }
   if (incoming.mail) {
     if (incoming.frame.kind != FrameKind::kOffer) {
       end(*incoming.mail);

@@ -6,6 +6,7 @@
 // set it.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <deque>
 #include <functional>
@@ -19,6 +20,7 @@
 
 #include "base/thread.h"
 #include "comm/mailbox.h"
+#include "comm/shm/choice.h"
 #include "comm/shm/frames.h"
 #include "comm/shm/neighbourhood.h"
 #include "comm/shm/ring.h"
@@ -114,6 +116,7 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
     Frame frame;
     Held mail;  // null for answers
     bool begun = false;
+    bool open = false;  // the receiver may be reading it
   };
   // A message that came before its receive.
   struct Early {
@@ -128,7 +131,8 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
     Frame frame;
     Held mail;
     std::shared_ptr<Early> early;
-    std::size_t moved = 0;  // of these bytes
+    std::size_t moved = 0;    // of these bytes
+    bool unreadable = false;  // an open message that comes through the ring after all
   };
   // A large message of this rank: it has ended when its head is in the ring and the rest where the receiver wanted it.
   struct Offer {
@@ -142,6 +146,8 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
     Held mail;
     bool exposed = false;  // the sender may write to the mail's memory at any time
   };
+  static constexpr std::size_t kSizeClasses = 7;  // from kLeastOpen on, each twice as large
+  static constexpr std::size_t kLeastPenalty = 8;
   struct Peer {
     std::optional<FrameWriter> shown;
     std::optional<RingWriter> writer;
@@ -154,6 +160,11 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
     std::optional<Incoming> incoming;
     std::list<std::shared_ptr<Early>> early;
     std::uint64_t numbers = 0;
+    // By size: through the ring, or read where they are.
+    std::array<Choice, kSizeClasses> choices;
+    std::array<std::size_t, kSizeClasses> unanswered{};  // messages to it since the last one from it
+    std::size_t keeps_closed = 0;                        // so many messages, for the receiver was late for an open one
+    std::size_t penalty = kLeastPenalty;
     bool departed = false;
     // Since when it is known to have gone from this communicator; and that nothing has been heard of the job since.
     std::optional<Deadline> gone_since;
@@ -181,6 +192,12 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   void pull(int from);
   [[nodiscard]] bool pull_frame(int from);
   [[nodiscard]] bool pull_bytes(int from);
+  // Of open messages (rendezvous.cpp).
+  [[nodiscard]] static std::optional<std::size_t> size_class(const Frame& frame);
+  [[nodiscard]] bool may_be_open(int to, std::size_t size_class);
+  // Whether the bytes of the first outgoing message, an open one that has not been read, go through the ring.
+  [[nodiscard]] static bool closes(Peer& peer, Fate fate);
+  [[nodiscard]] bool read_open(int from, char* target);
   void answer(int to, FrameKind kind, const Frame& about, const BufferView* expected);
   void accept_refusal(int from, const Frame& frame);
   [[nodiscard]] Held match(int from, const Frame& frame);
@@ -199,7 +216,7 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   void deposit(int to, std::uint64_t number, const Frame& place);
   void send_rest(int to, std::uint64_t number);
   void settle(int to, std::uint64_t number);
-  void forget_large(Peer& peer, std::vector<Held>& gone);
+  void forget(Peer& peer, std::vector<Held>& gone);
   [[nodiscard]] bool take_early(const Held& mail);
   void deliver(Early& early, const Held& mail, int from);
   void end(Mail& mail, std::exception_ptr error = nullptr);
