@@ -316,26 +316,33 @@ TEST(shm_messages_of_some_size_are_read_where_they_are_or_come_through_the_ring)
       const int peer = 1 - world.rank();
       std::mt19937 random(static_cast<unsigned>(world.rank()));
       // Which way they go is measured, but each is tried now and then. Late receivers make senders take them back.
-      const Deadline end = Clock::now() + 10s;
+      const Deadline end = Clock::now() + 20s;
       std::int64_t more = 1;
       for (std::uint64_t round = 0; more != 0; ++round) {
         const std::size_t count = std::size_t{1800} << round % 8;  // from 14 KB to 1.8 MB
-        for (int i = 0; i < 40; ++i) {
-          auto out = letter(world.rank(), round, count);
-          std::vector<std::int64_t> in(count, -1);
-          if (random() % 8 == 0) {
+        const std::size_t messages = round % 8 < 5 ? 24 : 8;
+        std::vector<std::vector<std::int64_t>> out;
+        std::vector<std::vector<std::int64_t>> in(messages, std::vector<std::int64_t>(count, -1));
+        for (std::size_t i = 0; i < messages; ++i) {
+          out.push_back(letter(world.rank(), i, count));
+        }
+        for (std::size_t i = 0; i < messages; ++i) {
+          if (random() % 16 == 0) {
             std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
           }
-          if (i % 2 == 0) {
-            world.sendrecv(view_of(out), peer, view_of(in), peer, {})->wait();
+          if (round / 8 % 2 == 0) {
+            world.sendrecv(view_of(out[i]), peer, view_of(in[i]), peer, {})->wait();
           } else if (world.rank() == 0) {
-            world.send(view_of(out), peer)->wait();
-            world.recv(view_of(in), peer)->wait();
+            world.send(view_of(out[i]), peer)->wait();
+            world.recv(view_of(in[i]), peer)->wait();
           } else {
-            world.recv(view_of(in), peer)->wait();
-            world.send(view_of(out), peer)->wait();
+            world.recv(view_of(in[i]), peer)->wait();
+            world.send(view_of(out[i]), peer)->wait();
           }
-          check_letter(in, peer, round);
+          std::fill(out[i].begin(), out[i].end(), -2);  // it has ended
+        }
+        for (std::size_t i = 0; i < messages; ++i) {
+          check_letter(in[i], peer, i);
         }
         more = round < 15 || (attaches && kernel_reads() && reads() == 0 && Clock::now() < end) ? 1 : 0;
         world.all_reduce({&more, sizeof more, 1, DType::kInt64, {}}, ReduceOp::kMax)->wait();
