@@ -12,6 +12,8 @@
 // which are the rendezvous protocols of MPI implementations (read, write, and cross memory attach) on shared memory.
 // Where the rest may have to come through the ring, the first bytes of an offer travel with it, so that nobody is idle
 // while the answer is on its way.
+//
+// Smaller ones may be open: the receiver reads them, without an answer, unless it is late (docs, Choice).
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -27,10 +29,8 @@ namespace {
 
 // From here on a message that lies in the sender's arena is copied once, by the receiver.
 constexpr std::size_t kReferenceBytes = std::size_t{128} << 10;
-// From here on one that does not is offered; below, both cores copy a piece each at a time, within their caches. That
-// also beats the kernel's copy, which looks up every page, of bytes that were just written. (Not of those that a
-// program sends again and again: they stay in the receiver's cache. Benchmarks do that; --fresh of
-// benchmarks.collectives does not.)
+// From here on one that does not is offered; below, both cores copy a piece each at a time, within their caches, or the
+// message is open.
 constexpr std::size_t kOfferBytes = std::size_t{2} << 20;
 static_assert(kOfferBytes > kOfferHead);
 
