@@ -1,4 +1,5 @@
 // comm/shm/: messages over shared memory: order, tags, any source, large and small, errors.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -349,6 +350,48 @@ TEST(shm_messages_of_some_size_are_read_where_they_are_or_come_through_the_ring)
       }
     });
     CHECK_EQ(reads() > 0, attaches && kernel_reads());
+  }
+}
+
+TEST(shm_messages_that_may_be_read_where_they_are_do_not_wait_for_a_receive) {
+  for (int round = 0; round < 4; ++round) {
+    const ShmJob job(2);
+    std::atomic<int> stage = 0;
+    std::atomic<int> sent_all = 0;
+    run_ranks(2, [&](int rank) {
+      auto world = job.communicator(rank);
+      auto mailbox = world->mailbox();
+      auto out = letter(rank, 1, 8192);
+      std::vector<std::int64_t> in(out.size());
+      for (int i = 0; i < 400; ++i) {  // until they go that way, unless the machine is busy
+        world->sendrecv(view_of(out), 1 - rank, view_of(in), 1 - rank, {})->wait();
+      }
+      OpOptions patient;
+      patient.timeout = 20s;
+      auto other = letter(rank, 2, 8192);
+      std::vector<MailPtr> sent;
+      sent.push_back(mailbox->send(view_of(out), 1 - rank, 1, patient));
+      sent.push_back(mailbox->send(view_of(other), 1 - rank, 2, patient));
+      CHECK(eventually([&] { return sent[1]->done(); }, 20s));  // there is room for both
+      sent.push_back(mailbox->send(view_of(other), 1 - rank, 3, patient));
+      ++sent_all;
+      CHECK(eventually([&] { return sent_all.load() == 2; }, 20s));
+      if (rank == 0) {
+        // The last one has not been waited for when this rank leaves.
+        mailbox.reset();
+        world.reset();
+        job.control(rank)->close();
+        stage = 1;
+        CHECK(eventually([&] { return stage.load() == 2; }, 20s));
+        return;
+      }
+      CHECK(eventually([&] { return stage.load() == 1; }, 20s));
+      for (const std::uint64_t tag : {1UL, 2UL, 3UL}) {
+        mailbox->recv(view_of(in), 0, tag)->wait();
+        check_letter(in, 0, std::min<std::uint64_t>(tag, 2));
+      }
+      stage = 2;
+    });
   }
 }
 

@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include "base/error.h"
@@ -78,14 +79,17 @@ std::optional<std::size_t> ShmMailbox::size_class(const Frame& frame) {
   return std::min(static_cast<std::size_t>(std::bit_width(frame.bytes / kLeastOpen)), kSizeClasses) - 1;
 }
 
-// Nothing may be behind it: the ring has its bytes in order, should they have to go there.
-bool ShmMailbox::may_be_open(int to, std::size_t size_class) {
+// Should it be closed, its bytes go where they would have gone at once, in order and without a wait: nothing may be
+// behind it, and the ring must have room. Whoever waits for it looks at it until it is closed, if it is shown now.
+bool ShmMailbox::may_be_open(int to, const Outgoing& message, std::size_t size_class) {
   Peer& peer = peer_at(to);
   // Each receiver knows what is better for it; of two that send to each other the first decides for both, for a way
   // that fills the caches slows the other down.
   const bool both = peer.unanswered[size_class]++ < kAnswered && setup_.rank < static_cast<std::size_t>(to);
   const bool wanted = both ? peer.choices[size_class].second() : peer.shown->wants_open(size_class);
-  if (!wanted || peer.outgoing.size() > 1 || setup_.neighbourhood->is_crowded() ||
+  const std::size_t bytes = std::min(message.mail->view_.bytes, peer.writer->capacity());
+  if (!wanted || !message.at_once || peer.outgoing.size() > 1 || peer.writer->room(bytes) < bytes ||
+      setup_.neighbourhood->is_crowded() ||
       !setup_.neighbourhood->is_read_by(setup_.members[static_cast<std::size_t>(to)])) {
     return false;
   }
@@ -93,14 +97,15 @@ bool ShmMailbox::may_be_open(int to, std::size_t size_class) {
   return peer.keeps_closed == 0;
 }
 
-bool ShmMailbox::closes(Peer& peer, Fate fate) {
+bool ShmMailbox::closes(Peer& peer, Fate fate) const {
   Outgoing& first = peer.outgoing.front();
   if (fate == Fate::kBeingRead) {
     return false;
   }
   if (fate == Fate::kOpen) {
     const std::uint32_t waited = stamp_now() - first.frame.shown;
-    if ((peer.outgoing.size() == 1 && waited < patience(first.frame.bytes)) || !peer.shown->close()) {
+    const bool waits = !leaving_ && peer.outgoing.size() == 1 && waited < patience(first.frame.bytes);
+    if (waits || !peer.shown->close()) {
       return false;
     }
   }
@@ -325,6 +330,26 @@ bool ShmMailbox::accept_rendezvous(int from, const Frame& frame) {
   }
   peer.frames->take();
   return true;
+}
+
+void ShmMailbox::close_open() {
+  const auto closed = [this] {
+    const Turn turn(*this);
+    leaving_ = true;
+    bool all = true;
+    for (std::size_t r = 0; r < peers_.size() && !failed_; ++r) {
+      const auto& outgoing = peers_[r].outgoing;
+      if (!outgoing.empty() && outgoing.front().open) {
+        push(static_cast<int>(r));
+        all = all && (outgoing.empty() || !outgoing.front().open);
+      }
+    }
+    return all;
+  };
+  // What is being read ends soon, unless the reader has been stopped.
+  for (const Deadline end = Clock::now() + std::chrono::milliseconds(100); !closed() && Clock::now() < end;) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
 }
 
 bool ShmMailbox::shows_memory() {

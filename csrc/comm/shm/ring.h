@@ -13,6 +13,7 @@ class RingWriter {
  public:
   RingWriter(RingEnds& ends, char* data, std::size_t capacity) : ends_(&ends), data_(data), capacity_(capacity) {}
 
+  [[nodiscard]] std::size_t capacity() const noexcept { return capacity_; }
   // Room for `wanted` bytes, or what there is. The reader's core is asked only when what it said last is not enough.
   [[nodiscard]] std::size_t room(std::size_t wanted) noexcept {
     if (capacity_ - static_cast<std::size_t>(position_ - read_) < wanted) {

@@ -161,6 +161,7 @@ class ShmCommunicator final : public HostCommunicator {
     control().remove_listener(departures_);
     shut_down();
     if (!forked()) {
+      mailbox_->close_open();
       // A message that nobody waited for ends here: whoever has yet to read it where it lies must not trust it.
       collectives_->steps().leave(mailbox_->shows_memory() ? shm::Gone::kGivenUp : shm::Gone::kClosed);
     }

@@ -123,7 +123,7 @@ MailPtr ShmMailbox::send(const BufferView& buffer, int peer, std::uint64_t tag, 
     if (is_inline(frame) && frame.bytes > 0) {
       std::memcpy(frame.payload, buffer.data, frame.bytes);
     }
-    to.outgoing.push_back({frame, mail});
+    to.outgoing.push_back({frame, mail, to.outgoing.empty()});
     if (to.is_over()) {
       bury();
     } else {
@@ -190,7 +190,7 @@ void ShmMailbox::push(int to) {
     }
     if (const auto size = size_class(next.frame); size && !next.begun) {
       next.frame.shown = stamp_now();
-      if (may_be_open(to, *size)) {
+      if (may_be_open(to, next, *size)) {
         next.frame.attached = true;
         next.frame.location.offset = reinterpret_cast<std::uintptr_t>(next.mail->view_.data);
         peer.shown->show(next.frame, 0);

@@ -93,6 +93,8 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   void fail(const Error& why) noexcept;
   // `rank` sends and takes nothing more: what only it could end fails with kRankFailed. From any thread.
   void depart(std::size_t rank);
+  // What was sent and nobody reads yet goes through the ring, as far as there is room: this rank is about to leave.
+  void close_open();
   // Whether memory of this rank is what a peer reads, or writes, for a message that is under way.
   [[nodiscard]] bool shows_memory();
   // fail(), and the thread ends. No call may be in progress.
@@ -114,7 +116,8 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   };
   struct Outgoing {
     Frame frame;
-    Held mail;  // null for answers
+    Held mail;             // null for answers
+    bool at_once = false;  // nothing was before it when it was sent
     bool begun = false;
     bool open = false;  // the receiver may be reading it
   };
@@ -194,9 +197,9 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   [[nodiscard]] bool pull_bytes(int from);
   // Of open messages (rendezvous.cpp).
   [[nodiscard]] static std::optional<std::size_t> size_class(const Frame& frame);
-  [[nodiscard]] bool may_be_open(int to, std::size_t size_class);
+  [[nodiscard]] bool may_be_open(int to, const Outgoing& message, std::size_t size_class);
   // Whether the bytes of the first outgoing message, an open one that has not been read, go through the ring.
-  [[nodiscard]] static bool closes(Peer& peer, Fate fate);
+  [[nodiscard]] bool closes(Peer& peer, Fate fate) const;
   [[nodiscard]] bool read_open(int from, char* target);
   void answer(int to, FrameKind kind, const Frame& about, const BufferView* expected);
   void accept_refusal(int from, const Frame& frame);
@@ -251,6 +254,7 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   std::size_t pending_ = 0;  // mails that have not ended
   std::size_t awaited_ = 0;  // of these, those whose callers wait for them
   bool ended_some_ = false;
+  bool leaving_ = false;
   std::vector<Keepalive> garbage_;
   std::optional<Error> failed_;
   std::optional<Error> broken_;
