@@ -195,7 +195,7 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   void pull(int from);
   [[nodiscard]] bool pull_frame(int from);
   [[nodiscard]] bool pull_bytes(int from);
-  // Of open messages (rendezvous.cpp).
+  // Of open messages (open.cpp).
   [[nodiscard]] static std::optional<std::size_t> size_class(const Frame& frame);
   [[nodiscard]] bool may_be_open(int to, const Outgoing& message, std::size_t size_class);
   // Whether the bytes of the first outgoing message, an open one that has not been read, go through the ring.
