@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <thread>
+#include <utility>
 
 #include "base/error.h"
 #include "comm/shm/shm_mailbox.h"
@@ -47,6 +48,14 @@ bool ShmMailbox::may_be_open(int to, const Outgoing& message, std::size_t size_c
   }
   peer.keeps_closed -= peer.keeps_closed > 0 ? 1 : 0;
   return peer.keeps_closed == 0;
+}
+
+// Something has come from the receiver of an open message: it was busy with that, and looks at the message next,
+// perhaps. Otherwise two that send to each other would close each other's messages in turn.
+void ShmMailbox::await_reader(Peer& peer) {
+  if (!peer.outgoing.empty() && peer.outgoing.front().open && !std::exchange(peer.outgoing.front().extended, true)) {
+    peer.outgoing.front().frame.shown = stamp_now();
+  }
 }
 
 bool ShmMailbox::closes(Peer& peer, Fate fate) const {

@@ -324,6 +324,7 @@ void ShmMailbox::pull(int from) {
     }
   }
   if (moved) {
+    await_reader(peer);
     peer.reader->release();
     peer.frames->release();
     ring(setup_.region->bell(static_cast<std::size_t>(from)));

@@ -119,7 +119,8 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
     Held mail;             // null for answers
     bool at_once = false;  // nothing was before it when it was sent
     bool begun = false;
-    bool open = false;  // the receiver may be reading it
+    bool open = false;      // the receiver may be reading it
+    bool extended = false;  // it was sending when the first patience ended
   };
   // A message that came before its receive.
   struct Early {
@@ -200,6 +201,7 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   [[nodiscard]] bool may_be_open(int to, const Outgoing& message, std::size_t size_class);
   // Whether the bytes of the first outgoing message, an open one that has not been read, go through the ring.
   [[nodiscard]] bool closes(Peer& peer, Fate fate) const;
+  static void await_reader(Peer& peer);
   [[nodiscard]] bool read_open(int from, char* target);
   void answer(int to, FrameKind kind, const Frame& about, const BufferView* expected);
   void accept_refusal(int from, const Frame& frame);
