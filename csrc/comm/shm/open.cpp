@@ -53,7 +53,8 @@ bool ShmMailbox::may_be_open(int to, const Outgoing& message, std::size_t size_c
 // Something has come from the receiver of an open message: it was busy with that, and looks at the message next,
 // perhaps. Otherwise two that send to each other would close each other's messages in turn.
 void ShmMailbox::await_reader(Peer& peer) {
-  if (!peer.outgoing.empty() && peer.outgoing.front().open && !std::exchange(peer.outgoing.front().extended, true)) {
+  if (!peer.incoming && !peer.outgoing.empty() && peer.outgoing.front().open &&
+      !std::exchange(peer.outgoing.front().extended, true)) {
     peer.outgoing.front().frame.shown = stamp_now();
   }
 }
@@ -65,7 +66,9 @@ bool ShmMailbox::closes(Peer& peer, Fate fate) const {
   }
   if (fate == Fate::kOpen) {
     const std::uint32_t waited = stamp_now() - first.frame.shown;
-    const bool waits = !leaving_ && peer.outgoing.size() == 1 && waited < patience(first.frame.bytes);
+    // In the midst of a message the receiver is busy with that.
+    const bool busy = peer.incoming.has_value() || waited < patience(first.frame.bytes);
+    const bool waits = !leaving_ && peer.outgoing.size() == 1 && busy;
     if (waits || !peer.shown->close()) {
       return false;
     }
