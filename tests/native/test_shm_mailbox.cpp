@@ -1,4 +1,8 @@
 // comm/shm/: messages over shared memory: order, tags, any source, large and small, errors.
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -393,6 +397,76 @@ TEST(shm_messages_that_may_be_read_where_they_are_do_not_wait_for_a_receive) {
       stage = 2;
     });
   }
+}
+
+TEST(shm_messages_that_may_be_read_where_they_are_do_not_wait_for_who_sleeps) {
+  const ShmJob job(2);
+  std::atomic<int> done = 0;
+  job.run([&](Communicator& world) {
+    const auto mailbox = world.mailbox();
+    const int peer = 1 - world.rank();
+    auto out = letter(world.rank(), 1, 8192);
+    std::vector<std::int64_t> in(out.size());
+    std::vector<std::int64_t> last(1);
+    OpOptions awaited;
+    awaited.awaited = true;
+    for (int round = 0; round < 8; ++round) {
+      for (int i = 0; i < 100; ++i) {  // until they go that way, unless the machine is busy
+        world.sendrecv(view_of(out), peer, view_of(in), peer, {})->wait();
+      }
+      std::atomic<bool> waits = false;
+      // Asleep when the message is sent, and the thread that drives leaves it all to it.
+      std::thread sleeper([&] {
+        const MailPtr mail = mailbox->recv(view_of(last), peer, 9, awaited);
+        waits = true;
+        mail->wait();
+      });
+      CHECK(eventually([&] { return waits.load(); }, 20s));
+      std::this_thread::sleep_for(2ms);
+      const MailPtr sent = mailbox->send(view_of(out), peer, 1);
+      CHECK(eventually([&] { return sent->done(); }, 20s));  // there is room for it
+      ++done;
+      CHECK(eventually([&] { return done.load() == 2 * (round + 1); }, 20s));
+      mailbox->recv(view_of(in), peer, 1)->wait();
+      check_letter(in, peer, 1);
+      std::vector<std::int64_t> word = {round};
+      mailbox->send(view_of(word), peer, 9)->wait();
+      sleeper.join();
+      CHECK_EQ(last[0], round);
+    }
+  });
+}
+
+TEST(shm_messages_that_the_kernel_may_not_read_come_through_the_ring) {
+  constexpr std::size_t kBytes = 65536;
+  const ShmJob job(2);
+  job.run([&](Communicator& world) {
+    const int peer = 1 - world.rank();
+    // Memory that only this process reads, itself, where the kernel has it (memfd_secret(2)).
+    const auto secret = static_cast<int>(::syscall(SYS_memfd_secret, 0));
+    void* memory = MAP_FAILED;
+    if (secret >= 0 && ::ftruncate(secret, kBytes) == 0) {
+      memory = ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED, secret, 0);
+    }
+    std::vector<std::int64_t> in(kBytes / 8, -1);
+    auto out = letter(world.rank(), 1, in.size());
+    for (int i = 0; i < 2000; ++i) {
+      BufferView view = view_of(out);
+      if (memory != MAP_FAILED && i % 100 >= 50) {
+        std::memcpy(memory, out.data(), kBytes);
+        view.data = memory;
+      }
+      world.sendrecv(view, peer, view_of(in), peer, {})->wait();
+      check_letter(in, peer, 1);
+      std::fill(in.begin(), in.end(), -1);
+    }
+    if (memory != MAP_FAILED) {
+      ::munmap(memory, kBytes);
+    }
+    if (secret >= 0) {
+      ::close(secret);
+    }
+  });
 }
 
 TEST(shm_large_mail_waits_for_its_receive_and_small_mail_passes_it) {

@@ -85,6 +85,8 @@ struct Patience {
   void (*poll)() = nullptr;
   // As `departed`, of this communicator only: Bell::gone of that rank.
   const std::atomic<Gone>* gone = nullptr;
+  // Looks again then at the latest; ready() may have set it.
+  const Deadline* next_look = nullptr;
 };
 
 enum class Waited : std::uint8_t { kReady, kInterrupted, kTimedOut };
@@ -129,7 +131,8 @@ template <typename Ready>
     const bool now_ready = ready();
     const bool stop = interrupted();
     if (!now_ready && !stop) {
-      sleep_on(bell, rings, std::min(patience.deadline, Clock::now() + kSlice));
+      const Deadline next_look = patience.next_look != nullptr ? *patience.next_look : patience.deadline;
+      sleep_on(bell, rings, std::min({patience.deadline, next_look, Clock::now() + kSlice}));
     }
     bell.sleepers.fetch_sub(1, std::memory_order_seq_cst);
     if (now_ready || ready()) {

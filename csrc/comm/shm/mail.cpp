@@ -78,15 +78,20 @@ void ShmMailbox::end(Mail& mail, std::exception_ptr error) {
 bool ShmMailbox::drive(const Mail& mail, Deadline deadline, void (*poll)()) {
   drivers_.fetch_add(1, std::memory_order_seq_cst);
   bool more = true;  // at the last look, something was left to do; what is issued later arms the timer itself
-  const auto leave = [this, &more] {
-    if (drivers_.fetch_sub(1, std::memory_order_seq_cst) == 1 &&
-        (more || left_to_drivers_.load(std::memory_order_seq_cst))) {
+  Deadline close = Deadline::max();
+  const auto leave = [this, &more, &close] {
+    const bool last = drivers_.fetch_sub(1, std::memory_order_seq_cst) == 1;
+    if (close != Deadline::max()) {
+      ring(bell_);  // whoever sleeps here does not know of it
+    }
+    if (last && (more || left_to_drivers_.load(std::memory_order_seq_cst))) {
       const Turn turn(*this);
       left_to_drivers_.store(false, std::memory_order_relaxed);
       arm();
     }
   };
-  const auto look = [this, &mail, &more] {
+  const auto look = [this, &mail, &more, &close] {
+    close = Deadline::max();
     if (mail.done()) {
       return true;
     }
@@ -96,6 +101,7 @@ bool ShmMailbox::drive(const Mail& mail, Deadline deadline, void (*poll)()) {
       miss(mail.peer_);
     }
     more = pending();
+    close = next_close();
     // Others who wait for what has just ended sleep on the same bell.
     if (std::exchange(ended_some_, false) && drivers_.load(std::memory_order_seq_cst) > 1) {
       ring(bell_);
@@ -104,7 +110,7 @@ bool ShmMailbox::drive(const Mail& mail, Deadline deadline, void (*poll)()) {
   };
   try {
     const Deadline limit = std::min(deadline, mail.deadline_);
-    Waited how = wait_on(bell_, policy_, {limit, nullptr, nullptr, poll}, look);
+    Waited how = wait_on(bell_, policy_, {limit, nullptr, nullptr, poll, nullptr, &close}, look);
     if (how != Waited::kReady && Clock::now() >= mail.deadline_) {
       {
         const Turn turn(*this);
@@ -352,7 +358,8 @@ void ShmMailbox::pump() {
     if (stopping_.load(std::memory_order_seq_cst)) {
       return;
     }
-    const auto idle = [this] {
+    Deadline close = Deadline::max();
+    const auto idle = [this, &close] {
       const Turn turn(*this);
       const bool driven = drivers_.load(std::memory_order_seq_cst) > 0;
       soon_ = driven || !pending() ? std::min(2 * soon_, kSlowest) : kSoonest;
@@ -360,11 +367,14 @@ void ShmMailbox::pump() {
         return true;  // somebody else does it
       }
       progress();
+      close = next_close();
       return !pending();
     };
     while (!idle() && !stopping_.load(std::memory_order_seq_cst)) {
       const WaitPolicy asleep{0, std::chrono::microseconds(0)};
-      (void)wait_on(bell_, asleep, {Clock::now() + std::chrono::milliseconds(50), &stopping_, nullptr, nullptr}, idle);
+      (void)wait_on(bell_, asleep,
+                    {Clock::now() + std::chrono::milliseconds(50), &stopping_, nullptr, nullptr, nullptr, &close},
+                    idle);
       {
         const Turn turn(*this);
         expire();

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -306,12 +307,15 @@ bool Neighbourhood::read(int rank, std::uint64_t address, char* target, std::siz
   const Neighbour& neighbour = job_.at(static_cast<std::size_t>(rank));
   for (std::size_t done = 0; done < bytes;) {
     const std::size_t part = std::min(bytes - done, kReadAtOnce);
-    if (!copy_from(neighbour, address + done, target + done, part)) {
+    const Copied copied = copy_from(neighbour, address + done, target + done, part);
+    if (copied == Copied::kStranger) {
       require_alive(rank, deadline);
       if (control_->has_left(rank)) {
         throw Error(ErrorKind::kRankFailed, str("rank ", rank, " has left the job"),
                     {control_->rank(), rank, -1, "recv"});
       }
+    }
+    if (copied != Copied::kAll) {
       return false;
     }
     done += part;
@@ -322,16 +326,23 @@ bool Neighbourhood::read(int rank, std::uint64_t address, char* target, std::siz
 
 bool Neighbourhood::attaches_to(const Neighbour& neighbour) const {
   char nothing = 0;
-  return attach_ && neighbour.process != 0 && copy_from(neighbour, neighbour.mark_address, &nothing, 1);
+  return attach_ && neighbour.process != 0 && copy_from(neighbour, neighbour.mark_address, &nothing, 1) == Copied::kAll;
 }
 
-bool Neighbourhood::copy_from(const Neighbour& neighbour, std::uint64_t address, char* target, std::size_t bytes) {
+Neighbourhood::Copied Neighbourhood::copy_from(const Neighbour& neighbour, std::uint64_t address, char* target,
+                                               std::size_t bytes) {
   const auto there = [](std::uint64_t at) { return reinterpret_cast<void*>(static_cast<std::uintptr_t>(at)); };
   KeyWord mark{};
   const iovec local[] = {{mark.data(), mark.size()}, {target, bytes}};
   const iovec remote[] = {{there(neighbour.mark_address), mark.size()}, {there(address), bytes}};
   const ssize_t copied = ::process_vm_readv(neighbour.process, local, 2, remote, 2, 0);
-  return copied == static_cast<ssize_t>(mark.size() + bytes) && mark == neighbour.mark;
+  if (copied < static_cast<ssize_t>(mark.size())) {
+    return copied < 0 && errno == EPERM ? Copied::kRefused : Copied::kStranger;
+  }
+  if (mark != neighbour.mark) {
+    return Copied::kStranger;
+  }
+  return copied == static_cast<ssize_t>(mark.size() + bytes) ? Copied::kAll : Copied::kRefused;
 }
 
 std::shared_ptr<Segment> Neighbourhood::segment_of(Neighbour& neighbour, std::uint32_t index, Deadline deadline) {

@@ -90,9 +90,14 @@ class Neighbourhood {
   Neighbourhood(std::shared_ptr<Control> control, bool attach);
   void meet(const std::string& host, const std::vector<int>& members, Deadline deadline);
   [[nodiscard]] bool attaches_to(const Neighbour& neighbour) const;
-  // False where the kernel does not let us, or that process is another one by now.
-  [[nodiscard]] static bool copy_from(const Neighbour& neighbour, std::uint64_t address, char* target,
-                                      std::size_t bytes);
+  // What became of a copy out of another process.
+  enum class Copied : std::uint8_t {
+    kAll,
+    kRefused,   // the kernel does not let us, or not for this memory
+    kStranger,  // there is no such process, or it is another one by now
+  };
+  [[nodiscard]] static Copied copy_from(const Neighbour& neighbour, std::uint64_t address, char* target,
+                                        std::size_t bytes);
   [[nodiscard]] std::string try_to_read(Neighbour& neighbour, const std::string& page, Deadline deadline) const;
   [[nodiscard]] std::shared_ptr<Segment> segment_of(Neighbour& neighbour, std::uint32_t index, Deadline deadline);
   void require_alive(int rank, Deadline deadline) const;

@@ -19,6 +19,8 @@ std::uint32_t patience(std::size_t bytes) {
   return static_cast<std::uint32_t>(std::min<std::size_t>(20'000 + bytes / 16, 100'000) / 64);
 }
 constexpr std::size_t kMostPenalty = 256;
+// A receiver in the midst of a message to this rank is busy with that: it is waited for this many times as long.
+constexpr std::uint32_t kBusy = 10;
 // Of this many messages to a peer one at least is answered by one of its size, where both send to each other.
 constexpr std::size_t kAnswered = 4;
 
@@ -36,12 +38,15 @@ std::optional<std::size_t> ShmMailbox::size_class(const Frame& frame) {
 // behind it, and the ring must have room. Whoever waits for it looks at it until it is closed, if it is shown now.
 bool ShmMailbox::may_be_open(int to, const Outgoing& message, std::size_t size_class) {
   Peer& peer = peer_at(to);
+  if (leaving_ || !message.at_once) {
+    return false;
+  }
   // Each receiver knows what is better for it; of two that send to each other the first decides for both, for a way
   // that fills the caches slows the other down.
-  const bool both = peer.unanswered[size_class]++ < kAnswered && setup_.rank < static_cast<std::size_t>(to);
+  const bool both = peer.unanswered[size_class] <= kAnswered && setup_.rank < static_cast<std::size_t>(to);
   const bool wanted = both ? peer.choices[size_class].second() : peer.shown->wants_open(size_class);
   const std::size_t bytes = std::min(message.mail->view_.bytes, peer.writer->capacity());
-  if (!wanted || !message.at_once || peer.outgoing.size() > 1 || peer.writer->room(bytes) < bytes ||
+  if (!wanted || peer.outgoing.size() > 1 || peer.writer->room(bytes) < bytes ||
       setup_.neighbourhood->is_crowded() ||
       !setup_.neighbourhood->is_read_by(setup_.members[static_cast<std::size_t>(to)])) {
     return false;
@@ -59,21 +64,39 @@ void ShmMailbox::await_reader(Peer& peer) {
   }
 }
 
+// So long the first outgoing message of `peer` stays open yet, in 64 ns; 0 when its time is over.
+std::uint32_t ShmMailbox::stays_open(const Peer& peer) const {
+  if (leaving_ || peer.outgoing.size() > 1) {
+    return 0;
+  }
+  const Frame& frame = peer.outgoing.front().frame;
+  const std::uint32_t limit = patience(frame.bytes) * (peer.incoming ? kBusy : 1);
+  const std::uint32_t waited = stamp_now() - frame.shown;
+  return limit - std::min(waited, limit);
+}
+
+// When the first message that is open has been so for long enough: whoever makes everything progress looks then.
+Deadline ShmMailbox::next_close() const {
+  Deadline first = Deadline::max();
+  for (const Peer& peer : peers_) {
+    // One that is being read ends with a ring.
+    if (!peer.outgoing.empty() && peer.outgoing.front().open && peer.shown->fate() == Fate::kOpen) {
+      first = std::min(first, Clock::now() + std::chrono::nanoseconds(64) * stays_open(peer));
+    }
+  }
+  return first;
+}
+
 bool ShmMailbox::closes(Peer& peer, Fate fate) const {
   Outgoing& first = peer.outgoing.front();
   if (fate == Fate::kBeingRead) {
     return false;
   }
-  if (fate == Fate::kOpen) {
-    const std::uint32_t waited = stamp_now() - first.frame.shown;
-    // In the midst of a message the receiver is busy with that.
-    const bool busy = peer.incoming.has_value() || waited < patience(first.frame.bytes);
-    const bool waits = !leaving_ && peer.outgoing.size() == 1 && busy;
-    if (waits || !peer.shown->close()) {
-      return false;
-    }
+  if (fate == Fate::kOpen && (stays_open(peer) > 0 || !peer.shown->close())) {
+    return false;
   }
   // Its receiver is elsewhere, or cannot read it: what finds room in the ring does not wait for it.
+  peer.penalty = fate == Fate::kUnreadable ? kMostPenalty : peer.penalty;
   peer.keeps_closed = peer.penalty;
   peer.penalty = std::min(2 * peer.penalty, kMostPenalty);
   first.open = false;

@@ -123,11 +123,20 @@ MailPtr ShmMailbox::send(const BufferView& buffer, int peer, std::uint64_t tag, 
     if (is_inline(frame) && frame.bytes > 0) {
       std::memcpy(frame.payload, buffer.data, frame.bytes);
     }
+    if (const auto size = size_class(frame)) {
+      ++to.unanswered[*size];
+    }
     to.outgoing.push_back({frame, mail, to.outgoing.empty()});
     if (to.is_over()) {
       bury();
     } else {
       push(peer);
+    }
+    if (!to.outgoing.empty() && to.outgoing.back().mail == mail) {
+      to.outgoing.back().at_once = false;
+      if (to.outgoing.back().open && !options.awaited) {
+        ring(bell_);  // who looks after this rank's messages, and sleeps, has one more to close
+      }
     }
     arm();
   }

@@ -117,7 +117,7 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   struct Outgoing {
     Frame frame;
     Held mail;             // null for answers
-    bool at_once = false;  // nothing was before it when it was sent
+    bool at_once = false;  // it is being sent, and nothing was before it
     bool begun = false;
     bool open = false;      // the receiver may be reading it
     bool extended = false;  // it was sending when the first patience ended
@@ -199,6 +199,8 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   // Of open messages (open.cpp).
   [[nodiscard]] static std::optional<std::size_t> size_class(const Frame& frame);
   [[nodiscard]] bool may_be_open(int to, const Outgoing& message, std::size_t size_class);
+  [[nodiscard]] std::uint32_t stays_open(const Peer& peer) const;
+  [[nodiscard]] Deadline next_close() const;
   // Whether the bytes of the first outgoing message, an open one that has not been read, go through the ring.
   [[nodiscard]] bool closes(Peer& peer, Fate fate) const;
   static void await_reader(Peer& peer);
