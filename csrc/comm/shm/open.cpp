@@ -46,8 +46,7 @@ bool ShmMailbox::may_be_open(int to, const Outgoing& message, std::size_t size_c
   const bool both = peer.unanswered[size_class] <= kAnswered && setup_.rank < static_cast<std::size_t>(to);
   const bool wanted = both ? peer.choices[size_class].second() : peer.shown->wants_open(size_class);
   const std::size_t bytes = std::min(message.mail->view_.bytes, peer.writer->capacity());
-  if (!wanted || peer.outgoing.size() > 1 || peer.writer->room(bytes) < bytes ||
-      setup_.neighbourhood->is_crowded() ||
+  if (!wanted || peer.outgoing.size() > 1 || peer.writer->room(bytes) < bytes || setup_.neighbourhood->is_crowded() ||
       !setup_.neighbourhood->is_read_by(setup_.members[static_cast<std::size_t>(to)])) {
     return false;
   }
