@@ -45,20 +45,26 @@ class Choice {
   static constexpr std::size_t kTrial = 8;  // times: caches have to fill with what the other way needs
   // Messages between two trials.
   static constexpr std::size_t kShortest = 8;
-  static constexpr std::size_t kLongest = 512;
+  static constexpr std::size_t kLongest = 1024;
   static constexpr std::size_t kLongestTrial = 32;
   static constexpr std::uint32_t kClosely = 4;  // so many times as long as they take themselves
   static constexpr std::size_t kLoose = 8;      // as many that are not close, one after the other
 
   void take(bool second, std::uint32_t time) noexcept {
     if (second == better_) {
+      // Of the last kTrial at least, as of the other: what was before may have been another program.
+      if (++leasts_ > kTrial) {
+        before_ = std::exchange(least_, UINT32_MAX);
+        leasts_ = 1;
+      }
       least_ = std::min(least_, time);
     } else if (trying_) {
       trial_ = std::min(trial_, time);
       if (++trials_ < kTrial) {
         return;
       }
-      if (trial_ < least_ - least_ / 10) {
+      const std::uint32_t known = std::min(least_, before_);
+      if (trial_ < known - known / 10) {
         better_ = !better_;
         pause_ = kShortest;
       } else {
@@ -70,7 +76,10 @@ class Choice {
 
   void begin(bool trial) noexcept {
     trying_ = trial;
-    least_ = trial ? least_ : UINT32_MAX;
+    if (!trial) {
+      least_ = before_ = UINT32_MAX;
+      leasts_ = 0;
+    }
     trial_ = UINT32_MAX;
     trials_ = 0;
     seen_ = 0;
@@ -78,7 +87,9 @@ class Choice {
 
   bool better_ = false;
   bool trying_ = false;
-  std::uint32_t least_ = UINT32_MAX;  // of the better way, since the last trial
+  std::uint32_t least_ = UINT32_MAX;   // of the better way, of the last leasts_ times
+  std::uint32_t before_ = UINT32_MAX;  // of kTrial before them, since the last trial
+  std::size_t leasts_ = 0;
   std::uint32_t trial_ = UINT32_MAX;  // of the other
   std::size_t trials_ = 0;
   std::size_t seen_ = 0;  // since this trial began, or the last one ended
