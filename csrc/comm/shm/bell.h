@@ -81,7 +81,7 @@ struct Patience {
   const std::atomic<bool>* interrupted = nullptr;
   // Likewise: the rank that is waited for has left, and what it published before is all that will come.
   const std::atomic<bool>* departed = nullptr;
-  // Called about twenty times a second; may throw.
+  // Called at most twenty times a second; may throw.
   void (*poll)() = nullptr;
   // As `departed`, of this communicator only: Bell::gone of that rank.
   const std::atomic<Gone>* gone = nullptr;
@@ -125,6 +125,7 @@ template <typename Ready>
     vain += now - before < policy.vain ? 1 : 0;
   } while (now < yields_end && vain < policy.vain_yields);
   constexpr auto kSlice = std::chrono::milliseconds(50);
+  Deadline next_poll = now + kSlice;
   for (;;) {
     bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
     const std::uint32_t rings = bell.rings.load(std::memory_order_seq_cst);
@@ -132,7 +133,7 @@ template <typename Ready>
     const bool stop = interrupted();
     if (!now_ready && !stop) {
       const Deadline next_look = patience.next_look != nullptr ? *patience.next_look : patience.deadline;
-      sleep_on(bell, rings, std::min({patience.deadline, next_look, Clock::now() + kSlice}));
+      sleep_on(bell, rings, std::min({patience.deadline, next_look, next_poll}));
     }
     bell.sleepers.fetch_sub(1, std::memory_order_seq_cst);
     if (now_ready || ready()) {
@@ -141,11 +142,15 @@ template <typename Ready>
     if (stop || interrupted()) {
       return Waited::kInterrupted;
     }
-    if (Clock::now() >= patience.deadline) {
+    now = Clock::now();
+    if (now >= patience.deadline) {
       return Waited::kTimedOut;
     }
-    if (patience.poll != nullptr) {
-      patience.poll();
+    if (now >= next_poll) {
+      next_poll = now + kSlice;
+      if (patience.poll != nullptr) {
+        patience.poll();
+      }
     }
   }
 }

@@ -52,7 +52,7 @@ class Choice {
 
   void take(bool second, std::uint32_t time) noexcept {
     if (second == better_) {
-      // Of the last kTrial at least, as of the other: what was before may have been another program.
+      // Of the last kTrial or more, if there were as many: what was before may have been another program.
       if (++leasts_ > kTrial) {
         before_ = std::exchange(least_, UINT32_MAX);
         leasts_ = 1;

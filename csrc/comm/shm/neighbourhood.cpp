@@ -337,7 +337,7 @@ Neighbourhood::Copied Neighbourhood::copy_from(const Neighbour& neighbour, std::
   const iovec remote[] = {{there(neighbour.mark_address), mark.size()}, {there(address), bytes}};
   const ssize_t copied = ::process_vm_readv(neighbour.process, local, 2, remote, 2, 0);
   if (copied < static_cast<ssize_t>(mark.size())) {
-    return copied < 0 && errno == EPERM ? Copied::kRefused : Copied::kStranger;
+    return copied < 0 && errno != ESRCH && errno != EFAULT ? Copied::kRefused : Copied::kStranger;
   }
   if (mark != neighbour.mark) {
     return Copied::kStranger;

@@ -50,8 +50,9 @@ bool ShmMailbox::may_be_open(int to, const Outgoing& message, std::size_t size_c
       !setup_.neighbourhood->is_read_by(setup_.members[static_cast<std::size_t>(to)])) {
     return false;
   }
-  peer.keeps_closed -= peer.keeps_closed > 0 ? 1 : 0;
-  return peer.keeps_closed == 0;
+  const bool closed = peer.keeps_closed > 0;
+  peer.keeps_closed -= closed ? 1 : 0;
+  return !closed;
 }
 
 // Something has come from the receiver of an open message: it was busy with that, and looks at the message next,

@@ -151,7 +151,7 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
     bool exposed = false;  // the sender may write to the mail's memory at any time
   };
   static constexpr std::size_t kSizeClasses = 7;  // from kLeastOpen on, each twice as large
-  static constexpr std::size_t kLeastPenalty = 2;
+  static constexpr std::size_t kLeastPenalty = 1;
   struct Peer {
     std::optional<FrameWriter> shown;
     std::optional<RingWriter> writer;
