@@ -51,6 +51,13 @@ TEST(shm_a_choice_finds_the_quicker_way_and_tries_the_other_less_and_less) {
   CHECK(other.run(2000, first_quicker) < 60);
 }
 
+TEST(shm_a_choice_soon_leaves_a_way_that_takes_much_longer) {
+  Loop loop;
+  const auto takes = [](bool second) { return second ? 100U : 230U; };
+  CHECK(loop.run(150, takes) > 120);
+  CHECK(loop.run(150, takes) > 140);
+}
+
 TEST(shm_a_choice_follows_what_changes) {
   Loop loop;
   for (int i = 0; i < 3; ++i) {

@@ -42,7 +42,8 @@ class Choice {
   }
 
  private:
-  static constexpr std::size_t kTrial = 8;  // times: caches have to fill with what the other way needs
+  // Times: caches have to fill with what the other way needs. Half of them, where that takes half as long again.
+  static constexpr std::size_t kTrial = 8;
   // Messages between two trials.
   static constexpr std::size_t kShortest = 8;
   static constexpr std::size_t kLongest = 1024;
@@ -60,15 +61,16 @@ class Choice {
       least_ = std::min(least_, time);
     } else if (trying_) {
       trial_ = std::min(trial_, time);
-      if (++trials_ < kTrial) {
+      const std::uint32_t known = std::min(least_, before_);
+      const bool lost = ++trials_ >= kTrial / 2 && trial_ / 3 > known / 2;
+      if (trials_ < kTrial && !lost) {
         return;
       }
-      const std::uint32_t known = std::min(least_, before_);
       if (trial_ < known - known / 10) {
         better_ = !better_;
         pause_ = kShortest;
       } else {
-        pause_ = std::min(2 * pause_, kLongest);
+        pause_ = std::min(4 * pause_, kLongest);
       }
       begin(false);
     }
