@@ -291,14 +291,10 @@ class Channel:
         self._issue = self._sender._edge.send
         self._take = self._receiver._edge.take
         self._wire_dtype = wire_dtype
+        # Of hpcomm.nn: the numbers of messages, which their gradients carry as well.
         self._numbers = {"sent": 0, "received": 0}
         # The last to go when a channel is dropped, on both ends in one order: NCCL may wait for the peer to end each.
         self._lanes = (up, down)
-
-    def _take_number(self, what: str) -> int:
-        """The number of the next message of hpcomm.nn in a direction, which its gradients carry as well."""
-        self._numbers[what] += 1
-        return self._numbers[what] - 1
 
     def send(self, tree: object, *, wire_dtype: WireDtype = None) -> Work:
         """Issues ``tree`` and returns; its tensors must not be written before the Work has ended. It goes out also when
@@ -338,9 +334,10 @@ class Channel:
         return self._receiver.recv()
 
     def expect(self, tree: object) -> None:
-        """From now on messages that come must have the structure of ``tree``, and tensors of its dtypes and shapes.
+        """From now on messages that come must have tensors where ``tree`` has them, of their dtypes and shapes.
 
-        ``tree`` may hold tensors of any device, ``meta`` included; their values, and numbers and strings, do not count.
-        Any other message is a SchemaMismatch on both ranks that names the first leaf which differs.
+        ``tree`` may hold tensors of any device, ``meta`` included. Their values do not count, nor does what stands
+        around them: numbers, strings, None, and whether a place is in a list or a tuple. Any other message is a
+        SchemaMismatch on both ranks that names the first leaf which differs.
         """
         self._receiver.expect(tree)

@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from hpcomm import _C
-from hpcomm.errors import InvalidArgument
+from hpcomm.errors import InvalidArgument, ProtocolError, SchemaMismatch
 
 if TYPE_CHECKING:
     from hpcomm.channel import Channel
@@ -57,11 +57,19 @@ def recv(channel: Channel) -> Any:
     one that was received under ``torch.no_grad()``, so evaluate under it on both ranks. ``torch.autograd.grad`` with
     respect to what was received sends nothing. Sparse gradients travel dense.
 
+    After TimedOut or Ctrl-C the next call goes on with that message, as :meth:`hpcomm.Channel.recv` does.
+
     Raises:
         what :meth:`hpcomm.Channel.recv` raises.
     """
-    number = channel._take_number("received")
-    structure, tensors = _C.flatten(channel._receiver.take(number))
+    number = channel._numbers["received"]
+    try:
+        message = channel._receiver.take(number)
+    except (SchemaMismatch, ProtocolError):
+        channel._numbers["received"] += 1  # that message is gone
+        raise
+    channel._numbers["received"] += 1
+    structure, tensors = _C.flatten(message)
     # An input that requires a gradient makes the outputs do so; it gets none.
     anchor = torch.empty(0, requires_grad=True, device=tensors[0].device if tensors else None)
     outputs = _Recv.apply(channel, number, anchor, *tensors) if tensors else ()  # type: ignore[no-untyped-call]
@@ -72,8 +80,9 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, channel: Channel, tree: object, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.channel = channel
-        ctx.number = channel._take_number("sent")
+        ctx.number = channel._numbers["sent"]
         channel._sender.send(tree, ctx.number)
+        channel._numbers["sent"] += 1  # what is refused does not go
         return torch.zeros((), device=tensors[0].device if tensors else None)
 
     @staticmethod

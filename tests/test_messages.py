@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any, NamedTuple
 
 import pytest
@@ -127,6 +127,13 @@ def test_what_the_other_rank_cannot_find_is_refused() -> None:
 
     with pytest.raises(hpcomm.InvalidArgument, match="defined inside a function"):
         flatten([Local(1)])
+    unnamed = dataclasses.make_dataclass("Unnamed", ["value"])
+    with pytest.raises(hpcomm.InvalidArgument, match=r"message\[0\]: .*:Unnamed is not the class"):
+        flatten([unnamed(1)])
+    other = namedtuple("Pair", "a b")  # noqa: PYI024 - under a name that a module has for another class
+    other.__module__, other.__qualname__ = Hidden.__module__, Hidden.__qualname__
+    with pytest.raises(hpcomm.InvalidArgument, match=r"message\['h'\]: .*:Hidden is not the class"):
+        flatten({"h": other(1, 2)})
 
 
 def test_no_code_of_a_class_runs() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 
 import pytest
 import ranks
@@ -282,3 +283,57 @@ def no_gradient_at_all() -> None:
 @pytest.mark.parametrize("env", TRANSPORTS.values(), ids=TRANSPORTS)
 def test_most_tensors_have_no_gradient(env: dict[str, str]) -> None:
     ranks.run(2, no_gradient_at_all, env=env)
+
+
+def refused_sends() -> None:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, max_bytes=4096)
+        for i in range(3):
+            if mesh.rank == 0:
+                with pytest.raises(hpcomm.InvalidArgument, match="sparse"):
+                    hpcomm.nn.send(channel, torch.eye(2).to_sparse())
+                with pytest.raises(hpcomm.InvalidArgument, match="takes up to 4096"):
+                    hpcomm.nn.send(channel, torch.ones(4096))
+                x = torch.full((2,), float(i), requires_grad=True)
+                hpcomm.nn.send(channel, x).backward()
+                assert x.grad is not None
+                assert x.grad.tolist() == [i + 1.0, i + 1.0]
+            else:
+                (hpcomm.nn.recv(channel) * (i + 1)).sum().backward()
+
+
+@pytest.mark.parametrize("env", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_a_message_that_was_not_sent_has_no_number(env: dict[str, str]) -> None:
+    ranks.run(2, refused_sends, env=env)
+
+
+class Alarm(Exception):
+    pass
+
+
+def interrupted_recvs() -> None:
+    def ring(*_: object) -> None:
+        raise Alarm
+
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        for i in range(3):
+            if mesh.rank == 0:
+                mesh.world.barrier()
+                x = torch.full((2,), float(i), requires_grad=True)
+                hpcomm.nn.send(channel, x).backward()
+                assert x.grad is not None
+                assert x.grad.tolist() == [i + 1.0, i + 1.0]
+            else:
+                before = signal.signal(signal.SIGALRM, ring)
+                signal.setitimer(signal.ITIMER_REAL, 0.2)
+                with pytest.raises(Alarm):
+                    hpcomm.nn.recv(channel)
+                signal.signal(signal.SIGALRM, before)
+                mesh.world.barrier()
+                (hpcomm.nn.recv(channel) * (i + 1)).sum().backward()
+
+
+def test_an_interrupted_recv_can_be_repeated() -> None:
+    # Over shared memory the interrupted receiver ends its direction: docs/explanation/channel.md.
+    ranks.run(2, interrupted_recvs, env=TRANSPORTS["gloo"])

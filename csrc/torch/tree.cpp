@@ -23,6 +23,29 @@ std::string name_of(PyTypeObject* type) {
              py::str(handle.attr("__qualname__")).cast<std::string>());
 }
 
+// What this program has under a name_of(), if it is imported already: a peer must not make us import anything. Or null.
+py::object named(const std::string& name) {
+  const std::size_t colon = name.find(':');
+  py::object found;
+  if (colon != std::string::npos) {
+    const py::dict modules = py::module_::import("sys").attr("modules");
+    const py::str module(name.substr(0, colon));
+    if (modules.contains(module)) {
+      found = modules[module];
+      std::string_view rest = std::string_view(name).substr(colon + 1);
+      while (found && !rest.empty()) {
+        const std::size_t dot = rest.find('.');
+        const std::string part(rest.substr(0, dot));
+        rest = dot == std::string_view::npos ? std::string_view() : rest.substr(dot + 1);
+        // Not by getattr(): a module's __getattr__ may import.
+        const py::object members = py::getattr(found, "__dict__", py::dict());
+        found = members.contains(part) ? py::object(members[py::str(part)]) : py::object();
+      }
+    }
+  }
+  return found;
+}
+
 class Flattener {
  public:
   explicit Flattener(FlatTree& flat) : flat_(flat) {}
@@ -228,6 +251,9 @@ class Flattener {
     if (name.find("<locals>") != std::string::npos) {
       refuse(str(name, " is defined inside a function, where the other rank cannot find it"));
     }
+    if (named(name).ptr() != reinterpret_cast<PyObject*>(Py_TYPE(node))) {
+      refuse(str(name, " is not the class that its module has under that name, where the other rank looks for it"));
+    }
     put_text(name);
   }
 
@@ -244,26 +270,8 @@ class Flattener {
   FlatTree& flat_;
 };
 
-// The class `name` of this program, if it is imported already: a peer must not make us import anything.
 py::object find_class(const std::string& name) {
-  const std::size_t colon = name.find(':');
-  py::object found;
-  if (colon != std::string::npos) {
-    const py::dict modules = py::module_::import("sys").attr("modules");
-    const py::str module(name.substr(0, colon));
-    if (modules.contains(module)) {
-      found = modules[module];
-      std::string_view rest = std::string_view(name).substr(colon + 1);
-      while (found && !rest.empty()) {
-        const std::size_t dot = rest.find('.');
-        const std::string part(rest.substr(0, dot));
-        rest = dot == std::string_view::npos ? std::string_view() : rest.substr(dot + 1);
-        // Not by getattr(): a module's __getattr__ may import.
-        const py::object members = py::getattr(found, "__dict__", py::dict());
-        found = members.contains(part) ? py::object(members[py::str(part)]) : py::object();
-      }
-    }
-  }
+  py::object found = named(name);
   if (!found || PyType_Check(found.ptr()) == 0) {
     throw Error(ErrorKind::kSchemaMismatch,
                 str("the message holds a ", name, ", which this rank's program has not imported"));
