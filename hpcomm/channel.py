@@ -291,10 +291,19 @@ class Channel:
         self._issue = self._sender._edge.send
         self._take = self._receiver._edge.take
         self._wire_dtype = wire_dtype
-        # Of hpcomm.nn: the numbers of messages, which their gradients carry as well.
         self._numbers = {"sent": 0, "received": 0}
         # The last to go when a channel is dropped, on both ends in one order: NCCL may wait for the peer to end each.
         self._lanes = (up, down)
+
+    def _take_number(self, what: str) -> int:
+        """The number of the next message of hpcomm.nn in a direction, which its gradients carry as well."""
+        self._numbers[what] += 1
+        return self._numbers[what] - 1
+
+    def _give_back(self, what: str, number: int) -> None:
+        """For a message that did not go or come, unless another thread or a signal's handler has taken the next one."""
+        if self._numbers[what] == number + 1:
+            self._numbers[what] = number
 
     def send(self, tree: object, *, wire_dtype: WireDtype = None) -> Work:
         """Issues ``tree`` and returns; its tensors must not be written before the Work has ended. It goes out also when

@@ -62,13 +62,14 @@ def recv(channel: Channel) -> Any:
     Raises:
         what :meth:`hpcomm.Channel.recv` raises.
     """
-    number = channel._numbers["received"]
+    number = channel._take_number("received")
     try:
         message = channel._receiver.take(number)
     except (SchemaMismatch, ProtocolError):
-        channel._numbers["received"] += 1  # that message is gone
+        raise  # that message is gone
+    except BaseException:
+        channel._give_back("received", number)
         raise
-    channel._numbers["received"] += 1
     structure, tensors = _C.flatten(message)
     # An input that requires a gradient makes the outputs do so; it gets none.
     anchor = torch.empty(0, requires_grad=True, device=tensors[0].device if tensors else None)
@@ -80,9 +81,12 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, channel: Channel, tree: object, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.channel = channel
-        ctx.number = channel._numbers["sent"]
-        channel._sender.send(tree, ctx.number)
-        channel._numbers["sent"] += 1  # what is refused does not go
+        ctx.number = channel._take_number("sent")
+        try:
+            channel._sender.send(tree, ctx.number)
+        except BaseException:
+            channel._give_back("sent", ctx.number)
+            raise
         return torch.zeros((), device=tensors[0].device if tensors else None)
 
     @staticmethod
