@@ -32,6 +32,12 @@ def require_schema(schema: str) -> bool:
     return schema == "frozen"
 
 
+def require_wire_dtype(wire_dtype: WireDtype) -> None:
+    """Raises InvalidArgument for a dtype that nothing is cast to; what a function says is seen at each message."""
+    if wire_dtype is not None and not callable(wire_dtype):
+        _C.require_wire_dtype(wire_dtype)
+
+
 class _End(NamedTuple):
     """Where a sending end is."""
 
@@ -112,6 +118,7 @@ class Sender:
         direct_from: int = 0,
     ) -> None:
         self._wire_dtype = wire_dtype
+        require_wire_dtype(wire_dtype)
         self._edge: SendEdge = _C.SendEdge(
             communicator,
             peer,
@@ -184,6 +191,10 @@ class Receiver:
         """The next message: as ``recv(microbatch).wait()``, without a change of threads where nothing is before it."""
         return self._edge.take(microbatch)
 
+    def take_answer(self, microbatch: int, sent: Sender) -> Any:
+        """``take(microbatch)`` of what the peer answers to a message of ``sent``, unless it refused that."""
+        return self._edge.take_answer(microbatch, sent._edge)
+
     def expect(self, tree: object) -> None:
         """From now on messages must be like ``tree``; see :meth:`Channel.expect`."""
         self._edge.expect(tree)
@@ -238,7 +249,7 @@ class Channel:
     at it; a collective that stands between a send and a receipt on both sides then ends in TimedOut.
 
     Raises:
-        InvalidArgument: no such peer, or an unknown schema.
+        InvalidArgument: no communicator, no such peer, an unknown schema, or a ``wire_dtype`` there is no cast to.
         TimedOut: the peer has not made its end.
     """
 
@@ -255,6 +266,11 @@ class Channel:
         direct_from: int = 0,
     ) -> None:
         require_schema(schema)
+        require_wire_dtype(wire_dtype)
+        if not isinstance(communicator, _C.Communicator):
+            raise InvalidArgument(
+                f"Channel: expected a communicator, such as mesh.pp, got {type(communicator).__name__}"
+            )
         rank = communicator.rank
         if peer == rank or not 0 <= peer < communicator.size:
             raise InvalidArgument(f"Channel: rank {rank} of {communicator.size} has no peer {peer}")
@@ -343,10 +359,11 @@ class Channel:
         return self._receiver.recv()
 
     def expect(self, tree: object) -> None:
-        """From now on messages that come must have tensors where ``tree`` has them, of their dtypes and shapes.
+        """From now on messages that come must be built like ``tree``.
 
-        ``tree`` may hold tensors of any device, ``meta`` included. Their values do not count, nor does what stands
-        around them: numbers, strings, None, and whether a place is in a list or a tuple. Any other message is a
+        They must have its lists, tuples, dicts (with these keys, in this order) and classes, and in their places
+        tensors of its dtypes and shapes, None, and numbers and strings of its types. ``tree`` may hold tensors of any
+        device, ``meta`` included. Values do not count, nor does ``requires_grad``. Any other message is a
         SchemaMismatch on both ranks that names the first leaf which differs.
         """
         self._receiver.expect(tree)

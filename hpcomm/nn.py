@@ -40,7 +40,9 @@ def send(channel: Channel, tree: object) -> torch.Tensor:
         ``torch.no_grad()``, it has no graph, and the receiver sends nothing back.
 
     Raises:
-        SchemaMismatch: in the backward, when the receiver's backwards run in another order than the sender's.
+        SchemaMismatch: in the backward, when the receiver's backwards run in another order than the sender's; or when
+            the receiver refused a message, and raised the same there.
+        ProtocolError: likewise, for one that came damaged.
         InvalidArgument: in a backward through the backward (``create_graph=True``), which would need both ranks.
     """
     structure, tensors = _C.flatten(tree)
@@ -91,7 +93,8 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        taken = [None if g is None else g.detach() for g in ctx.channel._receiver.take(ctx.number)]
+        answer = ctx.channel._receiver.take_answer(ctx.number, ctx.channel._sender)
+        taken = [None if g is None else g.detach() for g in answer]
         if torch.is_grad_enabled():  # create_graph=True; once_differentiable takes what came for a constant
             taken = [None if g is None else _Last.apply(g.requires_grad_()) for g in taken]  # type: ignore[no-untyped-call]
         gradients = iter(taken)

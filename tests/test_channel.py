@@ -782,7 +782,7 @@ def frozen_names_the_leaf() -> None:
                     r"message\['n'\], where nothing is expected",
                 ),
                 ({"a": torch.zeros(2), "b": torch.zeros(3), "k": ["u"]}, r"message\['k'\]\[0\]: another value"),
-                ({"a": torch.zeros(2), "b": torch.zeros(3), "k": "u"}, r"message\['k'\]: another value"),
+                ({"a": torch.zeros(2), "b": torch.zeros(3), "k": "u"}, r"message\['k'\] is a str where a list is"),
                 ({"a": torch.zeros(2), "b": torch.zeros(3)}, r"message\['k'\] is missing"),
             ):
                 with pytest.raises(hpcomm.SchemaMismatch, match=words):

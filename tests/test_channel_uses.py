@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import signal
+import sys
 import threading
 import time
 from typing import Any
@@ -216,6 +218,11 @@ def others_than_expected() -> None:
                 ({"a": x, "h": [x.int(), x]}, r"message\['h'\]\[1\]: float32\[3\], where nothing is expected"),
                 ({"b": x, "h": [x.int(), None]}, r"message\['b'\] where message\['a'\] is expected"),
                 ({"a": [x], "h": [x.int(), None]}, r"message\['a'\]\[0\] where message\['a'\] is expected"),
+                ({"a": x, "h": (x.int(), None)}, r"message\['h'\] is a tuple where a list is expected"),
+                (collections.OrderedDict(wanted), r"message is an OrderedDict where a dict is expected"),
+                ({"a": x, "h": [x.int(), 0]}, r"message\['h'\]\[1\] is an int where None is expected"),
+                ({"a": x, "h": [x.int()]}, r"message\['h'\]\[1\] is missing"),
+                ({"a": x, "h": [x.int(), None], "n": 1}, r"message\['n'\], where nothing is expected"),
             ),
             start=3,
         ):
@@ -234,6 +241,88 @@ def others_than_expected() -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_both_ends_are_told_edge_microbatch_and_leaf(transport: str) -> None:
     ranks.run(2, others_than_expected, env=TRANSPORTS[transport])
+
+
+@dataclasses.dataclass
+class Values:
+    count: int
+    rate: float
+    name: str
+    on: bool
+    x: torch.Tensor
+
+
+def others_in_values_alone() -> None:
+    """What expect() lets through: other numbers and texts, gradients, casts. A later call counts for known schemas."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        x = torch.ones(3)
+        trees = [Values(1, 0.5, "a", True, x), Values(2**70, 1.5, "bc", False, x.clone().requires_grad_())]
+        if mesh.rank == 0:
+            for tree in trees * 2:
+                channel.send(tree)
+            channel.send(trees[1], wire_dtype=torch.bfloat16)
+            mesh.world.barrier()
+            with pytest.raises(
+                hpcomm.SchemaMismatch, match=r"rank 1 refused .*: message\.rate is a float where an int"
+            ):
+                send_until_told(channel, trees[0])
+        else:
+            channel.expect(Values(0, 0.0, "", False, torch.empty(3, device="meta")))
+            for tree in [*trees * 2, trees[1]]:
+                got = channel.recv()
+                assert (got.count, got.name, got.x.requires_grad) == (tree.count, tree.name, tree.x.requires_grad)
+            mesh.world.barrier()
+            channel.expect(Values(0, 0, "", False, torch.empty(3, device="meta")))  # type: ignore[arg-type]
+            with pytest.raises(hpcomm.SchemaMismatch, match=r"message\.rate is a float where an int is expected"):
+                channel.recv()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_values_may_be_others_than_expected(transport: str) -> None:
+    ranks.run(2, others_in_values_alone, env=TRANSPORTS[transport])
+
+
+def a_class_that_is_not_here(way: str) -> None:
+    """Told on both ends, with its place; the other direction stays usable."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        words = (
+            r"edge 0->1, microbatch -1: message\['v'\]\[1\]: a .*:Values, which this rank's program has not imported"
+        )
+        if mesh.rank == 0:
+            with pytest.raises(hpcomm.SchemaMismatch, match=f"rank 1 refused a message of this rank: {words}"):
+                send_until_told(channel, {"v": [0, Values(1, 0.5, "a", True, torch.ones(3))]})
+            assert torch.equal(channel.recv(), torch.ones(2))
+        else:
+            with pytest.MonkeyPatch.context() as here:
+                here.delattr(sys.modules[Values.__module__], "Values")
+                for _ in range(2):
+                    with pytest.raises(hpcomm.SchemaMismatch, match=words):
+                        _ = channel.recv() if way == "recv" else channel.irecv().wait()
+            channel.send(torch.ones(2)).wait()
+
+
+@pytest.mark.parametrize("way", ["recv", "irecv"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_class_that_is_not_here_is_told_to_both(transport: str, way: str) -> None:
+    ranks.run(2, a_class_that_is_not_here, way, env=TRANSPORTS[transport])
+
+
+def wrong_channels() -> None:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        with pytest.raises(hpcomm.InvalidArgument, match="expected a communicator, such as mesh.pp, got Mesh"):
+            hpcomm.Channel(mesh, 1 - mesh.rank)  # type: ignore[arg-type]
+        with pytest.raises(hpcomm.InvalidArgument, match="wire_dtype: Int is no real floating point type"):
+            hpcomm.Channel(mesh.pp, 1 - mesh.rank, wire_dtype=torch.int32)
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)  # the others left nothing half made
+        work = channel.send(torch.full((2,), float(mesh.rank)))
+        assert channel.recv().tolist() == [1.0 - mesh.rank] * 2
+        work.wait()
+
+
+def test_channels_that_cannot_be() -> None:
+    ranks.run(2, wrong_channels)
 
 
 # --- threads and signals ---------------------------------------------------------------------------------------------

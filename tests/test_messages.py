@@ -136,6 +136,27 @@ def test_what_the_other_rank_cannot_find_is_refused() -> None:
         flatten({"h": other(1, 2)})
 
 
+@dataclasses.dataclass
+class Failure(Exception):  # noqa: N818
+    value: int
+
+
+def test_a_dataclass_that_is_more_than_fields_is_refused() -> None:
+    with pytest.raises(
+        hpcomm.InvalidArgument,
+        match=r"message\['e'\]: Failure is a dataclass made from BaseException|made from Exception",
+    ):
+        flatten({"e": Failure(1)})
+
+
+def test_a_tree_that_holds_itself_is_refused_in_a_line() -> None:
+    tree: list[Any] = []
+    tree.append(tree)
+    with pytest.raises(hpcomm.InvalidArgument, match="is deeper than 200 levels") as refused:
+        flatten(tree)
+    assert len(str(refused.value)) < 300
+
+
 def test_no_code_of_a_class_runs() -> None:
     made = object.__new__(Frozen)
     object.__setattr__(made, "value", "forbidden")

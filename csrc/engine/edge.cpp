@@ -57,13 +57,15 @@ bool SendEdge::is_under_way() const {
   return !under_way_.empty() || route_->is_looked_for();
 }
 
+void SendEdge::check_refused() const { refusal_->check_sometimes(); }
+
 WorkPtr SendEdge::send(const Schema& schema, std::vector<Source> tensors, Keepalive keepalive, int microbatch) {
   return send(encode_schema(schema), std::move(tensors), std::move(keepalive), microbatch);
 }
 
 WorkPtr SendEdge::send(std::string_view schema, std::vector<Source> tensors, Keepalive keepalive, int microbatch) {
   Communicator& communicator = *config_.communicator;
-  refusal_->check_sometimes();
+  check_refused();
   Outgoing message;
   bool first = false;
   if (last_ != nullptr && last_->bytes == schema) {
@@ -201,8 +203,8 @@ KnownPtr Inbound::accept(const MessageHeader& header, std::string_view schema, s
     const std::lock_guard lock(expected_mutex);
     wanted = expected;
   }
-  if (wanted != nullptr) {
-    const std::string differs = difference(known->schema, *wanted, Compare::kLeaves);
+  if (wanted != nullptr && (wanted != found_like || known != current)) {
+    const std::string differs = difference(known->schema, *wanted, Compare::kKinds);
     if (!differs.empty()) {
       throw Error(ErrorKind::kSchemaMismatch,
                   str(name(), ", microbatch ", header.microbatch, ": this rank expects another message: ", differs),
@@ -210,6 +212,7 @@ KnownPtr Inbound::accept(const MessageHeader& header, std::string_view schema, s
     }
   }
   current = known;
+  found_like = wanted;
   return known;
 }
 
@@ -300,6 +303,13 @@ Receipt RecvEdge::recv(int microbatch, const OpOptions& options, const Meanwhile
     sequence_.compare_exchange_strong(next, sequence);
     throw;
   }
+}
+
+std::string RecvEdge::name() const { return route_->inbound().name(); }
+
+void RecvEdge::refuse(const Error& why) {
+  route_->inbound().refusal.tell(why);
+  config_.communicator->abort(why);
 }
 
 void RecvEdge::expect(std::shared_ptr<const Schema> schema) {

@@ -80,6 +80,9 @@ class SendEdge {
   // Whether the receiver would miss a message if this, and with it perhaps the communicator, went away now. On CPUs;
   // by one thread at a time, as send().
   [[nodiscard]] bool is_under_way() const;
+  // Throws what the receiver refused an earlier message for. It looks a few hundred times a second at most. By any
+  // thread.
+  void check_refused() const;
 
  private:
   EdgeConfig config_;
@@ -100,6 +103,7 @@ struct Incoming {
   Buffer direct;
   Buffer cast;
   Device device;
+  int microbatch = -1;  // of its header, where it has one
 
   [[nodiscard]] const Schema& schema() const noexcept { return known->schema; }
   // Tensor i; null when it has no elements.
@@ -145,8 +149,12 @@ class RecvEdge {
   // inline_when_idle, wants_work and poll count: a caller that is going to wait anyway may do the work itself.
   [[nodiscard]] Receipt recv(int microbatch, const OpOptions& options = {}, const Meanwhile& meanwhile = {});
   // From now on messages must have this structure, these dtypes and shapes: any other is a kSchemaMismatch here and at
-  // the sender. Wire types, requires_grad and values in the structure may be others.
+  // the sender. Wire types, requires_grad and values in the structure may be others (Compare::kKinds).
   void expect(std::shared_ptr<const Schema> schema);
+  // For what the owner finds wrong with a message that has come: ends the edge, here and at the sender, with `why`.
+  // From any thread.
+  void refuse(const Error& why);
+  [[nodiscard]] std::string name() const;  // "edge 0->1"
   [[nodiscard]] Device device() const noexcept { return config_.communicator->device(); }
 
  private:

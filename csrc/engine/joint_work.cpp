@@ -16,17 +16,24 @@ bool JointWork::done() const {
 }
 
 bool JointWork::wait_until(Deadline deadline) const {
-  for (const WorkPtr& part : parts_) {
-    while (!part->wait_until(std::min(deadline, Clock::now() + kRefusalPoll))) {
-      if (refusal_ != nullptr) {
-        refusal_->check();
-      }
-      if (Clock::now() >= deadline) {
-        return false;
+  try {
+    for (const WorkPtr& part : parts_) {
+      while (!part->wait_until(std::min(deadline, Clock::now() + kRefusalPoll))) {
+        if (refusal_ != nullptr) {
+          refusal_->check();
+        }
+        if (Clock::now() >= deadline) {
+          return false;
+        }
       }
     }
+    return true;
+  } catch (const Error&) {
+    if (refusal_ != nullptr) {
+      refusal_->check();  // a receiver that refused it may have left since: that tells more
+    }
+    throw;
   }
-  return true;
 }
 
 void JointWork::check() const {

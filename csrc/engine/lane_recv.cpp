@@ -29,8 +29,12 @@ class LaneRecv final : public RecvRoute {
     Communicator& communicator = inbound_->communicator;
     auto message = std::make_shared<Incoming>();
     message->device = communicator.device();
-    if (options.inline_when_idle && communicator.bytes_in_control() > 0 && communicator.stream().idle()) {
-      if (WorkPtr work = recv_here(sequence, microbatch, options, meanwhile, message)) {
+    // On a GPU the host waits for the header in any case: rather where it looks at signals.
+    const bool on_gpu = communicator.device().type == DeviceType::kCuda;
+    const bool is_idle =
+        options.inline_when_idle && communicator.bytes_in_control() > 0 && communicator.stream().idle();
+    if (on_gpu || is_idle) {
+      if (WorkPtr work = recv_here(sequence, microbatch, options, on_gpu ? Meanwhile{} : meanwhile, message)) {
         return {work, message, sequence};
       }
     }
@@ -247,6 +251,7 @@ class LaneRecv final : public RecvRoute {
       }
       const KnownPtr last = inbound->current;
       message.known = inbound->accept(header, body, sequence, microbatch);
+      message.microbatch = header.microbatch;
       repeats = last != nullptr && (message.known == last || same_but_shapes(message.known->schema, last->schema));
       const Parcel& parcel = message.known->parcel;  // of as many bytes, or it had not been accepted
       window.note(parcel, !payload.empty());

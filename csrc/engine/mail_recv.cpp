@@ -76,11 +76,12 @@ class MailRecv final : public RecvRoute {
             inbound->communicator.ended_by(why, inbound->communicator.context("recv", inbound->peer, sequence))));
         std::rethrow_exception(inbound->broken);
       } catch (...) {
-        inbound->fail(std::current_exception());
         // The caller's poll() threw: a signal, most likely. The sender may have gone on without us.
-        inbound->communicator.abort(Error(ErrorKind::kClosed,
-                                          str(inbound->name(), ": recv #", sequence, " was interrupted on this rank"),
-                                          inbound->communicator.context("recv", inbound->peer, sequence)));
+        const Error ended(ErrorKind::kClosed,
+                          str(inbound->name(), ": recv #", sequence, " was interrupted on this rank"),
+                          inbound->communicator.context("recv", inbound->peer, sequence));
+        inbound->fail(std::make_exception_ptr(ended));
+        inbound->communicator.abort(ended);
         throw;
       }
     }
@@ -90,6 +91,7 @@ class MailRecv final : public RecvRoute {
       std::optional<MessageHeader> header;
       if (inbound->needs_header(sequence)) {
         header = next_header(sequence, microbatch, deadline, meanwhile);
+        message.microbatch = header->microbatch;
       }
       message.known = inbound->current;
       const Parcel& parcel = message.known->parcel;

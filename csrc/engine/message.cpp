@@ -235,7 +235,7 @@ std::string difference(const Schema& found, const Schema& expected, Compare what
     if (one.dtype != other.dtype || one.shape != other.shape) {
       return str(found_names[i], ": ", one.to_text(), " instead of ", other.to_text());
     }
-    if (what == Compare::kLeaves) {
+    if (what == Compare::kKinds) {
       continue;
     }
     if (one.cast != other.cast) {
@@ -253,13 +253,11 @@ std::string difference(const Schema& found, const Schema& expected, Compare what
   if (expected.tensors.size() > both) {
     return str(expected_names[both], ": ", expected.tensors[both].to_text(), " is missing");
   }
-  const bool same = what == Compare::kLeaves || found.structure == expected.structure;
-  if (same) {
+  if (found.structure == expected.structure) {
     return "";
   }
   try {
-    std::string where = difference_around_tensors(found.structure, expected.structure);
-    return where.empty() ? "the order of the entries around the tensors differs" : where;
+    return difference_in_structure(found.structure, expected.structure, what == Compare::kEverything);
   } catch (const Error&) {
     return "the values or containers around the tensors differ";  // damaged; who reads it finds out
   }

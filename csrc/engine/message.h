@@ -46,8 +46,9 @@ struct Schema {
 };
 
 // How `found` differs from `expected`, by the name of the first leaf that does: "message['h']: float32[4] instead of
-// float32[3]". Empty when structures, dtypes and shapes are the same. kLeaves looks at places, dtypes and shapes alone.
-enum class Compare { kEverything, kLeaves };
+// float32[3]". Empty when structures, dtypes and shapes are the same. kKinds takes no notice of values: of numbers and
+// texts only what they are counts, of tensors neither wire types nor requires_grad.
+enum class Compare { kEverything, kKinds };
 [[nodiscard]] std::string difference(const Schema& found, const Schema& expected, Compare what);
 
 // True when they differ in shapes at most: what was made for one can be given the sizes of the other.

@@ -37,7 +37,7 @@ class SendRoute {
 };
 
 // What a receiving end knows of its edge, and every check of what comes. Touched by the lane alone, or by whoever runs
-// in its order; but for `closed`, `expected` and the constants.
+// in its order; but for `closed`, `expected`, `refusal` and the constants.
 struct Inbound {
   Inbound(const EdgeConfig& config, std::uint64_t edge_id);
 
@@ -68,6 +68,7 @@ struct Inbound {
   std::atomic<bool> closed = false;  // by the owner's thread
   std::mutex expected_mutex;
   std::shared_ptr<const Schema> expected;
+  std::shared_ptr<const Schema> found_like;  // what `current` was last found to be like, if anything was expected
   Refusal refusal;
 };
 

@@ -12,17 +12,53 @@ namespace {
 
 [[noreturn]] void reject(const std::string& why) { throw Error(ErrorKind::kProtocol, "message structure " + why); }
 
-// A node that is no tensor: its place, and its bytes without those of nodes below it and their number.
-struct Other {
+// A node: its place, and its bytes without those of nodes below it and their number.
+struct Visited {
   std::string place;
   std::string_view bytes;
+
+  [[nodiscard]] Node node() const noexcept { return static_cast<Node>(bytes.front()); }
 };
 
-// Visits every node; `names` and `others` may be null.
+// What Python calls a node, as far as it has one word for it: a whole number is an int, however long it is.
+std::string kind_of(const Visited& visited) {
+  switch (visited.node()) {
+    case Node::kTensor:
+      return "a tensor";
+    case Node::kNone:
+      return "None";
+    case Node::kTrue:
+    case Node::kFalse:
+      return "a bool";
+    case Node::kInteger:
+    case Node::kBigInteger:
+      return "an int";
+    case Node::kReal:
+      return "a float";
+    case Node::kComplex:
+      return "a complex";
+    case Node::kText:
+      return "a str";
+    case Node::kList:
+      return "a list";
+    case Node::kTuple:
+      return "a tuple";
+    case Node::kDict:
+      return "a dict";
+    case Node::kOrderedDict:
+      return "an OrderedDict";
+    case Node::kNamedTuple:
+    case Node::kDataclass:
+      return str("a ", visited.bytes.substr(1 + sizeof(std::uint32_t)));  // the name of its class
+  }
+  return "damaged";  // the walk has found all kinds known
+}
+
+// Visits every node; `names` and `visited` may be null, the second where the first is.
 class Walk {
  public:
-  Walk(std::string_view structure, std::vector<std::string>* names, std::vector<Other>* others = nullptr)
-      : structure_(structure), reader_(structure), names_(names), others_(others) {}
+  Walk(std::string_view structure, std::vector<std::string>* names, std::vector<Visited>* visited = nullptr)
+      : structure_(structure), reader_(structure), names_(names), visited_(visited) {}
 
   StructureSummary run() {
     std::string place = "message";
@@ -46,7 +82,7 @@ class Walk {
         if (names_ != nullptr) {
           names_->push_back(place);
         }
-        return;
+        return note(place, begin);
       case Node::kNone:
       case Node::kTrue:
       case Node::kFalse:
@@ -103,8 +139,8 @@ class Walk {
   }
 
   void note(const std::string& place, std::size_t begin) {
-    if (others_ != nullptr) {
-      others_->push_back({place, structure_.substr(begin, structure_.size() - reader_.left() - begin)});
+    if (visited_ != nullptr) {
+      visited_->push_back({place, structure_.substr(begin, structure_.size() - reader_.left() - begin)});
     }
   }
 
@@ -154,7 +190,7 @@ class Walk {
   const std::string_view structure_;
   StructureReader reader_;
   std::vector<std::string>* names_;
-  std::vector<Other>* others_;
+  std::vector<Visited>* visited_;
   StructureSummary summary_;
 };
 
@@ -200,29 +236,37 @@ std::vector<std::string> leaf_names(std::string_view structure) {
   return names;
 }
 
-std::string difference_around_tensors(std::string_view found, std::string_view expected) {
+std::string difference_in_structure(std::string_view found, std::string_view expected, bool values) {
   std::vector<std::string> names;  // so that places have their names
-  std::vector<Other> here;
-  std::vector<Other> there;
+  std::vector<Visited> here;
+  std::vector<Visited> there;
   (void)Walk(found, &names, &here).run();
   (void)Walk(expected, &names, &there).run();
-  std::map<std::string_view, std::string_view> wanted;
-  for (const Other& other : there) {
-    wanted.emplace(other.place, other.bytes);
+  std::multimap<std::string_view, const Visited*> wanted;  // a damaged dict may have a key twice
+  for (const Visited& one : there) {
+    wanted.emplace(one.place, &one);
   }
-  for (const Other& other : here) {
-    const auto same = wanted.find(other.place);
-    if (same == wanted.end()) {
-      return str(other.place, ", where nothing is expected");
+  for (const Visited& one : here) {
+    const auto same = wanted.lower_bound(one.place);
+    if (same == wanted.end() || same->first != one.place) {
+      return str(one.place, ", where nothing is expected");
     }
-    if (same->second != other.bytes) {
-      return str(other.place, ": another value or container than expected");
+    if (const std::string is = kind_of(one), should = kind_of(*same->second); is != should) {
+      return str(one.place, " is ", is, " where ", should, " is expected");
+    }
+    if (values && same->second->bytes != one.bytes) {
+      return str(one.place, ": another value than expected");
     }
     wanted.erase(same);
   }
-  for (const Other& other : there) {
-    if (wanted.count(other.place) > 0) {
-      return str(other.place, " is missing");
+  for (const Visited& one : there) {
+    if (wanted.count(one.place) > 0) {
+      return str(one.place, " is missing");
+    }
+  }
+  for (std::size_t i = 0; i < here.size(); ++i) {  // as many as there
+    if (here[i].place != there[i].place) {
+      return str(here[i].place, " where ", there[i].place, " is expected: the order of the entries differs");
     }
   }
   return "";

@@ -55,9 +55,9 @@ class StructureReader {
 
 // Where each tensor of a structure hangs: "message['hidden'][0]", in order. Throws Error(kProtocol) for damaged bytes.
 [[nodiscard]] std::vector<std::string> leaf_names(std::string_view structure);
-// Where `found` first differs from `expected`, and how, beside tensors: "message['k']: another value or container than
-// expected". Empty when it does not, but for the order of entries.
-[[nodiscard]] std::string difference_around_tensors(std::string_view found, std::string_view expected);
+// Where `found` first differs from `expected`, and how: "message['k'] is a list where a tuple is expected". Empty when
+// it does not. Without `values`, only what numbers and texts are counts. Throws Error(kProtocol) for damaged bytes.
+[[nodiscard]] std::string difference_in_structure(std::string_view found, std::string_view expected, bool values);
 // What there is to know of a structure before it is built, with every check of leaf_names() and no text.
 struct StructureSummary {
   std::size_t tensors = 0;

@@ -167,6 +167,7 @@ class TreeSender {
     return edge_.send(schema_, std::move(sources), std::move(owners), microbatch);
   }
 
+  [[nodiscard]] const SendEdge& edge() const noexcept { return edge_; }
   [[nodiscard]] std::size_t slot_bytes() const { return edge_.slot_bytes(); }
   [[nodiscard]] bool is_under_way() const {
     const Turn turn(mutex_);
@@ -205,6 +206,7 @@ struct DirectTake {
 }  // namespace
 
 void bind_channel(py::module_& module) {
+  module.def("require_wire_dtype", [](py::handle dtype) { (void)wire_dtype(dtype); }, py::arg("dtype"));
   module.def(
       "flatten",
       [](const py::object& tree) {
@@ -219,15 +221,9 @@ void bind_channel(py::module_& module) {
       },
       py::arg("structure"), py::arg("tensors"));
 
-  py::class_<Receipt>(module, "Receipt")
-      .def(
-          "wait",
-          [](const Receipt& receipt, double timeout) {
-            wait_for(*receipt.work, timeout);
-            return to_tree(*receipt.message);
-          },
-          py::arg("timeout") = -1.0)
-      .def("done", [](const Receipt& receipt) { return receipt.work->done(); });
+  py::class_<PendingTree>(module, "Receipt")
+      .def("wait", &PendingTree::wait, py::arg("timeout") = -1.0)
+      .def("done", &PendingTree::done);
 
   const auto slots = py::arg("slots") = EdgeConfig{}.slots;
   const auto slot_bytes = py::arg("slot_bytes") = 0;
@@ -246,17 +242,23 @@ void bind_channel(py::module_& module) {
       .def_property_readonly("slot_bytes", &TreeSender::slot_bytes)
       .def_property_readonly("is_under_way", &TreeSender::is_under_way);
 
-  py::class_<TreeReceiver> receiver(module, "RecvEdge");
+  py::class_<TreeReceiver, std::shared_ptr<TreeReceiver>> receiver(module, "RecvEdge");
   receiver
       .def(py::init([](std::shared_ptr<Communicator> communicator, int peer, bool frozen, std::size_t number,
                        std::size_t size, std::uint64_t most, bool moves) {
-             return std::make_unique<TreeReceiver>(
+             return std::make_shared<TreeReceiver>(
                  make_config(std::move(communicator), peer, frozen, number, size, most, moves));
            }),
            py::arg("communicator"), py::arg("peer"), py::arg("frozen"), py::kw_only(), slots, slot_bytes, max_bytes,
            movable)
       .def("recv", &TreeReceiver::recv, py::arg("microbatch") = -1)
       .def("take", &take, py::arg("microbatch") = -1, py::arg("timeout") = -1.0)
+      .def(
+          "take_answer",
+          [](TreeReceiver& self, int microbatch, const TreeSender& sent) {
+            return self.take_answer(microbatch, sent.edge());
+          },
+          py::arg("microbatch"), py::arg("sent"))
       .def("expect", &TreeReceiver::expect, py::arg("tree"));
   direct::Direct<DirectSend>::put_on(sender);
   direct::Direct<DirectTake>::put_on(receiver);

@@ -2,6 +2,7 @@
 #include "base/error.h"
 
 #include <new>
+#include <string_view>
 
 #include "torch/bindings.h"
 #include "torch/torch_error.h"
@@ -15,7 +16,11 @@ namespace {
 void raise(const Error& error) {
   const py::object type = py::module_::import("hpcomm.errors").attr(to_string(error.kind()));
   const ErrorContext& context = error.context();
-  const py::object instance = type(error.what(), py::arg("rank") = context.rank, py::arg("peer") = context.peer,
+  // It may quote names of a damaged message, or be cut within a character.
+  const std::string_view what = error.what();
+  const auto text = py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeUTF8(what.data(), static_cast<Py_ssize_t>(what.size()), "replace"));
+  const py::object instance = type(text, py::arg("rank") = context.rank, py::arg("peer") = context.peer,
                                    py::arg("operation") = context.operation, py::arg("sequence") = context.sequence);
   PyErr_SetObject(type.ptr(), instance.ptr());
 }

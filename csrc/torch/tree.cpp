@@ -1,14 +1,13 @@
 // Walks Python objects with the C API: a message of 32 tensors is flattened in a microsecond, not in twenty.
-#include "torch/tree.h"
-
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <cstring>
 #include <limits>
 
 #include "base/error.h"
 #include "engine/structure.h"
 #include "torch/tensor.h"
+#include "torch/tree.h"
+#include "torch/tree_place.h"
 
 namespace py = pybind11;
 
@@ -21,29 +20,6 @@ std::string name_of(PyTypeObject* type) {
   const py::handle handle(reinterpret_cast<PyObject*>(type));
   return str(py::str(handle.attr("__module__")).cast<std::string>(), ":",
              py::str(handle.attr("__qualname__")).cast<std::string>());
-}
-
-// What this program has under a name_of(), if it is imported already: a peer must not make us import anything. Or null.
-py::object named(const std::string& name) {
-  const std::size_t colon = name.find(':');
-  py::object found;
-  if (colon != std::string::npos) {
-    const py::dict modules = py::module_::import("sys").attr("modules");
-    const py::str module(name.substr(0, colon));
-    if (modules.contains(module)) {
-      found = modules[module];
-      std::string_view rest = std::string_view(name).substr(colon + 1);
-      while (found && !rest.empty()) {
-        const std::size_t dot = rest.find('.');
-        const std::string part(rest.substr(0, dot));
-        rest = dot == std::string_view::npos ? std::string_view() : rest.substr(dot + 1);
-        // Not by getattr(): a module's __getattr__ may import.
-        const py::object members = py::getattr(found, "__dict__", py::dict());
-        found = members.contains(part) ? py::object(members[py::str(part)]) : py::object();
-      }
-    }
-  }
-  return found;
 }
 
 class Flattener {
@@ -105,6 +81,7 @@ class Flattener {
     }
     const bool is_container = PyTuple_Check(node) || PyList_Check(node) || PyDict_Check(node) || PyType_Check(node);
     if (!is_container && PyObject_HasAttrString(node, "__dataclass_fields__")) {
+      require_plain_object(node);
       return put_dataclass(node, depth);
     }
     refuse(str(Py_TYPE(node)->tp_name,
@@ -113,16 +90,20 @@ class Flattener {
   }
 
  private:
-  // Only when something is refused is the way to it needed: each level adds its step while the error passes.
-  [[noreturn]] static void refuse(const std::string& why) { throw Refusal{{}, why}; }
+  [[noreturn]] static void refuse(const std::string& why) { throw Misfit{{}, why}; }
 
- public:
-  struct Refusal {
-    std::string place;  // below "message"
-    std::string why;
-  };
+  // What else its memory holds would be lost, and the receiver could not make one: it calls no class.
+  static void require_plain_object(PyObject* node) {
+    const PyTypeObject* type = Py_TYPE(node);
+    while (type != nullptr && (type->tp_flags & Py_TPFLAGS_HEAPTYPE) != 0) {
+      type = type->tp_base;
+    }
+    if (type != &PyBaseObject_Type && type != nullptr) {
+      refuse(str(Py_TYPE(node)->tp_name, " is a dataclass made from ", type->tp_name,
+                 ", of which only fields would travel; send those in a dataclass of their own"));
+    }
+  }
 
- private:
   void put(Node node) { flat_.structure.push_back(static_cast<char>(node)); }
   template <typename T>
   void put_bytes(T value) {
@@ -226,7 +207,7 @@ class Flattener {
     } else {
       refuse(str("a dict key of type ", Py_TYPE(key)->tp_name, "; keys are str or int"));
     }
-    below(value, depth, [key] { return str("[", py::repr(py::handle(key)).cast<std::string>(), "]"); });
+    below(value, depth, [key] { return step_of(key); });
   }
 
   void put_dataclass(PyObject* node, int depth) {
@@ -261,164 +242,13 @@ class Flattener {
   void below(PyObject* node, int depth, const Step& step) {
     try {
       visit(node, depth + 1);
-    } catch (Refusal& refusal) {
-      refusal.place.insert(0, step());
+    } catch (Misfit& misfit) {
+      misfit.place.insert(0, step());
       throw;
     }
   }
 
   FlatTree& flat_;
-};
-
-py::object find_class(const std::string& name) {
-  py::object found = named(name);
-  if (!found || PyType_Check(found.ptr()) == 0) {
-    throw Error(ErrorKind::kSchemaMismatch,
-                str("the message holds a ", name, ", which this rank's program has not imported"));
-  }
-  return found;
-}
-
-[[noreturn]] void differs(const std::string& name) {
-  throw Error(ErrorKind::kSchemaMismatch, str("the message holds a ", name, " with other fields than this rank's"));
-}
-
-// The structure has been walked by summary_of(): only names and texts can be wrong here.
-class Builder {
- public:
-  Builder(std::string_view structure, const std::vector<at::Tensor>& tensors) : reader_(structure), tensors_(tensors) {}
-
-  py::object build() {
-    const Node node = reader_.node();
-    switch (node) {
-      case Node::kTensor:
-        return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensors_[next_++]));
-      case Node::kNone:
-        return py::none();
-      case Node::kTrue:
-        return py::bool_(true);
-      case Node::kFalse:
-        return py::bool_(false);
-      case Node::kInteger:
-        return checked(PyLong_FromLongLong(reader_.integer()));
-      case Node::kBigInteger:
-        return checked(PyLong_FromString(std::string(reader_.text()).c_str(), nullptr, 16));
-      case Node::kReal:
-        return checked(PyFloat_FromDouble(reader_.real()));
-      case Node::kComplex: {
-        const double real = reader_.real();
-        return checked(PyComplex_FromDoubles(real, reader_.real()));
-      }
-      case Node::kText: {
-        const std::string_view text = reader_.text();
-        return checked(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), nullptr));
-      }
-      case Node::kList: {
-        const std::uint32_t count = reader_.count();
-        py::list list(count);
-        for (std::uint32_t i = 0; i < count; ++i) {
-          PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i), build().release().ptr());
-        }
-        return list;
-      }
-      case Node::kTuple:
-        return build_tuple();
-      case Node::kDict: {
-        const std::uint32_t count = reader_.count();
-        py::dict dict;
-        for (std::uint32_t i = 0; i < count; ++i) {
-          const py::object key = build();
-          dict[key] = build();
-        }
-        return dict;
-      }
-      case Node::kOrderedDict: {
-        const std::uint32_t count = reader_.count();
-        const py::object dict = checked(PyODict_New());
-        for (std::uint32_t i = 0; i < count; ++i) {
-          const py::object key = build();
-          if (PyODict_SetItem(dict.ptr(), key.ptr(), build().ptr()) != 0) {
-            throw py::error_already_set();
-          }
-        }
-        return dict;
-      }
-      case Node::kNamedTuple: {
-        const std::string name = read_name();
-        const py::tuple items = build_tuple();
-        const py::object type = find_class(name);
-        const bool is_one = PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(type.ptr()), &PyTuple_Type) != 0 &&
-                            py::hasattr(type, "_fields");
-        if (!is_one || py::len(type.attr("_fields")) != items.size()) {
-          differs(name);
-        }
-        return py::handle(reinterpret_cast<PyObject*>(&PyTuple_Type)).attr("__new__")(type, items);
-      }
-      case Node::kDataclass:
-        return build_dataclass();
-    }
-    throw Error(ErrorKind::kProtocol, "message structure has an unknown kind of node");
-  }
-
- private:
-  static py::object checked(PyObject* made) {
-    if (made == nullptr) {
-      PyErr_Clear();
-      throw Error(ErrorKind::kProtocol, "message structure holds a damaged text or number");
-    }
-    return py::reinterpret_steal<py::object>(made);
-  }
-
-  // Of a class or a field. Checked here: errors quote it, and are texts of Python themselves.
-  std::string read_name() {
-    const std::string_view text = reader_.text();
-    (void)checked(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), nullptr));
-    return std::string(text);
-  }
-
-  py::tuple build_tuple() {
-    const std::uint32_t count = reader_.count();
-    py::tuple tuple(count);
-    for (std::uint32_t i = 0; i < count; ++i) {
-      PyTuple_SET_ITEM(tuple.ptr(), static_cast<Py_ssize_t>(i), build().release().ptr());
-    }
-    return tuple;
-  }
-
-  // Neither __init__ nor __post_init__ runs: the object gets the fields that were sent, also of a frozen class.
-  py::object build_dataclass() {
-    const std::string name = read_name();
-    const std::uint32_t count = reader_.count();
-    std::vector<std::pair<std::string, py::object>> fields;
-    for (std::uint32_t i = 0; i < count; ++i) {
-      std::string field = read_name();
-      fields.emplace_back(std::move(field), build());
-    }
-    const py::object type = find_class(name);
-    const py::module_ dataclasses = py::module_::import("dataclasses");
-    if (!dataclasses.attr("is_dataclass")(type).cast<bool>()) {
-      differs(name);
-    }
-    const auto own = dataclasses.attr("fields")(type).cast<py::tuple>();
-    if (own.size() != fields.size()) {
-      differs(name);
-    }
-    const py::handle object(reinterpret_cast<PyObject*>(&PyBaseObject_Type));
-    py::object made = object.attr("__new__")(type);
-    for (std::size_t i = 0; i < fields.size(); ++i) {
-      if (py::handle(own[i]).attr("name").cast<std::string>() != fields[i].first) {
-        differs(name);
-      }
-      if (PyObject_GenericSetAttr(made.ptr(), py::str(fields[i].first).ptr(), fields[i].second.ptr()) != 0) {
-        throw py::error_already_set();
-      }
-    }
-    return made;
-  }
-
-  StructureReader reader_;
-  const std::vector<at::Tensor>& tensors_;
-  std::size_t next_ = 0;
 };
 
 }  // namespace
@@ -427,8 +257,8 @@ FlatTree flatten(py::handle tree) {
   FlatTree flat;
   try {
     Flattener(flat).visit(tree.ptr(), 0);
-  } catch (const Flattener::Refusal& refusal) {
-    throw Error(ErrorKind::kInvalidArgument, str("message", refusal.place, ": ", refusal.why));
+  } catch (const Misfit& misfit) {
+    throw Error(ErrorKind::kInvalidArgument, misfit.to_text());
   }
   return flat;
 }
@@ -439,25 +269,6 @@ DType dtype_of_leaf(const FlatTree& flat, std::size_t i) {
   HPCOMM_REQUIRE(dtype.has_value(), leaf_names(flat.structure)[i], " is of dtype ", c10::toString(tensor.scalar_type()),
                  ", which messages do not carry");
   return *dtype;
-}
-
-py::object unflatten(std::string_view structure, const std::vector<at::Tensor>& tensors) {
-  return unflatten(structure, summary_of(structure).tensors, tensors);
-}
-
-py::object unflatten(std::string_view structure, std::size_t places, const std::vector<at::Tensor>& tensors) {
-  if (places != tensors.size()) {
-    throw Error(ErrorKind::kProtocol,
-                str("message structure has places for ", places, " tensors, the message ", tensors.size()));
-  }
-  try {
-    return Builder(structure, tensors).build();
-  } catch (const py::error_already_set& error) {
-    if (!error.matches(PyExc_Exception)) {
-      throw;  // KeyboardInterrupt: classes of the program run code of their own
-    }
-    throw Error(ErrorKind::kProtocol, str("message structure cannot be built: ", error.what()));
-  }
 }
 
 }  // namespace hpcomm

@@ -37,6 +37,12 @@ py::object build(const KnownSchema& known, const MessageTensors& tensors) {
                        : unflatten(structure, tensors.all());  // throws, with the reason
 }
 
+py::object to_tree(const Incoming& message) {
+  MessageTensors tensors(message.known, message.device);
+  tensors.set_memory(message);
+  return build(*message.known, tensors);
+}
+
 // The tree of a message, made as soon as its schema is known.
 class Draft {
  public:
@@ -97,13 +103,18 @@ class Drafting {
         draft_.emplace(known, device_);
       }
     } catch (const Error&) {
-      // The message's own fault, not the edge's: the next one may be read. finish() finds it again.
+      // finish() finds it again.
     }  // what else there is, is the program's: a signal, most likely
   }
 
   const Device device_;
   std::optional<Draft> draft_;
   bool has_memory_ = false;
+};
+
+// Passes through an edge as any error of the program does: the edge that waits is not the one that was refused.
+struct Refused {
+  Error why;
 };
 
 bool has_failed(const Work& work) {
@@ -123,16 +134,10 @@ void raise_signals() {
 
 }  // namespace
 
-py::object to_tree(const Incoming& message) {
-  MessageTensors tensors(message.known, message.device);
-  tensors.set_memory(message);
-  return build(*message.known, tensors);
-}
-
 // A call of take() that this thread is in, and the one around it.
 class TreeReceiver::Taking {
  public:
-  explicit Taking(const TreeReceiver& receiver) : receiver_(receiver), outer_(innermost_) {
+  Taking(const TreeReceiver& receiver, const SendEdge* sent) : receiver_(receiver), sent_(sent), outer_(innermost_) {
     receiver.require_outside();
     innermost_ = this;
   }
@@ -147,9 +152,25 @@ class TreeReceiver::Taking {
     }
     return taking != nullptr;
   }
+  // For the innermost call of this thread, while it waits. Throws Refused.
+  static void check_answered() {
+    if (innermost_ == nullptr || innermost_->sent_ == nullptr) {
+      return;
+    }
+    try {
+      innermost_->sent_->check_refused();
+    } catch (const Error& why) {
+      throw Refused{why};
+    }
+  }
+  static void poll() {
+    check_answered();
+    check_signals();
+  }
 
  private:
   const TreeReceiver& receiver_;
+  const SendEdge* const sent_;  // what an answer is awaited to, if it is one
   const Taking* const outer_;
   static thread_local const Taking* innermost_;
 };
@@ -164,9 +185,19 @@ void TreeReceiver::require_outside() const {
                  "the same thread; set a flag in the handler and receive afterwards");
 }
 
-Receipt TreeReceiver::recv(int microbatch) {
+PendingTree TreeReceiver::recv(int microbatch) {
   require_outside();
-  return issue(microbatch, in_seconds(-1));
+  return {issue(microbatch, in_seconds(-1)), weak_from_this()};
+}
+
+py::object PendingTree::wait(double timeout) const {
+  wait_for(*receipt_.work, timeout);
+  try {
+    return to_tree(*receipt_.message);
+  } catch (const Error& why) {
+    const auto receiver = receiver_.lock();
+    throw receiver == nullptr ? why : receiver->refusal_of(receipt_, why);
+  }
 }
 
 Receipt TreeReceiver::issue(int microbatch, Deadline deadline) {
@@ -178,8 +209,22 @@ Receipt TreeReceiver::issue(int microbatch, Deadline deadline) {
   return edge_.recv(microbatch);
 }
 
-py::object TreeReceiver::take(int microbatch, double timeout) {
-  const Taking taking(*this);
+py::object TreeReceiver::take(int microbatch, double timeout) { return take(microbatch, timeout, nullptr); }
+
+py::object TreeReceiver::take_answer(int microbatch, const SendEdge& sent) {
+  try {
+    return take(microbatch, -1, &sent);
+  } catch (const Refused& refused) {
+    // Nobody asks for later answers either. One that waits for its message here would hold up what is behind it.
+    const WithoutGil scope;
+    edge_.refuse(Error(refused.why.kind(), str(edge_.name(), " ended with what it answers: ", refused.why.what()),
+                       refused.why.context()));
+    throw Error(refused.why);
+  }
+}
+
+py::object TreeReceiver::take(int microbatch, double timeout, const SendEdge* sent) {
+  const Taking taking(*this, sent);
   if (timeout >= 0 || !overdue_.empty()) {
     const Deadline deadline = in_seconds(timeout);
     const Receipt receipt = issue(microbatch, deadline);
@@ -194,13 +239,26 @@ py::object TreeReceiver::take(int microbatch, double timeout) {
     OpOptions options;
     options.inline_when_idle = !is_shared_;
     options.wants_work = false;
-    options.poll = check_signals;
+    options.poll = Taking::poll;
     receipt = edge_.recv(microbatch, options,
                          {[&](const KnownPtr& known) { drafting.idle(known); },
                           [&](const Incoming& message) { drafting.placed(message); }, [&turn] { turn.unlock(); }});
   }
   wait(receipt, -1, {});
   return hand_over(receipt, [&] { return drafting.finish(*receipt.message); });
+}
+
+Error TreeReceiver::refusal_of(const Receipt& receipt, const Error& why) {
+  if (why.kind() != ErrorKind::kSchemaMismatch && why.kind() != ErrorKind::kProtocol) {
+    return why;
+  }
+  const ErrorContext what = receipt.work != nullptr
+                                ? receipt.work->what()
+                                : ErrorContext{-1, -1, static_cast<long long>(receipt.sequence), "recv"};
+  Error error(why.kind(), str(edge_.name(), ", microbatch ", receipt.message->microbatch, ": ", why.what()), what);
+  const WithoutGil scope;
+  edge_.refuse(error);
+  return error;
 }
 
 void TreeReceiver::expect(const py::object& tree) {
@@ -218,7 +276,7 @@ std::unique_lock<std::timed_mutex> TreeReceiver::take_turn(Deadline deadline) {
   std::unique_lock lock(mutex_, std::try_to_lock);
   while (!lock.owns_lock() && !lock.try_lock_for(kSignalPoll)) {
     is_shared_ = true;
-    check_signals();
+    Taking::poll();
     if (Clock::now() >= deadline) {
       throw Error(ErrorKind::kTimedOut,
                   "recv: the message before this one, which another thread receives, did not come");
@@ -230,6 +288,12 @@ std::unique_lock<std::timed_mutex> TreeReceiver::take_turn(Deadline deadline) {
 void TreeReceiver::wait(const Receipt& receipt, double seconds, Deadline deadline) {
   try {
     if (receipt.work != nullptr && seconds < 0) {
+      if (receipt.work->device().type == DeviceType::kCpu && !receipt.work->done()) {
+        (void)wait_in_slices(in_seconds(seconds), [&](Deadline until) {
+          Taking::check_answered();
+          return receipt.work->wait_until(until);
+        });
+      }
       wait_for(*receipt.work, seconds);
     } else if (receipt.work != nullptr &&
                !wait_in_slices(deadline, [&](Deadline until) { return receipt.work->wait_until(until); })) {
@@ -250,8 +314,8 @@ py::object TreeReceiver::hand_over(const Receipt& receipt, const Make& make) {
     py::object tree = make();
     raise_signals();
     return tree;
-  } catch (const Error&) {
-    throw;  // the message's own fault, which stays: the next one may be read
+  } catch (const Error& why) {
+    throw refusal_of(receipt, why);
   } catch (...) {
     keep(receipt);
     throw;

@@ -7,31 +7,58 @@
 #include <chrono>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
+#include <utility>
 
 #include "engine/edge.h"
 
 namespace hpcomm {
 
-// All with the GIL. Threads may share it: each call takes the next message.
-class TreeReceiver {
+class TreeReceiver;
+
+// A message that was asked for; it may outlive the edge.
+class PendingTree {
+ public:
+  PendingTree(Receipt receipt, std::weak_ptr<TreeReceiver> receiver)
+      : receipt_(std::move(receipt)), receiver_(std::move(receiver)) {}
+  // As wait_for() waits.
+  [[nodiscard]] pybind11::object wait(double timeout) const;
+  [[nodiscard]] bool done() const { return receipt_.work->done(); }
+
+ private:
+  Receipt receipt_;
+  std::weak_ptr<TreeReceiver> receiver_;
+};
+
+// All with the GIL. Threads may share it: each call takes the next message. A message whose tree cannot be built ends
+// the edge, as any other mismatch does.
+class TreeReceiver : public std::enable_shared_from_this<TreeReceiver> {
  public:
   explicit TreeReceiver(EdgeConfig config);
 
   // Asks for the next message. On a GPU the host waits for the header here. Throws kInvalidArgument, as take() does, in
   // a signal's handler that interrupted take() in this thread: it would get the message after that one.
-  [[nodiscard]] Receipt recv(int microbatch);
+  [[nodiscard]] PendingTree recv(int microbatch);
   // The next message; within `timeout` seconds, if that is not negative. Without a limit it is received by this thread
   // where nothing is before it, and tensors are made while it is on its way. Whatever it throws but what the edge
   // throws, the next call goes on with that message.
   [[nodiscard]] pybind11::object take(int microbatch, double timeout);
+  // take() of what the peer answers to a message of `sent`. Throws what the peer refused that for, too: then no answer
+  // comes, and what ends is this edge as well.
+  [[nodiscard]] pybind11::object take_answer(int microbatch, const SendEdge& sent);
   // RecvEdge::expect() of what is like `tree`.
   void expect(const pybind11::object& tree);
+
+  // What was wrong with the tree of a message: ends the edge where it was the message's fault. To be thrown.
+  [[nodiscard]] Error refusal_of(const Receipt& receipt, const Error& why);
 
  private:
   class Taking;
 
+  // `sent` as for take_answer(), or null.
+  [[nodiscard]] pybind11::object take(int microbatch, double timeout, const SendEdge* sent);
   void require_outside() const;
   [[nodiscard]] Receipt issue(int microbatch, Deadline deadline);
   // Without the GIL. Throws kTimedOut.
@@ -50,8 +77,5 @@ class TreeReceiver {
   // Receipts whose callers went away without the message, by sequence number.
   std::map<std::uint64_t, Receipt> overdue_;
 };
-
-// The tree of a message that has come.
-[[nodiscard]] pybind11::object to_tree(const Incoming& message);
 
 }  // namespace hpcomm

@@ -470,6 +470,41 @@ TEST(engine_cuda_message_that_does_not_come) {
            "");
 }
 
+// The host is what waits for a header: Ctrl-C must end that, and the message is the next call's.
+TEST(engine_cuda_wait_for_a_header_looks_at_signals) {
+  struct Signal {};
+  const NcclJob job(2);
+  job.run_threads([&](int rank) {
+    const Gpu gpu(job, rank);
+    const auto lane = gpu.lane("up");
+    const auto wrong = std::make_shared<std::atomic<int>>(0);
+    if (rank == 0) {
+      SendEdge sender({lane, 1}, std::make_shared<CommunicatorAllocator>(lane));
+      (void)job.control(0)->receive(1, 77, deadline_after(10s));
+      (void)send_from_kernel(gpu, sender, rank, {10, 300}, 0);
+      gpu.synchronize();
+    } else {
+      RecvEdge receiver({lane, 0}, std::make_shared<CommunicatorAllocator>(lane));
+      OpOptions options;
+      options.poll = +[] { throw Signal(); };
+      bool interrupted = false;
+      try {
+        (void)receiver.recv(-1, options);
+      } catch (const Signal&) {
+        interrupted = true;
+      }
+      CHECK(interrupted);
+      job.control(1)->send(0, 77, "interrupted");
+      Receipt receipt = receiver.recv(0);
+      CHECK_EQ(receipt.sequence, 0U);
+      read_by_kernel(gpu, receipt, 0, 0, wrong);
+      gpu.synchronize();
+    }
+    CHECK_EQ(wrong->load(), 0);
+    lane->close();
+  });
+}
+
 TEST(engine_cuda_peer_that_fails_ends_a_step) {
   NcclJob job(2);
   job.expect_violations();

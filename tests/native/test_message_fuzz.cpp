@@ -242,6 +242,7 @@ TEST(fuzz_message_schemas) {
         CHECK((place.area == Parcel::Area::kNowhere) == (tensor.count() == 0));
       }
       (void)difference(known->schema, Schema{}, Compare::kEverything);
+      (void)difference(Schema{}, known->schema, Compare::kKinds);
     });
   }
   CHECK(taken > rounds.done() / 100);
@@ -256,9 +257,13 @@ TEST(fuzz_message_structures) {
     const std::size_t tensors = put_structure(random, bytes, 0);
     CHECK_EQ(summary_of(bytes).tensors, tensors);
     CHECK_EQ(leaf_names(bytes).size(), tensors);
+    const std::string whole = bytes;
+    CHECK_EQ(difference_in_structure(whole, whole, true), "");
     damage(random, bytes);
-    taken +=
-        accepted(bytes, [](std::string_view copy) { CHECK_EQ(leaf_names(copy).size(), summary_of(copy).tensors); });
+    taken += accepted(bytes, [&whole](std::string_view copy) {
+      CHECK_EQ(leaf_names(copy).size(), summary_of(copy).tensors);
+      CHECK(!difference_in_structure(copy, whole, true).empty() || difference_in_structure(copy, whole, false).empty());
+    });
   }
   CHECK(taken > rounds.done() / 100);
 }

@@ -1,0 +1,25 @@
+// What both ways of a tree share: how errors name a place in it, and how classes are named.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+namespace hpcomm {
+
+// What cannot be flattened or built. Only then is the way to it needed: each level adds its step while this passes.
+struct Misfit {
+  std::string place;  // below "message"
+  std::string why;
+
+  [[nodiscard]] std::string to_text() const;
+};
+
+// "['hidden']"
+[[nodiscard]] std::string step_of(pybind11::handle key);
+
+// What this program has under the name of a class, "module:qualified name", if it is imported already: a peer must not
+// make us import anything. Or null.
+[[nodiscard]] pybind11::object named(const std::string& name);
+
+}  // namespace hpcomm
