@@ -364,6 +364,7 @@ class Channel:
         They must have its lists, tuples, dicts (with these keys, in this order) and classes, and in their places
         tensors of its dtypes and shapes, None, and numbers and strings of its types. ``tree`` may hold tensors of any
         device, ``meta`` included. Values do not count, nor does ``requires_grad``. Any other message is a
-        SchemaMismatch on both ranks that names the first leaf which differs.
+        SchemaMismatch on both ranks that names the first leaf which differs. With ``schema="frozen"`` the first message
+        is compared, which the others are like.
         """
         self._receiver.expect(tree)

@@ -41,7 +41,7 @@ def send(channel: Channel, tree: object) -> torch.Tensor:
 
     Raises:
         SchemaMismatch: in the backward, when the receiver's backwards run in another order than the sender's; or when
-            the receiver refused a message, and raised the same there.
+            the receiver refused this message, or one before it, and raised the same there.
         ProtocolError: likewise, for one that came damaged.
         InvalidArgument: in a backward through the backward (``create_graph=True``), which would need both ranks.
     """

@@ -309,6 +309,27 @@ def test_a_class_that_is_not_here_is_told_to_both(transport: str, way: str) -> N
     ranks.run(2, a_class_that_is_not_here, way, env=TRANSPORTS[transport])
 
 
+def asked_for_by_a_channel_that_is_gone() -> None:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        if mesh.rank == 0:
+            channel.send(Values(1, 0.5, "a", True, torch.ones(3))).wait()
+        else:
+            pending = channel.irecv()
+            while not pending.done():
+                time.sleep(0.001)
+            del channel
+            with pytest.MonkeyPatch.context() as here:
+                here.delattr(sys.modules[Values.__module__], "Values")
+                with pytest.raises(hpcomm.SchemaMismatch, match="edge 0->1: message: a .*:Values, which"):
+                    pending.wait()
+        mesh.world.barrier()
+
+
+def test_a_class_that_is_not_here_when_the_channel_is_gone() -> None:
+    ranks.run(2, asked_for_by_a_channel_that_is_gone)
+
+
 def wrong_channels() -> None:
     with hpcomm.init(dp=1, pp=2) as mesh:
         with pytest.raises(hpcomm.InvalidArgument, match="expected a communicator, such as mesh.pp, got Mesh"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
+import functools
 from collections import OrderedDict, defaultdict, namedtuple
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -141,12 +143,28 @@ class Failure(Exception):  # noqa: N818
     value: int
 
 
-def test_a_dataclass_that_is_more_than_fields_is_refused() -> None:
-    with pytest.raises(
-        hpcomm.InvalidArgument,
-        match=r"message\['e'\]: Failure is a dataclass made from BaseException|made from Exception",
-    ):
-        flatten({"e": Failure(1)})
+@dataclasses.dataclass
+class Call(functools.partial):  # of a class that is made by C at run time
+    value: int
+
+
+@pytest.mark.parametrize(("tree", "base"), [(Failure(1), "Exception"), (Call(print), "functools.partial")])
+def test_a_dataclass_that_is_more_than_fields_is_refused(tree: object, base: str) -> None:
+    words = rf"message\['e'\]: \w+ is a dataclass made from {base}, of which only fields"
+    with pytest.raises(hpcomm.InvalidArgument, match=words):
+        flatten({"e": tree})
+
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass
+class Boxed(Generic[T], abc.ABC):
+    value: T
+
+
+def test_a_dataclass_of_classes_without_memory_of_their_own() -> None:
+    assert unflatten(*flatten(Boxed(3))).value == 3
 
 
 def test_a_tree_that_holds_itself_is_refused_in_a_line() -> None:
@@ -155,6 +173,14 @@ def test_a_tree_that_holds_itself_is_refused_in_a_line() -> None:
     with pytest.raises(hpcomm.InvalidArgument, match="is deeper than 200 levels") as refused:
         flatten(tree)
     assert len(str(refused.value)) < 300
+
+
+def test_a_long_place_is_cut_also_within_a_character() -> None:
+    tree: Any = set()
+    for _ in range(60):
+        tree = {"a€€€": tree}
+    with pytest.raises(hpcomm.InvalidArgument, match=r"message\['a€€€'\].*\ufffd.* \.\.\. .*: set cannot be sent"):
+        flatten(tree)
 
 
 def test_no_code_of_a_class_runs() -> None:

@@ -315,45 +315,54 @@ def send_until_told(channel: hpcomm.Channel) -> None:
         time.sleep(0.01)
 
 
-def refused_by_the_receiver(why: str) -> None:
-    """The receiver catches the error and has other things to do, and no gradient to send."""
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
-        hidden, words = Hidden(torch.ones(2, requires_grad=True), torch.ones(2), None), "edge 0->1, microbatch 1: "
-        words += {
-            "class": r"message\[0\]: a .*:Hidden, which",
-            "shape": r".*message\[0\]\.states: float32\[2\] instead of float32\[3\]",
-        }[why]
-        if mesh.rank == 0:
-            first, second = (
-                hpcomm.nn.send(channel, torch.ones(2, requires_grad=True)),
-                hpcomm.nn.send(channel, [hidden]),
-            )
-            first.backward()
+def refused_by_the_receiver(why: str, then: str) -> None:
+    """The receiver catches the error, and has the gradients of what it took before to send, but none for the rest."""
+    mesh = hpcomm.init(dp=1, pp=2)
+    channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    hidden, words = Hidden(torch.ones(2, requires_grad=True), torch.ones(2), None), "edge 0->1, microbatch 1: "
+    words += {
+        "class": r"message\[0\]: a .*:Hidden, which",
+        "shape": r".*message\[0\]\.states: float32\[2\] instead of float32\[3\]",
+    }[why]
+    if mesh.rank == 0:
+        x = torch.ones(2, requires_grad=True)
+        tokens = [hpcomm.nn.send(channel, tree) for tree in (x, [hidden], [hidden])]
+        mesh.control.receive(1, 995, 30)  # it has refused the second
+        tokens[0].backward()
+        assert x.grad is not None
+        assert x.grad.tolist() == [3.0, 3.0]
+        for token in tokens[1:]:
             with pytest.raises(hpcomm.SchemaMismatch, match=f"rank 1 refused a message of this rank: {words}"):
-                second.backward()
-            with pytest.raises(hpcomm.SchemaMismatch, match="rank 1 refused"):
-                hpcomm.nn.send(channel, hidden)
-        else:
-            hpcomm.nn.recv(channel).sum().backward()
-            with pytest.MonkeyPatch.context() as here:
-                if why == "shape":
-                    channel.expect([Hidden(torch.ones(3), torch.ones(2), None)])
-                else:
-                    here.delattr(sys.modules[Hidden.__module__], "Hidden")
-                for _ in range(2):
-                    with pytest.raises(hpcomm.SchemaMismatch, match=words):
-                        hpcomm.nn.recv(channel)
+                token.backward()
+        with pytest.raises(hpcomm.SchemaMismatch, match="rank 1 refused"):
+            hpcomm.nn.send(channel, hidden)
+    else:
+        good = hpcomm.nn.recv(channel)
+        with pytest.MonkeyPatch.context() as here:
+            if why == "shape":
+                channel.expect([Hidden(torch.ones(3), torch.ones(2), None)])
+            else:
+                here.delattr(sys.modules[Hidden.__module__], "Hidden")
+            for _ in range(2):
+                with pytest.raises(hpcomm.SchemaMismatch, match=words):
+                    hpcomm.nn.recv(channel)
+        mesh.control.send(0, 995, b"refused")
+        time.sleep(0.2)
+        (good * 3).sum().backward()
+    if then == "stays":
         mesh.world.barrier()
         if mesh.rank == 1:  # its gradients have nowhere to go
             with pytest.raises(hpcomm.SchemaMismatch, match="rank 0 refused .*: edge 1->0 ended with what it answers"):
                 send_until_told(channel)
+        mesh.world.barrier()
+    mesh.close()
 
 
+@pytest.mark.parametrize("then", ["stays", "leaves"])
 @pytest.mark.parametrize("why", ["class", "shape"])
 @pytest.mark.parametrize("env", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_a_backward_hears_that_its_message_was_refused(env: dict[str, str], why: str) -> None:
-    ranks.run(2, refused_by_the_receiver, why, env=env)
+def test_a_backward_hears_that_its_message_was_refused(env: dict[str, str], why: str, then: str) -> None:
+    ranks.run(2, refused_by_the_receiver, why, then, env=env)
 
 
 class Alarm(Exception):

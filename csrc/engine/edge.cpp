@@ -1,6 +1,7 @@
 // Both ends of an edge: what is checked, counted and remembered, whatever the way the messages take.
 #include "engine/edge.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/error.h"
@@ -57,7 +58,7 @@ bool SendEdge::is_under_way() const {
   return !under_way_.empty() || route_->is_looked_for();
 }
 
-void SendEdge::check_refused() const { refusal_->check_sometimes(); }
+void SendEdge::check_refused(int microbatch) const { refusal_->check_for(microbatch); }
 
 WorkPtr SendEdge::send(const Schema& schema, std::vector<Source> tensors, Keepalive keepalive, int microbatch) {
   return send(encode_schema(schema), std::move(tensors), std::move(keepalive), microbatch);
@@ -65,7 +66,7 @@ WorkPtr SendEdge::send(const Schema& schema, std::vector<Source> tensors, Keepal
 
 WorkPtr SendEdge::send(std::string_view schema, std::vector<Source> tensors, Keepalive keepalive, int microbatch) {
   Communicator& communicator = *config_.communicator;
-  check_refused();
+  refusal_->check_sometimes();
   Outgoing message;
   bool first = false;
   if (last_ != nullptr && last_->bytes == schema) {
@@ -162,6 +163,7 @@ void Inbound::require_due(const MessageHeader& header, std::uint64_t sequence) c
 
 KnownPtr Inbound::accept(const MessageHeader& header, std::string_view schema, std::uint64_t sequence, int microbatch) {
   require_due(header, sequence);
+  at_hand = header.microbatch;
   const auto reject = [this](const std::string& why) { throw Error(ErrorKind::kProtocol, name() + ": " + why); };
   if (schema.size() != header.schema_bytes) {
     reject(str("bytes behind the header: ", schema.size(), " instead of ", header.schema_bytes));
@@ -203,16 +205,23 @@ KnownPtr Inbound::accept(const MessageHeader& header, std::string_view schema, s
     const std::lock_guard lock(expected_mutex);
     wanted = expected;
   }
-  if (wanted != nullptr && (wanted != found_like || known != current)) {
+  if (wanted != like) {
+    like = wanted;
+    found_like.clear();
+  }
+  if (wanted != nullptr && std::find(found_like.begin(), found_like.end(), known) == found_like.end()) {
     const std::string differs = difference(known->schema, *wanted, Compare::kKinds);
     if (!differs.empty()) {
       throw Error(ErrorKind::kSchemaMismatch,
                   str(name(), ", microbatch ", header.microbatch, ": this rank expects another message: ", differs),
                   communicator.context("recv", peer, sequence));
     }
+    if (found_like.size() == SchemaBook::kMost) {
+      found_like.clear();
+    }
+    found_like.push_back(known);
   }
   current = known;
-  found_like = wanted;
   return known;
 }
 
@@ -239,7 +248,7 @@ void Inbound::fail(std::exception_ptr error) {
     std::rethrow_exception(error);
   } catch (const Error& why) {
     if (why.kind() == ErrorKind::kSchemaMismatch || why.kind() == ErrorKind::kProtocol) {
-      refusal.tell(why);
+      refusal.tell(why, why.kind() == ErrorKind::kSchemaMismatch ? at_hand : -1);  // a damaged header says nothing
       // Its payload stays unread: what follows on this communicator would meet the wrong one.
       communicator.abort(why);
     }
@@ -307,8 +316,8 @@ Receipt RecvEdge::recv(int microbatch, const OpOptions& options, const Meanwhile
 
 std::string RecvEdge::name() const { return route_->inbound().name(); }
 
-void RecvEdge::refuse(const Error& why) {
-  route_->inbound().refusal.tell(why);
+void RecvEdge::refuse(const Error& why, int microbatch) {
+  route_->inbound().refusal.tell(why, microbatch);
   config_.communicator->abort(why);
 }
 

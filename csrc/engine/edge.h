@@ -80,9 +80,8 @@ class SendEdge {
   // Whether the receiver would miss a message if this, and with it perhaps the communicator, went away now. On CPUs;
   // by one thread at a time, as send().
   [[nodiscard]] bool is_under_way() const;
-  // Throws what the receiver refused an earlier message for. It looks a few hundred times a second at most. By any
-  // thread.
-  void check_refused() const;
+  // Throws what the receiver refused the message of `microbatch` for, or one before it. By any thread.
+  void check_refused(int microbatch) const;
 
  private:
   EdgeConfig config_;
@@ -151,9 +150,9 @@ class RecvEdge {
   // From now on messages must have this structure, these dtypes and shapes: any other is a kSchemaMismatch here and at
   // the sender. Wire types, requires_grad and values in the structure may be others (Compare::kKinds).
   void expect(std::shared_ptr<const Schema> schema);
-  // For what the owner finds wrong with a message that has come: ends the edge, here and at the sender, with `why`.
-  // From any thread.
-  void refuse(const Error& why);
+  // For what the owner finds wrong with a message that has come, of `microbatch`: ends the edge, here and at the
+  // sender, with `why`. By any thread.
+  void refuse(const Error& why, int microbatch);
   [[nodiscard]] std::string name() const;  // "edge 0->1"
   [[nodiscard]] Device device() const noexcept { return config_.communicator->device(); }
 

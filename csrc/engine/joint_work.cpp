@@ -37,8 +37,15 @@ bool JointWork::wait_until(Deadline deadline) const {
 }
 
 void JointWork::check() const {
-  for (const WorkPtr& part : parts_) {
-    part->check();
+  try {
+    for (const WorkPtr& part : parts_) {
+      part->check();
+    }
+  } catch (const Error&) {
+    if (refusal_ != nullptr) {
+      refusal_->check();
+    }
+    throw;
   }
 }
 

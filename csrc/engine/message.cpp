@@ -257,7 +257,9 @@ std::string difference(const Schema& found, const Schema& expected, Compare what
     return "";
   }
   try {
-    return difference_in_structure(found.structure, expected.structure, what == Compare::kEverything);
+    const bool has_values = what == Compare::kEverything;
+    std::string where = difference_in_structure(found.structure, expected.structure, has_values);
+    return where.empty() && has_values ? "the containers around the tensors differ" : where;
   } catch (const Error&) {
     return "the values or containers around the tensors differ";  // damaged; who reads it finds out
   }

@@ -1,5 +1,7 @@
-// A refusal is one Control message: the kind of error, then its text.
+// A refusal is one Control message: the kind of error (a byte), the microbatch (4 bytes), then its text.
 #include "engine/refusal.h"
+
+#include <cstring>
 
 #include "base/hash.h"
 
@@ -24,10 +26,11 @@ Refusal::Refusal(const std::shared_ptr<Communicator>& communicator, int peer, st
       peer_(job_rank(*communicator, peer)),
       channel_(Fingerprint().add("refusal").add_int(edge).value()) {}
 
-void Refusal::tell(const Error& why) noexcept {
+void Refusal::tell(const Error& why, std::int32_t microbatch) noexcept {
   try {
-    const char kind = why.kind() == ErrorKind::kProtocol ? 'P' : 'S';
-    control_->send(peer_, channel_, kind + std::string(why.what()).substr(0, kMostText));
+    std::string body(1, why.kind() == ErrorKind::kProtocol ? 'P' : 'S');
+    body.append(reinterpret_cast<const char*>(&microbatch), sizeof microbatch);
+    control_->send(peer_, channel_, body + std::string(why.what()).substr(0, kMostText));
   } catch (const std::exception&) {
     // The job has failed, or the peer has left: it learns of that.
   }
@@ -35,29 +38,44 @@ void Refusal::tell(const Error& why) noexcept {
 
 void Refusal::check() { look(false); }
 
+void Refusal::check_for(std::int32_t microbatch) {
+  const std::lock_guard lock(mutex_);
+  if (has_come(false) && microbatch_ <= microbatch) {  // -1, where it is not known, is before all
+    throw Error(*told_);
+  }
+}
+
 void Refusal::look(bool on_lane) {
   const std::lock_guard lock(mutex_);
-  if (!told_) {
-    std::optional<std::string> body;
-    try {
-      body = control_->try_receive(peer_, channel_, Deadline{});
-    } catch (const Error&) {
-      return;  // the operation that waits says so, or has ended well before
-    }
-    if (!body) {
-      return;
-    }
-    const bool damaged = body->starts_with('P');
-    told_ = Error(damaged ? ErrorKind::kProtocol : ErrorKind::kSchemaMismatch,
-                  str("rank ", peer_, " refused a message of this rank: ", body->substr(body->empty() ? 0 : 1)),
-                  {self_, peer_, -1, "send"});
-    if (!on_lane) {
-      if (const auto communicator = communicator_.lock()) {
-        communicator->abort(*told_);
-      }
+  if (has_come(on_lane)) {
+    throw Error(*told_);
+  }
+}
+
+bool Refusal::has_come(bool on_lane) {
+  if (told_) {
+    return true;
+  }
+  std::optional<std::string> body;
+  try {
+    body = control_->try_receive(peer_, channel_, Deadline{});
+  } catch (const Error&) {
+    return false;  // the operation that waits says so, or has ended well before
+  }
+  constexpr std::size_t kText = 1 + sizeof microbatch_;
+  if (!body || body->size() < kText) {
+    return false;
+  }
+  std::memcpy(&microbatch_, body->data() + 1, sizeof microbatch_);
+  told_ =
+      Error(body->starts_with('P') ? ErrorKind::kProtocol : ErrorKind::kSchemaMismatch,
+            str("rank ", peer_, " refused a message of this rank: ", body->substr(kText)), {self_, peer_, -1, "send"});
+  if (!on_lane) {
+    if (const auto communicator = communicator_.lock()) {
+      communicator->abort(*told_);
     }
   }
-  throw Error(*told_);
+  return true;
 }
 
 bool Refusal::is_time() {

@@ -18,11 +18,13 @@ class Refusal {
   // `edge` is the edge's id; `peer` the other end's rank in the communicator.
   Refusal(const std::shared_ptr<Communicator>& communicator, int peer, std::uint64_t edge);
 
-  // At the receiver: tells the sender of a mismatch, or of damage.
-  void tell(const Error& why) noexcept;
+  // At the receiver: tells the sender of a mismatch, or of damage. `microbatch` is that of the message, or -1.
+  void tell(const Error& why, std::int32_t microbatch) noexcept;
   // At the sender: throws what the receiver told, once it has come, and ends the communicator's operations, which
   // nobody meets any more. From any thread but the communicator's own; also when the communicator is gone.
   void check();
+  // The same, but throws only where the message of `microbatch` was refused, or one before it.
+  void check_for(std::int32_t microbatch);
   // The same, but looks no more than a few hundred times a second: for every message.
   void check_sometimes();
   // The same for a task on the communicator's lane, which has to end the operations itself: were this the last to hold
@@ -32,6 +34,8 @@ class Refusal {
  private:
   // Throws what has come.
   void look(bool on_lane);
+  // Whether there is something to throw. With the mutex held.
+  [[nodiscard]] bool has_come(bool on_lane);
   [[nodiscard]] bool is_time();
 
   const std::weak_ptr<Communicator> communicator_;
@@ -41,6 +45,7 @@ class Refusal {
   const std::uint64_t channel_;
   std::mutex mutex_;
   std::optional<Error> told_;
+  std::int32_t microbatch_ = -1;  // of what was refused
   Deadline next_look_{};
 };
 

@@ -68,7 +68,10 @@ struct Inbound {
   std::atomic<bool> closed = false;  // by the owner's thread
   std::mutex expected_mutex;
   std::shared_ptr<const Schema> expected;
-  std::shared_ptr<const Schema> found_like;  // what `current` was last found to be like, if anything was expected
+  // What was expected of the last message, and which schemas are known to be like that.
+  std::shared_ptr<const Schema> like;
+  std::vector<KnownPtr> found_like;
+  std::int32_t at_hand = -1;  // microbatch of the last message whose header was accepted
   Refusal refusal;
 };
 

@@ -157,7 +157,7 @@ class Walk {
     switch (reader_.node()) {
       case Node::kText: {
         const std::string_view text = reader_.text();
-        return names_ == nullptr ? std::string() : str("['", text, "']");
+        return names_ == nullptr ? std::string() : quoted(text);
       }
       case Node::kInteger:
         return number(reader_.integer());
@@ -180,6 +180,18 @@ class Walk {
         break;
     }
     reject("has a dict key that is neither text nor a whole number");
+  }
+
+  // No text of one key looks like the step of another, or like two.
+  static std::string quoted(std::string_view text) {
+    std::string step = "['";
+    for (const char byte : text) {
+      if (byte == '\'' || byte == '\\') {
+        step += '\\';
+      }
+      step += byte;
+    }
+    return step + "']";
   }
 
   template <typename Number>

@@ -1,5 +1,5 @@
 // Structure: the tree around a message's tensors as bytes. Read here as untrusted input, without Python; built into
-// objects by csrc/torch/tree.cpp alone.
+// objects by csrc/torch/tree_build.cpp alone.
 #pragma once
 
 #include <cstddef>

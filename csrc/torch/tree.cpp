@@ -92,13 +92,14 @@ class Flattener {
  private:
   [[noreturn]] static void refuse(const std::string& why) { throw Misfit{{}, why}; }
 
-  // What else its memory holds would be lost, and the receiver could not make one: it calls no class.
+  // What else its memory holds would be lost, and the receiver could not make one: it calls no class. Classes written
+  // in Python all free their objects in one way, others in ways of their own.
   static void require_plain_object(PyObject* node) {
     const PyTypeObject* type = Py_TYPE(node);
-    while (type != nullptr && (type->tp_flags & Py_TPFLAGS_HEAPTYPE) != 0) {
+    while (type != nullptr && type != &PyBaseObject_Type && type->tp_dealloc == Py_TYPE(node)->tp_dealloc) {
       type = type->tp_base;
     }
-    if (type != &PyBaseObject_Type && type != nullptr) {
+    if (type != nullptr && type != &PyBaseObject_Type) {
       refuse(str(Py_TYPE(node)->tp_name, " is a dataclass made from ", type->tp_name,
                  ", of which only fields would travel; send those in a dataclass of their own"));
     }

@@ -28,7 +28,7 @@ struct FlatTree {
 // Of tensor `i`. Throws kInvalidArgument, with its place, for one that messages do not carry.
 [[nodiscard]] DType dtype_of_leaf(const FlatTree& flat, std::size_t i);
 
-// The way back; runs no code of the classes that it builds. Throws kProtocol when `structure` is damaged or has another
+// The way back; calls none of the classes that it builds. Throws kProtocol when `structure` is damaged or has another
 // number of tensors, kSchemaMismatch, with the place, when this program has no such class, or one with other fields.
 [[nodiscard]] pybind11::object unflatten(std::string_view structure, const std::vector<at::Tensor>& tensors);
 // Of a structure that has been looked through, and has so many places for tensors.

@@ -121,6 +121,9 @@ class Builder {
   }
 
   static py::object checked(PyObject* made) {
+    if (made == nullptr && PyErr_ExceptionMatches(PyExc_MemoryError) != 0) {
+      throw py::error_already_set();
+    }
     if (made == nullptr) {
       PyErr_Clear();
       throw Error(ErrorKind::kProtocol, "message structure holds a damaged text or number");
@@ -230,8 +233,10 @@ py::object unflatten(std::string_view structure, std::size_t places, const std::
   } catch (const Misfit& misfit) {
     throw Error(ErrorKind::kSchemaMismatch, misfit.to_text());
   } catch (const py::error_already_set& error) {
-    if (!error.matches(PyExc_Exception)) {
-      throw;  // KeyboardInterrupt: classes of the program run code of their own
+    // What a class may answer to fields that it does not take. Anything else is not the message's fault: a signal's
+    // handler may raise in here, or memory run out.
+    if (!error.matches(PyExc_TypeError) && !error.matches(PyExc_AttributeError) && !error.matches(PyExc_ValueError)) {
+      throw;
     }
     throw Error(ErrorKind::kProtocol, str("message structure cannot be built: ", error.what()));
   }

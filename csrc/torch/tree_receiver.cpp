@@ -112,10 +112,12 @@ class Drafting {
   bool has_memory_ = false;
 };
 
-// Passes through an edge as any error of the program does: the edge that waits is not the one that was refused.
+// They pass through an edge as any error of the program does. The edge that waits is not the one that was refused; and
+// what did not come in time may come in the next call.
 struct Refused {
   Error why;
 };
+struct Expired {};
 
 bool has_failed(const Work& work) {
   try {
@@ -137,7 +139,10 @@ void raise_signals() {
 // A call of take() that this thread is in, and the one around it.
 class TreeReceiver::Taking {
  public:
-  Taking(const TreeReceiver& receiver, const SendEdge* sent) : receiver_(receiver), sent_(sent), outer_(innermost_) {
+  // `sent` and `microbatch` where an answer is awaited.
+  explicit Taking(TreeReceiver& receiver, Deadline deadline = Deadline::max(), const SendEdge* sent = nullptr,
+                  int microbatch = -1)
+      : receiver_(receiver), deadline_(deadline), sent_(sent), microbatch_(microbatch), outer_(innermost_) {
     receiver.require_outside();
     innermost_ = this;
   }
@@ -152,25 +157,33 @@ class TreeReceiver::Taking {
     }
     return taking != nullptr;
   }
-  // For the innermost call of this thread, while it waits. Throws Refused.
+  // For the innermost call of this thread, while it waits, without the GIL. Throws Refused.
   static void check_answered() {
-    if (innermost_ == nullptr || innermost_->sent_ == nullptr) {
+    const Taking* const taking = innermost_;
+    if (taking == nullptr || taking->sent_ == nullptr) {
       return;
     }
     try {
-      innermost_->sent_->check_refused();
+      taking->sent_->check_refused(taking->microbatch_);
     } catch (const Error& why) {
+      taking->receiver_.end_with(why, taking->microbatch_);
       throw Refused{why};
     }
   }
+  // Throws Expired as well, and what a signal's handler raised.
   static void poll() {
     check_answered();
+    if (innermost_ != nullptr && Clock::now() >= innermost_->deadline_) {
+      throw Expired{};
+    }
     check_signals();
   }
 
  private:
-  const TreeReceiver& receiver_;
-  const SendEdge* const sent_;  // what an answer is awaited to, if it is one
+  TreeReceiver& receiver_;
+  const Deadline deadline_;
+  const SendEdge* const sent_;
+  const int microbatch_;
   const Taking* const outer_;
   static thread_local const Taking* innermost_;
 };
@@ -186,9 +199,12 @@ void TreeReceiver::require_outside() const {
 }
 
 PendingTree TreeReceiver::recv(int microbatch) {
-  require_outside();
-  return {issue(microbatch, in_seconds(-1)), weak_from_this()};
+  const Taking taking(*this);
+  return {issue(microbatch, in_seconds(-1)), shared_from_this()};
 }
+
+PendingTree::PendingTree(Receipt receipt, const std::shared_ptr<TreeReceiver>& receiver)
+    : receipt_(std::move(receipt)), receiver_(receiver), edge_name_(receiver->edge_name()) {}
 
 py::object PendingTree::wait(double timeout) const {
   wait_for(*receipt_.work, timeout);
@@ -196,7 +212,9 @@ py::object PendingTree::wait(double timeout) const {
     return to_tree(*receipt_.message);
   } catch (const Error& why) {
     const auto receiver = receiver_.lock();
-    throw receiver == nullptr ? why : receiver->refusal_of(receipt_, why);
+    // Without an edge there is no direction to end.
+    throw receiver == nullptr ? Error(why.kind(), str(edge_name_, ": ", why.what()), receipt_.work->what())
+                              : receiver->refusal_of(receipt_, why);
   }
 }
 
@@ -206,7 +224,9 @@ Receipt TreeReceiver::issue(int microbatch, Deadline deadline) {
   }
   const WithoutGil scope;
   const auto turn = take_turn(deadline);
-  return edge_.recv(microbatch);
+  OpOptions options;
+  options.poll = Taking::poll;  // for a GPU, where the host waits for the header
+  return edge_.recv(microbatch, options);
 }
 
 py::object TreeReceiver::take(int microbatch, double timeout) { return take(microbatch, timeout, nullptr); }
@@ -215,27 +235,43 @@ py::object TreeReceiver::take_answer(int microbatch, const SendEdge& sent) {
   try {
     return take(microbatch, -1, &sent);
   } catch (const Refused& refused) {
-    // Nobody asks for later answers either. One that waits for its message here would hold up what is behind it.
-    const WithoutGil scope;
-    edge_.refuse(Error(refused.why.kind(), str(edge_.name(), " ended with what it answers: ", refused.why.what()),
-                       refused.why.context()));
     throw Error(refused.why);
+  } catch (const Error&) {
+    // Who refused it may have left since, or have ended the job: that is not why no answer comes.
+    const WithoutGil scope;
+    try {
+      sent.check_refused(microbatch);
+    } catch (const Error& why) {
+      end_with(why, microbatch);
+      throw;
+    }
+    throw;
   }
 }
 
+void TreeReceiver::end_with(const Error& why, int microbatch) {
+  edge_.refuse(Error(why.kind(), str(edge_.name(), " ended with what it answers: ", why.what()), why.context()),
+               microbatch);
+}
+
 py::object TreeReceiver::take(int microbatch, double timeout, const SendEdge* sent) {
-  const Taking taking(*this, sent);
+  const Deadline deadline = in_seconds(timeout);
+  const Taking taking(*this, deadline, sent, microbatch);
   if (timeout >= 0 || !overdue_.empty()) {
-    const Deadline deadline = in_seconds(timeout);
-    const Receipt receipt = issue(microbatch, deadline);
-    wait(receipt, timeout, deadline);
-    return hand_over(receipt, [&] { return to_tree(*receipt.message); });
+    std::optional<Receipt> receipt;
+    try {
+      receipt = issue(microbatch, deadline);
+    } catch (const Expired&) {
+      throw Error(ErrorKind::kTimedOut, str(edge_.name(), ": no message came within ", timeout, " s"));
+    }
+    wait(*receipt, timeout, deadline);
+    return hand_over(*receipt, [&] { return to_tree(*receipt->message); });
   }
   Drafting drafting(edge_.device());
   Receipt receipt;
   {
     const WithoutGil scope;
-    auto turn = take_turn(in_seconds(-1));
+    auto turn = take_turn(deadline);
     OpOptions options;
     options.inline_when_idle = !is_shared_;
     options.wants_work = false;
@@ -257,7 +293,7 @@ Error TreeReceiver::refusal_of(const Receipt& receipt, const Error& why) {
                                 : ErrorContext{-1, -1, static_cast<long long>(receipt.sequence), "recv"};
   Error error(why.kind(), str(edge_.name(), ", microbatch ", receipt.message->microbatch, ": ", why.what()), what);
   const WithoutGil scope;
-  edge_.refuse(error);
+  edge_.refuse(error, receipt.message->microbatch);
   return error;
 }
 
@@ -276,11 +312,11 @@ std::unique_lock<std::timed_mutex> TreeReceiver::take_turn(Deadline deadline) {
   std::unique_lock lock(mutex_, std::try_to_lock);
   while (!lock.owns_lock() && !lock.try_lock_for(kSignalPoll)) {
     is_shared_ = true;
-    Taking::poll();
     if (Clock::now() >= deadline) {
       throw Error(ErrorKind::kTimedOut,
                   "recv: the message before this one, which another thread receives, did not come");
     }
+    Taking::poll();
   }
   return lock;
 }

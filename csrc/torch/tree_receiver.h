@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "engine/edge.h"
@@ -21,8 +22,7 @@ class TreeReceiver;
 // A message that was asked for; it may outlive the edge.
 class PendingTree {
  public:
-  PendingTree(Receipt receipt, std::weak_ptr<TreeReceiver> receiver)
-      : receipt_(std::move(receipt)), receiver_(std::move(receiver)) {}
+  PendingTree(Receipt receipt, const std::shared_ptr<TreeReceiver>& receiver);
   // As wait_for() waits.
   [[nodiscard]] pybind11::object wait(double timeout) const;
   [[nodiscard]] bool done() const { return receipt_.work->done(); }
@@ -30,6 +30,7 @@ class PendingTree {
  private:
   Receipt receipt_;
   std::weak_ptr<TreeReceiver> receiver_;
+  std::string edge_name_;
 };
 
 // All with the GIL. Threads may share it: each call takes the next message. A message whose tree cannot be built ends
@@ -45,14 +46,15 @@ class TreeReceiver : public std::enable_shared_from_this<TreeReceiver> {
   // where nothing is before it, and tensors are made while it is on its way. Whatever it throws but what the edge
   // throws, the next call goes on with that message.
   [[nodiscard]] pybind11::object take(int microbatch, double timeout);
-  // take() of what the peer answers to a message of `sent`. Throws what the peer refused that for, too: then no answer
-  // comes, and what ends is this edge as well.
+  // take() of what the peer answers to the message of `microbatch` that `sent` has sent. Throws what the peer refused
+  // that message for, too, or one before it: then no answer comes, and this edge ends as well.
   [[nodiscard]] pybind11::object take_answer(int microbatch, const SendEdge& sent);
   // RecvEdge::expect() of what is like `tree`.
   void expect(const pybind11::object& tree);
 
   // What was wrong with the tree of a message: ends the edge where it was the message's fault. To be thrown.
   [[nodiscard]] Error refusal_of(const Receipt& receipt, const Error& why);
+  [[nodiscard]] std::string edge_name() const { return edge_.name(); }
 
  private:
   class Taking;
@@ -60,6 +62,8 @@ class TreeReceiver : public std::enable_shared_from_this<TreeReceiver> {
   // `sent` as for take_answer(), or null.
   [[nodiscard]] pybind11::object take(int microbatch, double timeout, const SendEdge* sent);
   void require_outside() const;
+  // Ends the edge because what it answers was refused.
+  void end_with(const Error& why, int microbatch);
   [[nodiscard]] Receipt issue(int microbatch, Deadline deadline);
   // Without the GIL. Throws kTimedOut.
   [[nodiscard]] std::unique_lock<std::timed_mutex> take_turn(Deadline deadline);
