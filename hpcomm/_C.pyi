@@ -127,6 +127,9 @@ from hpcomm._C_engine import (
     release_bucket_memory as release_bucket_memory,
 )
 from hpcomm._C_engine import (
+    require_wire_dtype as require_wire_dtype,
+)
+from hpcomm._C_engine import (
     unflatten as unflatten,
 )
 from hpcomm._C_engine import (

@@ -3,6 +3,7 @@
 python scripts/cpu_figures.py               # rewrites both from benchmarks/results/*.json
 python scripts/cpu_figures.py --check       # exit code 1 when they are not what the results say
 python scripts/cpu_figures.py --run [NAME]  # measures all files, or those whose names contain NAME, then rewrites
+python scripts/cpu_figures.py --run [NAME] --machine M   # the same into benchmarks/results/M/, for the last section
 
 Measuring all (`make figures`) takes half an hour, on a machine that does nothing else. MPICH is left out where
 mpi4py and mpich are not installed.
@@ -10,6 +11,7 @@ mpi4py and mpich are not installed.
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import subprocess
@@ -139,6 +141,22 @@ def summary(found: Sequence[Result]) -> str:
     return "\n".join([*table, "", f"{count}; missed:" if missed else f"{count}.", "", *missed]).rstrip()
 
 
+def aims_of(result: Result) -> list[str]:
+    """Of a file: how many of its aims are met, and which are not."""
+    missed = [f"{aim.what}: {aim.got}, aim {aim.wanted}" for aim in result.section.aims if not aim.met]
+    if not result.section.aims:
+        return []
+    met = len(result.section.aims) - len(missed)
+    return [f"Aims met: {met} of {len(result.section.aims)}.", *(f"- missed: {line}" for line in missed)]
+
+
+def environment_of(result: Result) -> str:
+    """Where and of what it was measured."""
+    environment = result.document["environment"]
+    return ", ".join(f"{key} {environment[key]}" for key in ("cpu", "cores", "torch", "mpi", "revision")
+                     if key in environment)  # fmt: skip
+
+
 def everything(found: Sequence[Result]) -> str:
     """benchmarks/results/README.md."""
     parts = [
@@ -149,24 +167,31 @@ def everything(found: Sequence[Result]) -> str:
         "medians of the rounds' own. [What the columns are](../README.md).",
     ]
     for result in found:
-        environment = result.document["environment"]
-        where = ", ".join(f"{key} {environment[key]}" for key in ("cpu", "cores", "torch", "mpi", "revision")
-                          if key in environment)  # fmt: skip
         parts += ["", f"## {result.file.title}", "", f"`{result.file.command}`", "",
-                  f"{where}; [all samples]({result.file.name}.json)", "", *result.section.table]  # fmt: skip
-        missed = [f"{aim.what}: {aim.got}, aim {aim.wanted}" for aim in result.section.aims if not aim.met]
-        if result.section.aims:
-            met = len(result.section.aims) - len(missed)
-            parts += ["", f"Aims met: {met} of {len(result.section.aims)}.", *(f"- missed: {line}" for line in missed)]
+                  f"{environment_of(result)}; [all samples]({result.file.name}.json)", "",
+                  *result.section.table]  # fmt: skip
+        aims = aims_of(result)
+        parts += ["", *aims] if aims else []
+    for folder in sorted(path for path in RESULTS.iterdir() if path.is_dir()):
+        parts += ["", f"## On another machine: {folder.name}"]
+        for result in results(folder):
+            parts += ["", f"{result.file.title}: {environment_of(result)}; "
+                      f"[all samples]({folder.name}/{result.file.name}.json)"]  # fmt: skip
+            aims = aims_of(result)
+            parts += ["", *aims] if aims else []
     return "\n".join(parts) + "\n"
 
 
-def run(part: str) -> None:
-    """Measures the files whose names contain ``part``, one after the other."""
+def run(part: str, folder: Path) -> None:
+    """Measures the files whose names contain ``part``, one after the other; plots are of the first machine."""
+    folder.mkdir(exist_ok=True)
     for file in FILES:
         if part in file.name:
             print(f"== {file.command}", flush=True)
-            command = [*shlex.split(file.command), "--json", str(RESULTS.relative_to(ROOT) / f"{file.name}.json")]
+            command = [*shlex.split(file.command), "--json", str(folder.relative_to(ROOT) / f"{file.name}.json")]
+            if folder != RESULTS and "--plot" in command:
+                at = command.index("--plot")
+                del command[at : at + 2]
             if command[0] == "python":
                 command[0] = sys.executable
             subprocess.run(command, check=True, cwd=ROOT)
@@ -174,12 +199,17 @@ def run(part: str) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """The command; its exit code."""
-    if "--run" in arguments:
-        run(next((argument for argument in arguments if not argument.startswith("-")), ""))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--run", nargs="?", const="", metavar="NAME")
+    parser.add_argument("--machine", default="", metavar="M")
+    options = parser.parse_args(arguments)
+    if options.run is not None:
+        run(options.run, RESULTS / options.machine)
     found = results(RESULTS)
     new = {README: replaced(README.read_text(), BLOCK, summary(found)), ALL: everything(found)}
     stale = [path for path, text in new.items() if not path.exists() or path.read_text() != text]
-    if "--check" in arguments:
+    if options.check:
         for path in stale:
             print(f"{path} has other figures than {RESULTS}: run scripts/cpu_figures.py", file=sys.stderr)
         return int(bool(stale))

@@ -313,6 +313,42 @@ TEST(shm_what_both_send_at_once_is_read_by_the_kernel) {
   }
 }
 
+// One at a time, so that a core is idle, and close to each other: through the ring, and read by the kernel now and
+// then.
+TEST(shm_large_messages_try_both_ways) {
+  constexpr std::int64_t kMessages = 100;
+  constexpr std::size_t kStep = 4096;
+  for (const bool attaches : {false, true}) {
+    const ShmJob job(2, 20s, attaches);
+    job.run([&](Communicator& world) {
+      const int peer = 1 - world.rank();
+      std::vector<std::int64_t> out(300000, world.rank());
+      std::vector<std::int64_t> in(out.size(), -1);
+      for (std::int64_t i = 0; i < kMessages; ++i) {
+        for (std::size_t k = 0; k < out.size(); k += kStep) {
+          out[k] = 10 * i + world.rank();
+        }
+        if (world.rank() == 0) {
+          world.send(view_of(out), peer)->wait();
+          std::fill_n(out.begin(), kStep, -2);  // it has ended
+          world.recv(view_of(in), peer)->wait();
+        } else {
+          world.recv(view_of(in), peer)->wait();
+          world.send(view_of(out), peer)->wait();
+        }
+        std::int64_t wrong = 0;
+        for (std::size_t k = 0; k < in.size(); k += kStep) {
+          wrong += in[k] == 10 * i + peer && in[k + 1] == (peer == 0 && k == 0 && i > 0 ? -2 : peer) ? 0 : 1;
+        }
+        CHECK_EQ(wrong, 0);
+      }
+    });
+    // Neither way is the only one.
+    const std::uint64_t reads = job.neighbourhood(0)->reads() + job.neighbourhood(1)->reads();
+    CHECK_EQ(reads > 0 && reads < 2 * kMessages, attaches && kernel_reads());
+  }
+}
+
 TEST(shm_messages_of_some_size_are_read_where_they_are_or_come_through_the_ring) {
   for (const bool attaches : {false, true}) {
     const ShmJob job(2, 20s, attaches);

@@ -47,7 +47,7 @@ struct Frame {
   std::uint8_t dtype = 0;
   bool attached = false;  // of an offer: the receiver can read the sender's process; of a message: it is open
   std::uint8_t reserved = 0;
-  std::uint32_t shown = 0;   // of a message that may be open: when, by stamp_now()
+  std::uint32_t shown = 0;   // of a message that may be open, or an offer: when, by stamp_now()
   std::uint64_t number = 0;  // of the sender's messages to this receiver, from 1
   std::uint64_t tag = 0;
   std::uint64_t count = 0;

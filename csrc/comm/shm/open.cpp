@@ -34,6 +34,18 @@ std::optional<std::size_t> ShmMailbox::size_class(const Frame& frame) {
   return std::min(static_cast<std::size_t>(std::bit_width(frame.bytes / kLeastOpen)), kSizeClasses) - 1;
 }
 
+void ShmMailbox::learn(int from, const Frame& frame, bool read) {
+  Peer& peer = peer_at(from);
+  if (const auto size = size_class(frame)) {
+    Choice& choice = peer.choices[*size];
+    choice.note(read, frame.shown, stamp_now());
+    peer.frames->want_open(*size, choice.second());
+    peer.unanswered[*size] = 0;
+  } else if (const auto large = large_class(frame)) {
+    peer.large_choices[*large].note(read, frame.shown, stamp_now());
+  }
+}
+
 // Should it be closed, its bytes go where they would have gone at once, in order and without a wait: nothing may be
 // behind it, and the ring must have room. Whoever waits for it looks at it until it is closed, if it is shown now.
 bool ShmMailbox::may_be_open(int to, const Outgoing& message, std::size_t size_class) {

@@ -15,6 +15,7 @@
 //
 // Smaller ones may be open: open.cpp.
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <utility>
 
@@ -92,18 +93,33 @@ bool ShmMailbox::take_whole(Mail& mail, const Frame& frame, int from, FrameKind 
 
 void ShmMailbox::take_offer(const Held& mail, const Frame& frame, int from) {
   const auto place = setup_.neighbourhood->arena().locate(mail->view_.data, mail->view_.bytes);
-  if (!place && frame.attached && !has_idle_core() && read_offer(*mail, frame, from)) {
-    return;
+  const auto size = large_class(frame);
+  if (!place && size) {
+    // Through the ring two cores share the work of a message, which is faster than one core of the kernel, unless both
+    // have messages of their own, or bytes travel slowly between them.
+    const bool is_choice = has_idle_core();
+    if ((!is_choice || peer_at(from).large_choices[*size].second()) && read_offer(*mail, frame, from)) {
+      if (is_choice) {
+        learn(from, frame, true);
+      }
+      return;
+    }
   }
   answer(from, place ? FrameKind::kPlace : FrameKind::kNoPlace, frame, nullptr);
   if (place) {
     peer_at(from).outgoing.back().frame.location = *place;
   }
-  peer_at(from).promises.emplace(frame.number, Promise{mail, place.has_value()});
+  peer_at(from).promises.emplace(frame.number, Promise{mail, place.has_value(), frame.shown});
 }
 
-// Through the ring two cores share the work of a message, which is faster than one core of the kernel; unless both have
-// messages of their own.
+std::optional<std::size_t> ShmMailbox::large_class(const Frame& frame) {
+  const bool may_be_read = (frame.kind == FrameKind::kOffer || frame.kind == FrameKind::kRest) && frame.attached;
+  if (!may_be_read || frame.bytes < kOfferBytes) {
+    return std::nullopt;
+  }
+  return std::min(static_cast<std::size_t>(std::bit_width(frame.bytes / kOfferBytes)), kLargeClasses) - 1;
+}
+
 bool ShmMailbox::has_idle_core() const {
   return !setup_.neighbourhood->is_crowded() &&
          std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.offers.empty(); });
@@ -232,11 +248,13 @@ bool ShmMailbox::accept_rendezvous(int from, const Frame& frame) {
     case FrameKind::kDeposited: {
       const auto promise = peer.promises.find(frame.number);
       const Held mail = promise != peer.promises.end() ? promise->second.mail : nullptr;
+      Frame rest = frame;
       if (mail) {
+        rest.shown = promise->second.shown;
         peer.promises.erase(promise);
       }
       if (frame.kind == FrameKind::kRest) {
-        peer.incoming.emplace(Incoming{frame, mail, nullptr, 0});
+        peer.incoming.emplace(Incoming{rest, mail, nullptr, 0});
         return true;  // taken with its bytes
       }
       if (mail) {

@@ -197,8 +197,10 @@ void ShmMailbox::push(int to) {
     if (!next.begun && !peer.shown->has_room()) {
       break;
     }
-    if (const auto size = size_class(next.frame); size && !next.begun) {
+    if (!next.begun && next.frame.bytes >= kLeastOpen) {
       next.frame.shown = stamp_now();
+    }
+    if (const auto size = size_class(next.frame); size && !next.begun) {
       if (may_be_open(to, next, *size)) {
         next.frame.attached = true;
         next.frame.location.offset = reinterpret_cast<std::uintptr_t>(next.mail->view_.data);
@@ -426,11 +428,8 @@ bool ShmMailbox::pull_bytes(int from) {
     }
   }
   reader.pad();
-  if (const auto size = size_class(incoming.frame)) {
-    Choice& choice = peer.choices[*size];
-    choice.note(is_open(incoming.frame), incoming.frame.shown, stamp_now());
-    peer.frames->want_open(*size, choice.second());
-    peer.unanswered[*size] = 0;
+  if (incoming.frame.kind != FrameKind::kOffer) {  // the rest is to come
+    learn(from, incoming.frame, is_open(incoming.frame));
   }
   if (incoming.mail) {
     if (incoming.frame.kind != FrameKind::kOffer) {

@@ -148,9 +148,12 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   // A large message to this rank, whose rest is on its way.
   struct Promise {
     Held mail;
-    bool exposed = false;  // the sender may write to the mail's memory at any time
+    bool exposed = false;     // the sender may write to the mail's memory at any time
+    std::uint32_t shown = 0;  // of its offer
   };
-  static constexpr std::size_t kSizeClasses = 7;  // from kLeastOpen on, each twice as large
+  // Each twice as large as the one before, the last without an end.
+  static constexpr std::size_t kSizeClasses = 7;   // from kLeastOpen on
+  static constexpr std::size_t kLargeClasses = 6;  // from kOfferBytes on
   static constexpr std::size_t kLeastPenalty = 1;
   struct Peer {
     std::optional<FrameWriter> shown;
@@ -166,6 +169,7 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
     std::uint64_t numbers = 0;
     // By size: through the ring, or read where they are.
     std::array<Choice, kSizeClasses> choices;
+    std::array<Choice, kLargeClasses> large_choices;
     std::array<std::size_t, kSizeClasses> unanswered{};  // messages to it since the last one from it
     std::size_t keeps_closed = 0;                        // so many messages, for the receiver was late for an open one
     std::size_t penalty = kLeastPenalty;
@@ -196,6 +200,8 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   void pull(int from);
   [[nodiscard]] bool pull_frame(int from);
   [[nodiscard]] bool pull_bytes(int from);
+  // The message of `frame` has come, read where it was or another way: what its time says of that (open.cpp).
+  void learn(int from, const Frame& frame, bool read);
   // Of open messages (open.cpp).
   [[nodiscard]] static std::optional<std::size_t> size_class(const Frame& frame);
   [[nodiscard]] bool may_be_open(int to, const Outgoing& message, std::size_t size_class);
@@ -214,6 +220,8 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   void take_reference(Mail& mail, const Frame& frame, int from);
   void take_offer(const Held& mail, const Frame& frame, int from);
   [[nodiscard]] bool has_idle_core() const;
+  // Of one that may be read, or its rest.
+  [[nodiscard]] static std::optional<std::size_t> large_class(const Frame& frame);
   [[nodiscard]] bool read_offer(Mail& mail, const Frame& frame, int from);
   // Ends `mail`, here with what `copy(sender)` brings and there with `thanks`; or with the error, on both sides. False
   // where copy() says that it cannot.
