@@ -68,6 +68,18 @@ TEST(shm_a_choice_follows_what_changes) {
   }
 }
 
+// As when the ranks come to cores that share no cache.
+TEST(shm_a_choice_tries_the_other_way_once_its_own_takes_twice_as_long) {
+  Loop loop;
+  CHECK(loop.run(3000, first_quicker) < 150);  // the next trial is far away
+  const auto first_slow = [](bool second) { return second ? 150U : 430U; };
+  CHECK(loop.run(100, first_slow) > 60);
+  (void)loop.run(3000, first_quicker);
+  // Both take longer: nothing is to be gained, and no more is tried than elsewhere.
+  const auto both_slow = [](bool second) { return 4 * first_quicker(second); };
+  CHECK(loop.run(2000, both_slow) < 120);
+}
+
 TEST(shm_a_choice_does_not_mind_messages_that_were_late) {
   Loop loop;
   std::size_t i = 0;

@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <utility>
 
 #include "stream/event.h"
 
@@ -87,6 +88,9 @@ struct Patience {
   const std::atomic<Gone>* gone = nullptr;
   // Looks again then at the latest; ready() may have set it.
   const Deadline* next_look = nullptr;
+  // Counts what ready() gets done while it is false: more is on its way, so yields begin anew. Without that, whoever
+  // sleeps once in a message sleeps before each piece of it, and its sender wakes it for each.
+  const std::atomic<std::uint64_t>* progress = nullptr;
 };
 
 enum class Waited : std::uint8_t { kReady, kInterrupted, kTimedOut };
@@ -109,24 +113,31 @@ template <typename Ready>
     return is_set(patience.interrupted) || is_set(patience.departed) ||
            (patience.gone != nullptr && patience.gone->load(std::memory_order_seq_cst) != Gone::kNo);
   };
-  const Deadline yields_end = Clock::now() + policy.yields;
-  Deadline now;
-  int vain = 0;
-  do {
-    if (ready()) {
-      return Waited::kReady;
-    }
-    if (interrupted()) {
-      return ready() ? Waited::kReady : Waited::kInterrupted;
-    }
-    const Deadline before = Clock::now();
-    ::sched_yield();
-    now = Clock::now();
-    vain += now - before < policy.vain ? 1 : 0;
-  } while (now < yields_end && vain < policy.vain_yields);
+  std::uint64_t done = 0;
+  const auto has_progressed = [&] {
+    return patience.progress != nullptr &&
+           std::exchange(done, patience.progress->load(std::memory_order_relaxed)) != done;
+  };
+  (void)has_progressed();
+  Deadline now = Clock::now();
+  Deadline yields_end = now + policy.yields;
   constexpr auto kSlice = std::chrono::milliseconds(50);
-  Deadline next_poll = now + kSlice;
+  Deadline next_poll = yields_end + kSlice;
+  int vain = 0;
   for (;;) {
+    while (now < yields_end && vain < policy.vain_yields && now < next_poll) {
+      if (ready()) {
+        return Waited::kReady;
+      }
+      if (interrupted()) {
+        return ready() ? Waited::kReady : Waited::kInterrupted;
+      }
+      const Deadline before = Clock::now();
+      ::sched_yield();
+      now = Clock::now();
+      vain += now - before < policy.vain ? 1 : 0;
+      yields_end = has_progressed() ? now + policy.yields : yields_end;
+    }
     bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
     const std::uint32_t rings = bell.rings.load(std::memory_order_seq_cst);
     const bool now_ready = ready();
@@ -143,6 +154,7 @@ template <typename Ready>
       return Waited::kInterrupted;
     }
     now = Clock::now();
+    yields_end = has_progressed() ? now + policy.yields : yields_end;
     if (now >= patience.deadline) {
       return Waited::kTimedOut;
     }

@@ -1,10 +1,10 @@
 // Choice: by which of two ways messages that follow each other closely come quicker, found out by trying.
 //
-// The other way is tried for a few messages now and then: the less often, the longer it has been the slower one. What
-// counts is the time from one message to the next, for it has in it what a way leaves behind: memory that a reader has
-// fetched takes its owner longer to write again. Of several times the least counts; what delays a message (a reader
-// that was late, a core that was taken) says nothing of its way. Where most of the time between messages is spent
-// elsewhere, it says nothing either: then they go the first way.
+// The other way is tried for a few messages now and then: the less often, the longer it has been the slower one, and at
+// once when the better way takes twice as long as before. What counts is the time from one message to the next, for it
+// has in it what a way leaves behind: memory that a reader has fetched takes its owner longer to write again. Of several
+// times the least counts; what delays a message (a reader that was late, a core that was taken) says nothing of its way.
+// Where most of the time between messages is spent elsewhere, it says nothing either: then they go the first way.
 #pragma once
 
 #include <algorithm>
@@ -57,6 +57,10 @@ class Choice {
       if (++leasts_ > kTrial) {
         before_ = std::exchange(least_, UINT32_MAX);
         leasts_ = 1;
+        // Twice as long as it was: the ranks have come to other cores, perhaps, where the other way is better.
+        const bool is_slow = before_ / 2 > usual_;
+        pause_ = is_slow ? kShortest : pause_;
+        usual_ = is_slow ? before_ : std::min(usual_, before_);
       }
       least_ = std::min(least_, time);
     } else if (trying_) {
@@ -68,6 +72,7 @@ class Choice {
       }
       if (trial_ < known - known / 10) {
         better_ = !better_;
+        usual_ = UINT32_MAX;
         pause_ = kShortest;
       } else {
         pause_ = std::min(4 * pause_, kLongest);
@@ -92,6 +97,7 @@ class Choice {
   std::uint32_t least_ = UINT32_MAX;   // of the better way, of the last leasts_ times
   std::uint32_t before_ = UINT32_MAX;  // of kTrial before them, since the last trial
   std::size_t leasts_ = 0;
+  std::uint32_t usual_ = UINT32_MAX;  // the least of the better way since it became that, or became slow
   std::uint32_t trial_ = UINT32_MAX;  // of the other
   std::size_t trials_ = 0;
   std::size_t seen_ = 0;  // since this trial began, or the last one ended

@@ -110,7 +110,7 @@ bool ShmMailbox::drive(const Mail& mail, Deadline deadline, void (*poll)()) {
   };
   try {
     const Deadline limit = std::min(deadline, mail.deadline_);
-    Waited how = wait_on(bell_, policy_, {limit, nullptr, nullptr, poll, nullptr, &close}, look);
+    Waited how = wait_on(bell_, policy_, {limit, nullptr, nullptr, poll, nullptr, &close, &progress_}, look);
     if (how != Waited::kReady && Clock::now() >= mail.deadline_) {
       {
         const Turn turn(*this);

@@ -287,6 +287,7 @@ void ShmMailbox::push(int to) {
     peer.outgoing.pop_front();
   }
   if (wrote) {
+    note_progress();
     ring(theirs);
   }
 }
@@ -335,6 +336,7 @@ void ShmMailbox::pull(int from) {
     }
   }
   if (moved) {
+    note_progress();
     await_reader(peer);
     peer.reader->release();
     peer.frames->release();

@@ -195,6 +195,7 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   [[nodiscard]] Peer& peer_at(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
 
   // All with the mutex held.
+  void note_progress() { progress_.store(progress_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed); }
   void progress();
   void push(int to);
   void pull(int from);
@@ -263,8 +264,9 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   std::list<Held> posted_;  // receives that no message has matched, oldest first
   std::uint64_t arrivals_ = 0;
   std::uint64_t receives_ = 0;
-  std::size_t pending_ = 0;  // mails that have not ended
-  std::size_t awaited_ = 0;  // of these, those whose callers wait for them
+  std::size_t pending_ = 0;                  // mails that have not ended
+  std::size_t awaited_ = 0;                  // of these, those whose callers wait for them
+  std::atomic<std::uint64_t> progress_ = 0;  // Patience::progress of who drives
   bool ended_some_ = false;
   bool leaving_ = false;
   std::vector<Keepalive> garbage_;
