@@ -2,9 +2,10 @@
 //
 // The other way is tried for a few messages now and then: the less often, the longer it has been the slower one, and at
 // once when the better way takes twice as long as before. What counts is the time from one message to the next, for it
-// has in it what a way leaves behind: memory that a reader has fetched takes its owner longer to write again. Of several
-// times the least counts; what delays a message (a reader that was late, a core that was taken) says nothing of its way.
-// Where most of the time between messages is spent elsewhere, it says nothing either: then they go the first way.
+// has in it what a way leaves behind: memory that a reader has fetched takes its owner longer to write again. Of
+// several times the least counts; what delays a message (a reader that was late, a core that was taken) says nothing of
+// its way. Where most of the time between messages is spent elsewhere, it says nothing either: then they go the first
+// way.
 #pragma once
 
 #include <algorithm>
