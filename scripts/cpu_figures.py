@@ -204,6 +204,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--run", nargs="?", const="", metavar="NAME")
     parser.add_argument("--machine", default="", metavar="M")
     options = parser.parse_args(arguments)
+    if options.machine and options.run is None:
+        parser.error("--machine says where --run writes")
     if options.run is not None:
         run(options.run, RESULTS / options.machine)
     found = results(RESULTS)

@@ -328,6 +328,26 @@ TEST(shm_a_wait_whose_yields_are_vain_sleeps) {
   CHECK(how == shm::Waited::kReady);
 }
 
+// Of a message whose pieces come: whoever slept before each would be woken for each.
+TEST(shm_a_wait_that_gets_on_does_not_sleep) {
+  for (const bool gets_on : {true, false}) {
+    shm::Bell bell;
+    shm::WaitPolicy policy;
+    policy.yields = 100ms;
+    std::atomic<std::uint64_t> progress{0};
+    const Deadline end = Clock::now() + policy.yields + 30ms;
+    bool slept = false;
+    const auto look = [&] {
+      slept = slept || bell.sleepers.load(std::memory_order_seq_cst) > 0;
+      progress.fetch_add(gets_on ? 1 : 0, std::memory_order_relaxed);
+      return Clock::now() >= end;
+    };
+    const shm::Patience patience{Clock::now() + 60s, nullptr, nullptr, nullptr, nullptr, &end, &progress};
+    CHECK(shm::wait_on(bell, policy, patience, look) == shm::Waited::kReady);
+    CHECK_EQ(slept, !gets_on);
+  }
+}
+
 TEST(shm_ranks_sleep_early_only_where_they_outnumber_the_cores) {
   const int never = std::numeric_limits<int>::max();
   for (const bool yields_reach : {false, true}) {
