@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import ranks
 import torch
+from refusals import send_until_told
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpcomm
@@ -613,13 +614,6 @@ def in_place_on_what_was_received() -> None:
 
 def test_what_was_received_may_be_written() -> None:
     ranks.run(2, in_place_on_what_was_received)
-
-
-def send_until_told(channel: hpcomm.Channel, tree: object) -> None:
-    """A message that the receiver refuses may have left before it says so: then one of the next raises."""
-    for _ in range(2000):
-        channel.send(tree).wait()
-        time.sleep(0.01)
 
 
 def another_message_than_expected() -> None:

@@ -11,6 +11,7 @@ import pytest
 import ranks
 import torch
 from patience import left_in_shared_memory, shared_memory
+from refusals import send_until_told
 
 import hpcomm
 from hpcomm.channel import Receiver, Sender
@@ -202,13 +203,6 @@ def part_of_a_group() -> str:
 def test_a_part_of_a_message_that_never_comes_names_the_rank() -> None:
     told = ranks.run(3, part_of_a_group, env=GLOO)[0]
     assert "recv #5 on lane half with rank 2 took longer" in told
-
-
-def send_until_told(channel: hpcomm.Channel, tree: object) -> None:
-    """A message that has left before the receiver looks at it is refused at a later one."""
-    for _ in range(2000):
-        channel.send(tree).wait()
-        time.sleep(0.01)
 
 
 def one_edge_is_refused() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import time
 from typing import Any
 
 import pytest
 import ranks
 import torch
+from refusals import send_until_told
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpcomm
@@ -259,13 +259,6 @@ def test_received_tensors_are_let_go_of_late_or_never(transport: str) -> None:
     ranks.run(2, kept_in_parts, env=TRANSPORTS[transport], full_exit=True)
 
 
-def send_until_told(channel: hpcomm.Channel) -> None:
-    """What has left before the receiver looks at it is refused at a later one."""
-    for _ in range(2000):
-        channel.send(torch.ones(3)).wait()
-        time.sleep(0.01)
-
-
 def other_ends() -> None:
     """Two programs that disagree on what a channel is must not wait for each other."""
     mesh = hpcomm.init(dp=1, pp=2)
@@ -276,7 +269,7 @@ def other_ends() -> None:
     with pytest.raises(hpcomm.SchemaMismatch, match=words):
         channel.recv()
     with pytest.raises(hpcomm.SchemaMismatch, match=f"rank {1 - mesh.rank} refused"):
-        send_until_told(channel)
+        send_until_told(channel, torch.ones(3))
     mesh.barrier()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from refusals import send_until_told
 
 import hpcomm
 
@@ -21,13 +22,6 @@ TRANSPORTS = {"shm": {}, "gloo": {"HPCOMM_CPU_TRANSPORT": "gloo"}, "one slot": {
 WIRES = [
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64,
 ]  # fmt: skip
-
-
-def send_until_told(channel: hpcomm.Channel, tree: object, microbatch: int = -1) -> None:
-    """What has left before the receiver looks at it is refused at a later one."""
-    for _ in range(2000):
-        channel._sender.send(tree, microbatch).wait()
-        time.sleep(0.01)
 
 
 # --- values ----------------------------------------------------------------------------------------------------------

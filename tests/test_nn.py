@@ -10,6 +10,7 @@ import time
 import pytest
 import ranks
 import torch
+from refusals import send_until_told
 
 import hpcomm
 
@@ -309,12 +310,6 @@ def test_a_message_that_was_not_sent_has_no_number(env: dict[str, str]) -> None:
     ranks.run(2, refused_sends, env=env)
 
 
-def send_until_told(channel: hpcomm.Channel) -> None:
-    for _ in range(2000):
-        channel.send(torch.ones(2)).wait()
-        time.sleep(0.01)
-
-
 def refused_by_the_receiver(why: str, then: str) -> None:
     """The receiver catches the error, and has the gradients of what it took before to send, but none for the rest."""
     mesh = hpcomm.init(dp=1, pp=2)
@@ -353,7 +348,7 @@ def refused_by_the_receiver(why: str, then: str) -> None:
         mesh.world.barrier()
         if mesh.rank == 1:  # its gradients have nowhere to go
             with pytest.raises(hpcomm.SchemaMismatch, match="rank 0 refused .*: edge 1->0 ended with what it answers"):
-                send_until_told(channel)
+                send_until_told(channel, torch.ones(2))
         mesh.world.barrier()
     mesh.close()
 
