@@ -46,24 +46,34 @@ bool runs_on_intel() noexcept {
 
 // Tensors lie scattered, and hardware prefetchers follow addresses only once a few of them were missed: of a tensor of
 // four cache lines nothing comes early, of a larger one its page's address is found late. So short tensors are fetched
-// a few before it is their turn; while a long one is copied, the one behind it is fetched, as fast as the first goes.
-// Targets are fetched only where they are so large that memory, not a cache, has most of them: their beginning, and the
-// whole where a cast widens, because there they are what is scattered and most of what moves. Chosen by trial on Zen 4
-// and Zen 5 with 1 and 16 MB in tensors of 256 B to 4 KB: 8 ahead are a tenth slower than 24 with tensors of 256 B, and
-// so it is to fetch small targets as well. Whole targets of 4 KB are a sixth faster to fetch where a cast widens, and a
-// twentieth slower without a cast; fetched for writing they are no faster.
+// a few before it is their turn, of long ones the beginning, and where they come from memory the one behind a long one
+// as fast as that is copied. What is fetched, and how far, was chosen by trial on Zen 4, and on Intel's servers:
+// - Intel: what leaves the second-level cache goes to the third, changed or not. Short tensors that are fetched past
+// the
+//   second one, as what is used once, save that, their targets likewise: of 256 B each, 4,096 are packed at 96 % of the
+//   copy rate instead of 78 %. Longer ones into the first-level cache, large targets as well: their beginning, and the
+//   whole where a cast widens, because there they are what is scattered and most of what moves.
+// - Elsewhere, so little that it may lie in a cache: the first line of each tensor on the side that is scattered, since
+//   the hardware finds the rest and the whole other side. Whole tensors take up what the copies need to get at a cache:
+//   a tenth slower with 1 MB in tensors of 256 B, unpacked a fifth.
+// - Elsewhere, more than that: both sides whole, into the second-level cache. There are few places for requests that go
+//   to the first-level one, and memory is far enough to use them all up: 16 MB in tensors of 4 KB are packed at 65 % of
+//   the copy rate that way, at 97 % this way, as bfloat16 at 54 and 94 %.
+// With 1 MB in tensors of 256 B, Zen 4 stays at 70 to 78 %: it waits for the addresses of pages.
+enum class Fetching : std::uint8_t { kOnce, kSources, kTargets, kAll };
+const bool kRunsOnIntel = runs_on_intel();
+constexpr std::size_t kFar = std::size_t{4} << 20;  // bytes of both sides that are more than what may lie in a cache
 constexpr std::size_t kAhead = 24;
-// Intel's servers differ: what leaves the second-level cache there goes to the third, changed or not. Short tensors
-// that are fetched past the second one, as what is used once, save that: of 256 B each, 4,096 are packed at 96 % of the
-// copy rate instead of 78 %, and, with their targets fetched likewise, unpacked at as much instead of 76 %, as float32
-// from bfloat16 instead of 69 %. 12 ahead and 24 are equal, and 12 of this size fit the first-level cache.
-const bool kFetchesOnce = runs_on_intel();
-constexpr std::size_t kAheadOnce = 12;
-constexpr std::size_t kOnce = 1024;  // bytes of source and target
-constexpr std::size_t kHead = 256;   // bytes of a long one; of a short one at most twice as many
-constexpr std::size_t kLong = std::size_t{1} << 10;
+constexpr std::size_t kAheadOnce = 12;  // as good as 24 on Intel, and so many of kOnce fit the first-level cache
+constexpr std::size_t kOnce = 1024;     // bytes of source and target
+constexpr std::size_t kHeadOnce = 256;  // bytes of a long one; of a short one at most twice as many
 constexpr std::size_t kLargeTarget = 2048;
 constexpr std::size_t kLine = 64;
+
+// Bytes of the source from which a tensor is long.
+constexpr std::size_t long_from(Fetching fetching) noexcept {
+  return fetching == Fetching::kAll ? std::size_t{2} << 10 : std::size_t{1} << 10;
+}
 
 // The hardware is better at it from here on, in bytes of the source. The loop of one instruction outruns the hardware
 // for longer: 16 MB in tensors of 16 KB are packed at 76 % of the copy rate without, at 98 % with. Those of 32 KB gain
@@ -75,52 +85,106 @@ template <>
 constexpr std::size_t kVeryLong<Narrow> = std::size_t{32} << 10;
 #endif
 
+enum class Level : std::uint8_t { kFirst, kSecond, kPastSecond };
+
+template <Level kLevel = Level::kFirst>
 [[gnu::always_inline]] inline void prefetch(const void* begin, std::size_t bytes) noexcept {
+  constexpr int kLocality = kLevel == Level::kFirst ? 3 : kLevel == Level::kSecond ? 2 : 0;
   const auto address = reinterpret_cast<std::uintptr_t>(begin);  // a number: it may be null
   for (std::size_t at = 0; at < bytes; at += kLine) {
-    __builtin_prefetch(reinterpret_cast<const void*>(address + at));
+    __builtin_prefetch(reinterpret_cast<const void*>(address + at), 0, kLocality);
   }
 }
 
-// Past the second-level cache.
-[[gnu::always_inline]] inline void prefetch_once(const void* begin, std::size_t bytes) noexcept {
-  const auto address = reinterpret_cast<std::uintptr_t>(begin);
-  for (std::size_t at = 0; at < bytes; at += kLine) {
-    __builtin_prefetch(reinterpret_cast<const void*>(address + at), 0, 0);
-  }
+template <Level kLevel>
+[[gnu::always_inline]] inline void prefetch(const void* begin, std::size_t at, std::size_t bytes) noexcept {
+  prefetch<kLevel>(reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(begin) + at), bytes);
 }
 
 // As much of a short tensor as there is, without a loop where there is enough.
 [[gnu::always_inline]] inline void prefetch_short(const void* begin, std::size_t bytes) noexcept {
-  if (bytes >= 2 * kHead) {
-    prefetch(begin, 2 * kHead);
-  } else if (bytes >= kHead) {
-    prefetch(begin, kHead);
+  if (bytes >= 2 * kHeadOnce) {
+    prefetch(begin, 2 * kHeadOnce);
+  } else if (bytes >= kHeadOnce) {
+    prefetch(begin, kHeadOnce);
   } else {
     prefetch(begin, bytes);
   }
 }
 
-// What a loop over a tensor fetches besides: the same place of the tensor behind it, or nothing. Its target is another
-// call, since few loops gain from it.
+// Of a tensor that is short, long before it is its turn.
+[[gnu::always_inline]] inline void fetch_short(Fetching fetching, const CopyItem& item, std::size_t source_size,
+                                               std::size_t target_size) noexcept {
+  switch (fetching) {
+    case Fetching::kSources:
+      __builtin_prefetch(item.source);
+      return;
+    case Fetching::kTargets:
+      __builtin_prefetch(item.target);
+      return;
+    case Fetching::kAll:
+      prefetch<Level::kSecond>(item.source, item.count * source_size);
+      prefetch<Level::kSecond>(item.target, item.count * target_size);
+      return;
+    case Fetching::kOnce:
+      if (item.count * (source_size + target_size) <= kOnce) {
+        prefetch<Level::kPastSecond>(item.source, item.count * source_size);
+        prefetch<Level::kPastSecond>(item.target, item.count * target_size);
+      } else {
+        prefetch_short(item.source, item.count * source_size);
+      }
+      return;
+  }
+}
+
+// What a loop over a tensor fetches besides, by the places that it has come to: the same of the tensor behind it, or
+// nothing.
+struct Part {
+  std::size_t at;
+  std::size_t bytes;
+};
 struct FetchNothing {
-  [[gnu::always_inline]] inline void operator()(std::size_t, std::size_t) const noexcept {}
-  [[gnu::always_inline]] inline void target(std::size_t, std::size_t) const noexcept {}
+  [[gnu::always_inline]] inline void operator()(Part, Part) const noexcept {}
 };
 struct FetchNext {
   const CopyItem& next;
-  [[gnu::always_inline]] inline void operator()(std::size_t at, std::size_t bytes) const noexcept {
-    place(next.source, at, bytes);
-  }
-  [[gnu::always_inline]] inline void target(std::size_t at, std::size_t bytes) const noexcept {
-    place(next.target, at, bytes);
-  }
-
- private:
-  [[gnu::always_inline]] static inline void place(const void* begin, std::size_t at, std::size_t bytes) noexcept {
-    prefetch(reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(begin) + at), bytes);
+  [[gnu::always_inline]] inline void operator()(Part source, Part target) const noexcept {
+    prefetch<Level::kFirst>(next.source, source.at, source.bytes);
+    if (target.bytes > source.bytes) {
+      prefetch<Level::kFirst>(next.target, target.at, target.bytes);
+    }
   }
 };
+struct FetchNextAll {
+  const CopyItem& next;
+  [[gnu::always_inline]] inline void operator()(Part source, Part target) const noexcept {
+    prefetch<Level::kSecond>(next.source, source.at, source.bytes);
+    if (target.bytes >= source.bytes) {
+      prefetch<Level::kSecond>(next.target, target.at, target.bytes);
+    }
+  }
+};
+
+[[gnu::always_inline]] inline std::size_t distance(const void* one, const void* other) noexcept {
+  const auto a = reinterpret_cast<std::uintptr_t>(one);
+  const auto b = reinterpret_cast<std::uintptr_t>(other);
+  return a > b ? a - b : b - a;
+}
+
+// One side of a list is most often a buffer, which says how much there is; the other one spreads further.
+[[gnu::always_inline]] inline Fetching fetching_of(const CopyItem* items, std::size_t count, std::size_t source_size,
+                                                   std::size_t target_size) noexcept {
+  if (kRunsOnIntel) {
+    return Fetching::kOnce;
+  }
+  const std::size_t sources = distance(items[0].source, items[count - 1].source);
+  const std::size_t targets = distance(items[0].target, items[count - 1].target);
+  const std::size_t elements = std::min(sources / source_size, targets / target_size);
+  if (elements * (source_size + target_size) >= kFar) {
+    return Fetching::kAll;
+  }
+  return sources > targets ? Fetching::kSources : Fetching::kTargets;
+}
 
 // What the items of a run have in common, as a number that stays in a register. Field by field, GCC 12 compares with a
 // copy on the stack that it writes in two pieces and reads in one: such a read waits until every store before it has
@@ -138,12 +202,12 @@ template <typename How>
   const std::uint32_t kind = kind_of(*items);
   const std::size_t source_size = How::source_size(items->source_dtype);
   const std::size_t target_size = How::target_size(items->target_dtype);
-  const std::size_t large = kLargeTarget / target_size;
-  const std::size_t long_count = kLong / source_size;
+  const Fetching fetching = fetching_of(items, count, source_size, target_size);
+  const std::size_t ahead = fetching == Fetching::kOnce ? kAheadOnce : kAhead;
+  const std::size_t head = fetching == Fetching::kOnce ? kHeadOnce : kLine;
+  const std::size_t long_count = long_from(fetching) / source_size;
   const std::size_t very_long_count = kVeryLong<How> / source_size;
-  const bool fetches_once = kFetchesOnce;
-  const std::size_t once_count = kOnce / (source_size + target_size);
-  const std::size_t ahead = fetches_once ? kAheadOnce : kAhead;
+  const std::size_t large = kLargeTarget / target_size;
   for (std::size_t i = 0; i < count; ++i) {
     const CopyItem& item = items[i];
     if (item.source == nullptr || kind_of(item) != kind || item.count >= most) {
@@ -151,13 +215,7 @@ template <typename How>
     }
     if (item.count < long_count) {
       if (i + ahead < count) {
-        const CopyItem& later = items[i + ahead];
-        if (fetches_once && later.count <= once_count) {
-          prefetch_once(later.source, later.count * source_size);
-          prefetch_once(later.target, later.count * target_size);
-        } else {
-          prefetch_short(later.source, later.count * source_size);
-        }
+        fetch_short(fetching, items[i + ahead], source_size, target_size);
       }
       How::copy(item, source_size, factor, FetchNothing{});
       continue;
@@ -165,12 +223,15 @@ template <typename How>
     if (i + 2 < count) {
       // The first lines of the one after the next: a page's address takes longest to find.
       const CopyItem& later = items[i + 2];
-      prefetch(later.source, kHead);
+      prefetch(later.source, head);
       if (later.count >= large) {
-        prefetch(later.target, kHead);
+        prefetch(later.target, head);
       }
     }
-    if (i + 1 < count && item.count < very_long_count) {
+    const bool fetches_next = i + 1 < count && item.count < very_long_count;
+    if (fetches_next && fetching == Fetching::kAll) {
+      How::copy(item, source_size, factor, FetchNextAll{items[i + 1]});
+    } else if (fetches_next && fetching == Fetching::kOnce) {
       How::copy(item, source_size, factor, FetchNext{items[i + 1]});
     } else {
       How::copy(item, source_size, factor, FetchNothing{});
@@ -195,10 +256,7 @@ struct Elements {
       constexpr std::size_t kPart = 512 / sizeof(From);
       for (std::size_t done = 0; done < count; done += kPart) {
         const std::size_t part = std::min(kPart, count - done);
-        fetch(done * sizeof(From), part * sizeof(From));
-        if constexpr (sizeof(To) > sizeof(From)) {
-          fetch.target(done * sizeof(To), part * sizeof(To));
-        }
+        fetch({done * sizeof(From), part * sizeof(From)}, {done * sizeof(To), part * sizeof(To)});
         each(source + done, target + done, part, factor);
       }
     }

@@ -34,7 +34,7 @@ struct Narrow {
     const __m512 wide_factor = _mm512_set1_ps(static_cast<float>(factor));
     std::size_t i = 0;
     for (; i + 2 * kTurn <= count; i += 2 * kTurn) {
-      fetch(i * sizeof(float), 2 * kTurn * sizeof(float));
+      fetch({i * sizeof(float), 2 * kTurn * sizeof(float)}, {i * sizeof(BFloat16), 2 * kTurn * sizeof(BFloat16)});
       const __m512 a = _mm512_mul_ps(_mm512_loadu_ps(source + i), wide_factor);
       const __m512 b = _mm512_mul_ps(_mm512_loadu_ps(source + i + 16), wide_factor);
       const __m512 c = _mm512_mul_ps(_mm512_loadu_ps(source + i + 32), wide_factor);
@@ -176,10 +176,7 @@ struct Float16Elements {
     const auto wide_factor = static_cast<float>(factor);
     std::size_t i = 0;
     for (; i + Steps::kTurn <= count; i += Steps::kTurn) {
-      fetch(i * sizeof(From), Steps::kTurn * sizeof(From));
-      if constexpr (sizeof(To) > sizeof(From)) {
-        fetch.target(i * sizeof(To), Steps::kTurn * sizeof(To));
-      }
+      fetch({i * sizeof(From), Steps::kTurn * sizeof(From)}, {i * sizeof(To), Steps::kTurn * sizeof(To)});
       Steps::turn(source + i, target + i, wide_factor);
     }
     if (i < count) {
