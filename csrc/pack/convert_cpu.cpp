@@ -48,9 +48,8 @@ bool runs_on_intel() noexcept {
 // four cache lines nothing comes early, of a larger one its page's address is found late. So short tensors are fetched
 // a few before it is their turn, of long ones the beginning, and where they come from memory the one behind a long one
 // as fast as that is copied. What is fetched, and how far, was chosen by trial on Zen 4, and on Intel's servers:
-// - Intel: what leaves the second-level cache goes to the third, changed or not. Short tensors that are fetched past
-// the
-//   second one, as what is used once, save that, their targets likewise: of 256 B each, 4,096 are packed at 96 % of the
+// - Intel: what leaves the second-level cache goes to the third, changed or not. Short tensors and their targets that
+//   are fetched past the second one, as what is used once, save that: of 256 B each, 4,096 are packed at 96 % of the
 //   copy rate instead of 78 %. Longer ones into the first-level cache, large targets as well: their beginning, and the
 //   whole where a cast widens, because there they are what is scattered and most of what moves.
 // - Elsewhere, so little that it may lie in a cache: the first line of each tensor on the side that is scattered, since
