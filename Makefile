@@ -11,6 +11,7 @@ DP ?=
 PP ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+TEST_JOBS ?= 2
 GPU_NCCL ?=
 GPU_MINUTES ?= 8
 BENCH_ARGS ?=
@@ -51,15 +52,19 @@ help: ## list the targets
 	@echo "  Variables: PYTHON=$(PYTHON) TORCH=$(TORCH) PIP_ARGS='$(PIP_ARGS)' (a package index, say) MAX_JOBS CXX"
 	@echo "  USE_CUDA=auto|0|1 TORCH_CUDA_ARCH_LIST CUDA_HOME; see docs/how-to/build-from-source.md"
 
+# Of the build in a folder, in TEST_JOBS processes.
+NATIVE_TESTS = seq $(TEST_JOBS) | grep . | xargs -P $(TEST_JOBS) -I PART $(1)/hpcomm_native_tests --part PART/$(TEST_JOBS)
+
 build: $(MADE_NATIVE) $(MADE_EDITABLE) ## make .venv, install torch into it, compile hpcomm in place
 	@echo "hpcomm is built; $(BIN)/python imports it."
 
-test: build $(MADE_DEV) ## build, then run the C++ tests and the Python tests (PYTEST_ARGS=...)
+# Half of a test's time is waiting: for a process to start, or for a time-out. Two files at a time, whatever the cores.
+test: build $(MADE_DEV) ## build, then run the C++ tests and the Python tests (PYTEST_ARGS=... TEST_JOBS=2)
 	@echo "== C++ tests"
 	$(BIN)/cmake --build $(BUILD_DIR) --target hpcomm_native_tests $(if $(MAX_JOBS),--parallel $(MAX_JOBS))
-	$(BUILD_DIR)/hpcomm_native_tests
+	$(call NATIVE_TESTS,$(BUILD_DIR))
 	@echo "== Python tests"
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 # torchrun sets OMP_NUM_THREADS itself when it is unset, with a warning.
 demo: build $(MADE_DEMO) ## train a small GPT on NPROC=4 processes (DP= PP= DEMO_ARGS=...)
@@ -85,7 +90,7 @@ SANITIZED = build/$(subst $(COMMA),-,$(SANITIZE))
 sanitize: $(MADE_TOOLS) ## run the C++ tests under SANITIZE=thread|address|undefined, without torch
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B $(SANITIZED) -G Ninja -DHPCOMM_BUILD_TESTS=ON -DHPCOMM_SANITIZE=$(SANITIZE)
 	$(BIN)/cmake --build $(SANITIZED) --target hpcomm_native_tests $(if $(MAX_JOBS),--parallel $(MAX_JOBS))
-	$(SANITIZED)/hpcomm_native_tests
+	$(call NATIVE_TESTS,$(SANITIZED))
 
 tsan: ## the C++ tests under ThreadSanitizer
 	$(MAKE) sanitize SANITIZE=thread

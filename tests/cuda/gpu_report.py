@@ -15,6 +15,13 @@ HUNG = "not done after"  # tests/ranks, at the deadline of a run
 MOST_HANGS = 3
 
 _hangs = 0
+_is_worker = False  # of pytest-xdist, whose controller reports as well
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Asks pytest itself: a session that a worker's test starts has the worker's environment."""
+    global _is_worker  # noqa: PLW0603 - one session per process
+    _is_worker = hasattr(config, "workerinput")
 
 
 @pytest.hookimpl
@@ -32,7 +39,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when != "call" and report.outcome == "passed":
         return
     path = os.environ.get("HPCOMM_TEST_REPORT")
-    if not path or "PYTEST_XDIST_WORKER" in os.environ:  # its controller reports as well
+    if not path or _is_worker:
         return
     outcome: str = report.outcome
     if hasattr(report, "wasxfail"):

@@ -1,4 +1,6 @@
-// Runs the native tests: all, or those whose name contains argv[1]. A test that hangs or crashes is named.
+// Runs the native tests: all, or those whose name contains an argument. A test that hangs or crashes is named.
+//     hpcomm_native_tests [NAME]
+//     hpcomm_native_tests --part 1/2    # every second one, from the first on: beside another process with the rest
 #include <signal.h>
 #include <unistd.h>
 
@@ -90,6 +92,29 @@ class Watchdog {
   std::thread thread_;  // last: it uses everything above
 };
 
+struct Selection {
+  std::string name;  // or a part of it
+  int part = 1;
+  int parts = 1;
+};
+
+// False where the arguments make no sense.
+bool select(int argc, char** argv, Selection* selection) {
+  for (int i = 1; i < argc; ++i) {
+    if (std::strcmp(argv[i], "--part") != 0) {
+      selection->name = argv[i];
+      continue;
+    }
+    char rest = 0;
+    if (++i == argc || std::sscanf(argv[i], "%d/%d%c", &selection->part, &selection->parts, &rest) != 2 ||
+        selection->part < 1 || selection->part > selection->parts) {
+      std::fprintf(stderr, "--part takes which of how many, like 1/2\n");
+      return false;
+    }
+  }
+  return true;
+}
+
 bool passes(const Test& test) {
   failures = 0;
   running = test.name.c_str();
@@ -128,14 +153,18 @@ void fail(const char* file, int line, const std::string& message) {
 }  // namespace hpcomm::check
 
 int main(int argc, char** argv) {
-  const std::string wanted = argc > 1 ? argv[1] : "";
+  hpcomm::check::Selection selection;
+  if (!hpcomm::check::select(argc, argv, &selection)) {
+    return EXIT_FAILURE;
+  }
+  int number = 0;
   int passed = 0;
   int failed = 0;
   hpcomm::check::watch_for_crashes();
   {
     hpcomm::check::Watchdog watchdog;
     for (const auto& test : hpcomm::check::tests()) {
-      if (test.name.find(wanted) == std::string::npos) {
+      if (test.name.find(selection.name) == std::string::npos || number++ % selection.parts != selection.part - 1) {
         continue;
       }
       watchdog.start(test.name);
