@@ -52,19 +52,21 @@ help: ## list the targets
 	@echo "  Variables: PYTHON=$(PYTHON) TORCH=$(TORCH) PIP_ARGS='$(PIP_ARGS)' (a package index, say) MAX_JOBS CXX"
 	@echo "  USE_CUDA=auto|0|1 TORCH_CUDA_ARCH_LIST CUDA_HOME; see docs/how-to/build-from-source.md"
 
+CHECK_TEST_JOBS = $(if $(filter 1 2 3 4 5 6 7 8,$(TEST_JOBS)),,$(error TEST_JOBS is 1 to 8, not '$(TEST_JOBS)'))
 # Of the build in a folder, in TEST_JOBS processes.
-NATIVE_TESTS = seq $(TEST_JOBS) | grep . | xargs -P $(TEST_JOBS) -I PART $(1)/hpcomm_native_tests --part PART/$(TEST_JOBS)
+NATIVE_TESTS = $(CHECK_TEST_JOBS)seq $(TEST_JOBS) | xargs -P $(TEST_JOBS) -I PART $(1)/hpcomm_native_tests --part PART/$(TEST_JOBS)
 
 build: $(MADE_NATIVE) $(MADE_EDITABLE) ## make .venv, install torch into it, compile hpcomm in place
 	@echo "hpcomm is built; $(BIN)/python imports it."
 
-# Half of a test's time is waiting: for a process to start, or for a time-out. Two files at a time, whatever the cores.
+# Half of a test's time is waiting, for a process to start or for a time-out: hence two at a time, whatever the cores. One
+# at a time runs in pytest itself, which is what its --pdb and -s need.
 test: build $(MADE_DEV) ## build, then run the C++ tests and the Python tests (PYTEST_ARGS=... TEST_JOBS=2)
 	@echo "== C++ tests"
 	$(BIN)/cmake --build $(BUILD_DIR) --target hpcomm_native_tests $(if $(MAX_JOBS),--parallel $(MAX_JOBS))
 	$(call NATIVE_TESTS,$(BUILD_DIR))
 	@echo "== Python tests"
-	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q $(if $(filter-out 1,$(TEST_JOBS)),-n $(TEST_JOBS) --dist loadfile) $(PYTEST_ARGS)
 
 # torchrun sets OMP_NUM_THREADS itself when it is unset, with a warning.
 demo: build $(MADE_DEMO) ## train a small GPT on NPROC=4 processes (DP= PP= DEMO_ARGS=...)

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "pack/fetching.h"
 #include "pack/pack.h"
 
 namespace hpcomm::convert {
@@ -14,10 +15,13 @@ inline constexpr std::size_t kAnySize = SIZE_MAX;
 // types or another reader than items[0]. Returns how many those were. A model has thousands of tensors that take
 // nanoseconds each: hence one call for all of them, which also tells the caches of those to come. An item whose source
 // is its target is converted in place; as bytes, it does nothing.
-using Run = std::size_t (*)(const CopyItem* items, std::size_t count, std::size_t most, double factor);
+using Run = std::size_t (*)(const CopyItem* items, std::size_t count, std::size_t most, double factor,
+                            Fetching fetching);
 // Whether an element, times the factor, is infinite or no number.
 using Check = bool (*)(const void* elements, std::size_t count, double factor);
 
+// For fetching_of().
+[[nodiscard]] bool runs_on_intel() noexcept;
 // Null where no kernel casts, or multiplies.
 [[nodiscard]] Run find_run(DType from, DType to);
 // Between equal types, without a factor.

@@ -35,42 +35,15 @@ template <typename From, typename Wide>
   return bad != 0;
 }
 
-bool runs_on_intel() noexcept {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  return __builtin_cpu_is("intel") != 0;
-#else
-  return false;
-#endif
-}
-
-// Tensors lie scattered, and hardware prefetchers follow addresses only once a few of them were missed: of a tensor of
-// four cache lines nothing comes early, of a larger one its page's address is found late. So short tensors are fetched
-// a few before it is their turn, of long ones the beginning, and where they come from memory the one behind a long one
-// as fast as that is copied. What is fetched, and how far, was chosen by trial on Zen 4, and on Intel's servers:
-// - Intel: what leaves the second-level cache goes to the third, changed or not. Short tensors and their targets that
-//   are fetched past the second one, as what is used once, save that: of 256 B each, 4,096 are packed at 96 % of the
-//   copy rate instead of 78 %. Longer ones into the first-level cache, large targets as well: their beginning, and the
-//   whole where a cast widens, because there they are what is scattered and most of what moves.
-// - Elsewhere, so little that it may lie in a cache: the first line of each tensor on the side that is scattered, since
-//   the hardware finds the rest and the whole other side. Whole tensors take up what the copies need to get at a cache:
-//   a tenth slower with 1 MB in tensors of 256 B, unpacked a fifth.
-// - Elsewhere, more than that: both sides whole, into the second-level cache. There are few places for requests that go
-//   to the first-level one, and memory is far enough to use them all up: 16 MB in tensors of 4 KB are packed at 65 % of
-//   the copy rate that way, at 97 % this way, as bfloat16 at 54 and 94 %.
-// With 1 MB in tensors of 256 B, Zen 4 stays at 70 to 78 %: it waits for the addresses of pages.
-enum class Fetching : std::uint8_t { kOnce, kSources, kTargets, kAll };
-const bool kRunsOnIntel = runs_on_intel();
-constexpr std::size_t kFar = std::size_t{4} << 20;  // bytes of both sides that are more than what may lie in a cache
-constexpr std::size_t kAhead = 24;
-constexpr std::size_t kAheadOnce = 12;  // as good as 24 on Intel, and so many of kOnce fit the first-level cache
-constexpr std::size_t kOnce = 1024;     // bytes of source and target
-constexpr std::size_t kHeadOnce = 256;  // bytes of a long one; of a short one at most twice as many
-constexpr std::size_t kLargeTarget = 2048;
 constexpr std::size_t kLine = 64;
+constexpr std::size_t kAhead = 24;
+constexpr std::size_t kAheadIntel = 12;   // as good as 24 there, and so many of kOnceBytes fit the first-level cache
+constexpr std::size_t kOnceBytes = 1024;  // of source and target
+constexpr std::size_t kHeadIntel = 256;   // bytes of a long one; of a short one at most twice as many
+constexpr std::size_t kLargeTarget = 2048;
 
 // Bytes of the source from which a tensor is long.
-constexpr std::size_t long_from(Fetching fetching) noexcept {
+constexpr std::size_t long_bytes(Fetching fetching) noexcept {
   return fetching == Fetching::kAll ? std::size_t{2} << 10 : std::size_t{1} << 10;
 }
 
@@ -87,103 +60,80 @@ constexpr std::size_t kVeryLong<Narrow> = std::size_t{32} << 10;
 enum class Level : std::uint8_t { kFirst, kSecond, kPastSecond };
 
 template <Level kLevel = Level::kFirst>
-[[gnu::always_inline]] inline void prefetch(const void* begin, std::size_t bytes) noexcept {
+[[gnu::always_inline]] inline void prefetch(const void* begin, std::size_t bytes, std::size_t at = 0) noexcept {
   constexpr int kLocality = kLevel == Level::kFirst ? 3 : kLevel == Level::kSecond ? 2 : 0;
-  const auto address = reinterpret_cast<std::uintptr_t>(begin);  // a number: it may be null
-  for (std::size_t at = 0; at < bytes; at += kLine) {
-    __builtin_prefetch(reinterpret_cast<const void*>(address + at), 0, kLocality);
+  const auto address = reinterpret_cast<std::uintptr_t>(begin) + at;  // a number: it may be null
+  for (std::size_t line = 0; line < bytes; line += kLine) {
+    __builtin_prefetch(reinterpret_cast<const void*>(address + line), 0, kLocality);
   }
-}
-
-template <Level kLevel>
-[[gnu::always_inline]] inline void prefetch(const void* begin, std::size_t at, std::size_t bytes) noexcept {
-  prefetch<kLevel>(reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(begin) + at), bytes);
 }
 
 // As much of a short tensor as there is, without a loop where there is enough.
 [[gnu::always_inline]] inline void prefetch_short(const void* begin, std::size_t bytes) noexcept {
-  if (bytes >= 2 * kHeadOnce) {
-    prefetch(begin, 2 * kHeadOnce);
-  } else if (bytes >= kHeadOnce) {
-    prefetch(begin, kHeadOnce);
+  if (bytes >= 2 * kHeadIntel) {
+    prefetch(begin, 2 * kHeadIntel);
+  } else if (bytes >= kHeadIntel) {
+    prefetch(begin, kHeadIntel);
   } else {
     prefetch(begin, bytes);
   }
 }
 
-// Of a tensor that is short, long before it is its turn.
-[[gnu::always_inline]] inline void fetch_short(Fetching fetching, const CopyItem& item, std::size_t source_size,
-                                               std::size_t target_size) noexcept {
-  switch (fetching) {
-    case Fetching::kSources:
-      __builtin_prefetch(item.source);
-      return;
-    case Fetching::kTargets:
-      __builtin_prefetch(item.target);
-      return;
-    case Fetching::kAll:
-      prefetch<Level::kSecond>(item.source, item.count * source_size);
-      prefetch<Level::kSecond>(item.target, item.count * target_size);
-      return;
-    case Fetching::kOnce:
-      if (item.count * (source_size + target_size) <= kOnce) {
-        prefetch<Level::kPastSecond>(item.source, item.count * source_size);
-        prefetch<Level::kPastSecond>(item.target, item.count * target_size);
-      } else {
-        prefetch_short(item.source, item.count * source_size);
-      }
-      return;
+// What lies a few places behind a short tensor. It may be of any size, kind and source itself.
+[[gnu::always_inline]] inline void fetch_ahead(Fetching fetching, const CopyItem& item, std::size_t source_size,
+                                               std::size_t target_size, std::size_t long_count) noexcept {
+  if (fetching == Fetching::kIntel) {
+    if (item.count * (source_size + target_size) <= kOnceBytes) {
+      prefetch<Level::kPastSecond>(item.source, item.count * source_size);
+      prefetch<Level::kPastSecond>(item.target, item.count * target_size);
+    } else {
+      prefetch_short(item.source, item.count * source_size);
+    }
+  } else if (fetching == Fetching::kSources) {
+    __builtin_prefetch(item.source);
+  } else if (fetching == Fetching::kTargets) {
+    __builtin_prefetch(item.target);
+  } else if (item.count < long_count) {
+    prefetch<Level::kSecond>(item.source, item.count * source_size);
+    prefetch<Level::kSecond>(item.target, item.count * target_size);
+  }  // else a long tensor, whose beginning is fetched later
+}
+
+// The first lines of a long tensor that comes after the next: a page's address takes longest to find.
+template <std::size_t kBytes>
+[[gnu::always_inline]] inline void fetch_beginning(const CopyItem& item, std::size_t large) noexcept {
+  prefetch(item.source, kBytes);
+  if (item.count >= large) {
+    prefetch(item.target, kBytes);
   }
 }
 
-// What a loop over a tensor fetches besides, by the places that it has come to: the same of the tensor behind it, or
-// nothing.
-struct Part {
-  std::size_t at;
-  std::size_t bytes;
-};
+// What a loop over a tensor fetches besides, with the elements that it has come to: the same of the tensor behind it,
+// or nothing. Of what a cast widens, targets are most of what moves.
 struct FetchNothing {
-  [[gnu::always_inline]] inline void operator()(Part, Part) const noexcept {}
+  template <std::size_t kSourceSize, std::size_t kTargetSize>
+  [[gnu::always_inline]] inline void at(std::size_t, std::size_t) const noexcept {}
 };
 struct FetchNext {
   const CopyItem& next;
-  [[gnu::always_inline]] inline void operator()(Part source, Part target) const noexcept {
-    prefetch<Level::kFirst>(next.source, source.at, source.bytes);
-    if (target.bytes > source.bytes) {
-      prefetch<Level::kFirst>(next.target, target.at, target.bytes);
+  template <std::size_t kSourceSize, std::size_t kTargetSize>
+  [[gnu::always_inline]] inline void at(std::size_t first, std::size_t count) const noexcept {
+    prefetch(next.source, count * kSourceSize, first * kSourceSize);
+    if constexpr (kTargetSize > kSourceSize) {
+      prefetch(next.target, count * kTargetSize, first * kTargetSize);
     }
   }
 };
-struct FetchNextAll {
+struct FetchNextFromMemory {
   const CopyItem& next;
-  [[gnu::always_inline]] inline void operator()(Part source, Part target) const noexcept {
-    prefetch<Level::kSecond>(next.source, source.at, source.bytes);
-    if (target.bytes >= source.bytes) {
-      prefetch<Level::kSecond>(next.target, target.at, target.bytes);
+  template <std::size_t kSourceSize, std::size_t kTargetSize>
+  [[gnu::always_inline]] inline void at(std::size_t first, std::size_t count) const noexcept {
+    prefetch<Level::kSecond>(next.source, count * kSourceSize, first * kSourceSize);
+    if constexpr (kTargetSize >= kSourceSize) {
+      prefetch<Level::kSecond>(next.target, count * kTargetSize, first * kTargetSize);
     }
   }
 };
-
-[[gnu::always_inline]] inline std::size_t distance(const void* one, const void* other) noexcept {
-  const auto a = reinterpret_cast<std::uintptr_t>(one);
-  const auto b = reinterpret_cast<std::uintptr_t>(other);
-  return a > b ? a - b : b - a;
-}
-
-// One side of a list is most often a buffer, which says how much there is; the other one spreads further.
-[[gnu::always_inline]] inline Fetching fetching_of(const CopyItem* items, std::size_t count, std::size_t source_size,
-                                                   std::size_t target_size) noexcept {
-  if (kRunsOnIntel) {
-    return Fetching::kOnce;
-  }
-  const std::size_t sources = distance(items[0].source, items[count - 1].source);
-  const std::size_t targets = distance(items[0].target, items[count - 1].target);
-  const std::size_t elements = std::min(sources / source_size, targets / target_size);
-  if (elements * (source_size + target_size) >= kFar) {
-    return Fetching::kAll;
-  }
-  return sources > targets ? Fetching::kSources : Fetching::kTargets;
-}
 
 // What the items of a run have in common, as a number that stays in a register. Field by field, GCC 12 compares with a
 // copy on the stack that it writes in two pieces and reads in one: such a read waits until every store before it has
@@ -197,14 +147,12 @@ struct FetchNextAll {
 
 template <typename How>
 [[gnu::always_inline]] inline std::size_t run_of(const CopyItem* items, std::size_t count, std::size_t most,
-                                                 double factor) {
+                                                 double factor, Fetching fetching) {
   const std::uint32_t kind = kind_of(*items);
   const std::size_t source_size = How::source_size(items->source_dtype);
   const std::size_t target_size = How::target_size(items->target_dtype);
-  const Fetching fetching = fetching_of(items, count, source_size, target_size);
-  const std::size_t ahead = fetching == Fetching::kOnce ? kAheadOnce : kAhead;
-  const std::size_t head = fetching == Fetching::kOnce ? kHeadOnce : kLine;
-  const std::size_t long_count = long_from(fetching) / source_size;
+  const std::size_t ahead = fetching == Fetching::kIntel ? kAheadIntel : kAhead;
+  const std::size_t long_count = long_bytes(fetching) / source_size;
   const std::size_t very_long_count = kVeryLong<How> / source_size;
   const std::size_t large = kLargeTarget / target_size;
   for (std::size_t i = 0; i < count; ++i) {
@@ -214,24 +162,23 @@ template <typename How>
     }
     if (item.count < long_count) {
       if (i + ahead < count) {
-        fetch_short(fetching, items[i + ahead], source_size, target_size);
+        fetch_ahead(fetching, items[i + ahead], source_size, target_size, long_count);
       }
       How::copy(item, source_size, factor, FetchNothing{});
       continue;
     }
     if (i + 2 < count) {
-      // The first lines of the one after the next: a page's address takes longest to find.
-      const CopyItem& later = items[i + 2];
-      prefetch(later.source, head);
-      if (later.count >= large) {
-        prefetch(later.target, head);
+      if (fetching == Fetching::kIntel) {
+        fetch_beginning<kHeadIntel>(items[i + 2], large);
+      } else {
+        fetch_beginning<kLine>(items[i + 2], large);
       }
     }
     const bool fetches_next = i + 1 < count && item.count < very_long_count;
-    if (fetches_next && fetching == Fetching::kAll) {
-      How::copy(item, source_size, factor, FetchNextAll{items[i + 1]});
-    } else if (fetches_next && fetching == Fetching::kOnce) {
+    if (fetches_next && fetching == Fetching::kIntel) {
       How::copy(item, source_size, factor, FetchNext{items[i + 1]});
+    } else if (fetches_next && fetching == Fetching::kAll) {
+      How::copy(item, source_size, factor, FetchNextFromMemory{items[i + 1]});
     } else {
       How::copy(item, source_size, factor, FetchNothing{});
     }
@@ -255,7 +202,7 @@ struct Elements {
       constexpr std::size_t kPart = 512 / sizeof(From);
       for (std::size_t done = 0; done < count; done += kPart) {
         const std::size_t part = std::min(kPart, count - done);
-        fetch({done * sizeof(From), part * sizeof(From)}, {done * sizeof(To), part * sizeof(To)});
+        fetch.template at<sizeof(From), sizeof(To)>(done, part);
         each(source + done, target + done, part, factor);
       }
     }
@@ -263,8 +210,8 @@ struct Elements {
 };
 
 template <typename How>
-std::size_t run_base(const CopyItem* items, std::size_t count, std::size_t most, double factor) {
-  return run_of<How>(items, count, most, factor);
+std::size_t run_base(const CopyItem* items, std::size_t count, std::size_t most, double factor, Fetching fetching) {
+  return run_of<How>(items, count, most, factor, fetching);
 }
 template <typename From, typename Wide>
 bool is_bad_base(const void* elements, std::size_t count, double factor) {
@@ -273,12 +220,14 @@ bool is_bad_base(const void* elements, std::size_t count, double factor) {
 
 #if defined(__x86_64__)
 template <typename How>
-HPCOMM_AVX2 std::size_t run_avx2(const CopyItem* items, std::size_t count, std::size_t most, double factor) {
-  return run_of<How>(items, count, most, factor);
+HPCOMM_AVX2 std::size_t run_avx2(const CopyItem* items, std::size_t count, std::size_t most, double factor,
+                                 Fetching fetching) {
+  return run_of<How>(items, count, most, factor, fetching);
 }
 template <typename How>
-HPCOMM_AVX512 std::size_t run_avx512(const CopyItem* items, std::size_t count, std::size_t most, double factor) {
-  return run_of<How>(items, count, most, factor);
+HPCOMM_AVX512 std::size_t run_avx512(const CopyItem* items, std::size_t count, std::size_t most, double factor,
+                                     Fetching fetching) {
+  return run_of<How>(items, count, most, factor, fetching);
 }
 template <typename From, typename Wide>
 HPCOMM_AVX2 bool is_bad_avx2(const void* elements, std::size_t count, double factor) {
@@ -308,8 +257,9 @@ Function best(Function base, Function avx2, Function avx512) {
   return base;
 }
 
-HPCOMM_AVX512_BF16 std::size_t run_narrow(const CopyItem* items, std::size_t count, std::size_t most, double factor) {
-  return run_of<Narrow>(items, count, most, factor);
+HPCOMM_AVX512_BF16 std::size_t run_narrow(const CopyItem* items, std::size_t count, std::size_t most, double factor,
+                                          Fetching fetching) {
+  return run_of<Narrow>(items, count, most, factor, fetching);
 }
 
 template <typename T>
@@ -389,6 +339,18 @@ Check check_in(DType to) {
 }
 
 }  // namespace
+
+bool runs_on_intel() noexcept {
+#if defined(__x86_64__)
+  static const bool answer = [] {
+    __builtin_cpu_init();
+    return __builtin_cpu_is("intel") != 0;
+  }();
+  return answer;
+#else
+  return false;
+#endif
+}
 
 Run find_run(DType from, DType to) {
   return for_floating<Run>(from, [to]<typename From>(std::type_identity<From>) {

@@ -34,7 +34,7 @@ struct Narrow {
     const __m512 wide_factor = _mm512_set1_ps(static_cast<float>(factor));
     std::size_t i = 0;
     for (; i + 2 * kTurn <= count; i += 2 * kTurn) {
-      fetch({i * sizeof(float), 2 * kTurn * sizeof(float)}, {i * sizeof(BFloat16), 2 * kTurn * sizeof(BFloat16)});
+      fetch.template at<sizeof(float), sizeof(BFloat16)>(i, 2 * kTurn);
       const __m512 a = _mm512_mul_ps(_mm512_loadu_ps(source + i), wide_factor);
       const __m512 b = _mm512_mul_ps(_mm512_loadu_ps(source + i + 16), wide_factor);
       const __m512 c = _mm512_mul_ps(_mm512_loadu_ps(source + i + 32), wide_factor);
@@ -176,7 +176,7 @@ struct Float16Elements {
     const auto wide_factor = static_cast<float>(factor);
     std::size_t i = 0;
     for (; i + Steps::kTurn <= count; i += Steps::kTurn) {
-      fetch({i * sizeof(From), Steps::kTurn * sizeof(From)}, {i * sizeof(To), Steps::kTurn * sizeof(To)});
+      fetch.template at<sizeof(From), sizeof(To)>(i, Steps::kTurn);
       Steps::turn(source + i, target + i, wide_factor);
     }
     if (i < count) {

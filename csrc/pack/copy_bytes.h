@@ -9,8 +9,8 @@
 
 namespace hpcomm::convert {
 
-// memcpy decides anew for each tensor how it goes about it, and fetches nothing of the next one: `fetch` does, called
-// with the pieces of source and target that come next.
+// memcpy decides anew for each tensor how it goes about it, and fetches nothing of the next one: `fetch` does, told
+// which bytes are copied next.
 template <std::size_t kWidth>
 struct Bytes {
   static std::size_t source_size(DType dtype) noexcept { return size_of(dtype); }
@@ -29,7 +29,7 @@ struct Bytes {
     } else if (bytes >= kWidth) {
       std::size_t at = 0;
       for (; at + 4 * kWidth <= bytes; at += 4 * kWidth) {
-        fetch({at, 4 * kWidth}, {at, 4 * kWidth});
+        fetch.template at<1, 1>(at, 4 * kWidth);
         four_pieces(target + at, source + at);
       }
       pieces<kWidth>(target, source, at, bytes);

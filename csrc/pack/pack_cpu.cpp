@@ -35,7 +35,7 @@ void stream_converted(convert::Run run, const CopyItem& item, double scale) {
   for (std::size_t done = 0; done < item.count; done += per_block) {
     piece.source = static_cast<const char*>(item.source) + done * source_size;
     piece.count = std::min(per_block, item.count - done);
-    (void)run(&piece, 1, convert::kAnySize, scale);
+    (void)run(&piece, 1, convert::kAnySize, scale, convert::Fetching::kSources);
     kernels::stream_copy(isa_of_this_cpu(), static_cast<char*>(item.target) + done * target_size, block.data(),
                          piece.count * target_size);
   }
@@ -44,7 +44,7 @@ void stream_converted(convert::Run run, const CopyItem& item, double scale) {
 // Goes through a list of items; what is done to a pair of types is looked up when they change.
 class Copier {
  public:
-  explicit Copier(double scale) : scale_(scale) {}
+  Copier(double scale, convert::Fetching fetching) : scale_(scale), fetching_(fetching) {}
 
   // Copies some of them, from the first one on, and returns how many. Stores past the caches need
   // kernels::stream_fence() at the end.
@@ -56,14 +56,15 @@ class Copier {
     }
     set(first);
     if (first.reader == Reader::kThisCore) {
-      return run_(items, count, convert::kAnySize, scale_);
+      return run_(items, count, convert::kAnySize, scale_, fetching_);
     }
     if (goes_past_caches(first)) {
       stream(first);
       return 1;
     }
     // A large one that is its own target stays where it is.
-    return first.count < most_ ? run_(items, count, most_, scale_) : run_(items, 1, convert::kAnySize, scale_);
+    return first.count < most_ ? run_(items, count, most_, scale_, fetching_)
+                               : run_(items, 1, convert::kAnySize, scale_, fetching_);
   }
 
   // The same of one item, and whether its source had a bad value. Two passes over a piece that stays in the first-level
@@ -89,7 +90,7 @@ class Copier {
       if (streams) {
         stream(piece);
       } else {
-        (void)run_(&piece, 1, convert::kAnySize, scale_);
+        (void)run_(&piece, 1, convert::kAnySize, scale_, fetching_);
       }
     }
     return bad;
@@ -127,6 +128,7 @@ class Copier {
   }
 
   const double scale_;
+  const convert::Fetching fetching_;
   DType source_dtype_{};
   DType target_dtype_{};
   std::size_t most_ = 0;  // elements from which an item goes past the caches, if others read it
@@ -142,7 +144,7 @@ bool can_scale(DType dtype) noexcept { return convert::find_run(dtype, dtype) !=
 
 void run_copies_cpu(const std::vector<CopyItem>& items, const double* factor, std::int32_t* first_bad) {
   const double scale = factor == nullptr ? 1.0 : *factor;
-  Copier copier(scale);
+  Copier copier(scale, convert::fetching_of(items.data(), items.size(), convert::runs_on_intel()));
   // Later tensors than the first bad one do not matter.
   const std::size_t unchecked = first_bad == nullptr ? 0 : static_cast<std::size_t>(std::max(*first_bad, 0));
   std::size_t next = 0;

@@ -101,14 +101,15 @@ struct Selection {
 // False where the arguments make no sense.
 bool select(int argc, char** argv, Selection* selection) {
   for (int i = 1; i < argc; ++i) {
-    if (std::strcmp(argv[i], "--part") != 0) {
-      selection->name = argv[i];
-      continue;
-    }
     char rest = 0;
-    if (++i == argc || std::sscanf(argv[i], "%d/%d%c", &selection->part, &selection->parts, &rest) != 2 ||
-        selection->part < 1 || selection->part > selection->parts) {
-      std::fprintf(stderr, "--part takes which of how many, like 1/2\n");
+    if (std::strcmp(argv[i], "--part") == 0 && i + 1 < argc &&
+        std::sscanf(argv[i + 1], "%d/%d%c", &selection->part, &selection->parts, &rest) == 2 && selection->part >= 1 &&
+        selection->part <= selection->parts) {
+      ++i;
+    } else if (argv[i][0] != '-' && selection->name.empty()) {
+      selection->name = argv[i];
+    } else {
+      std::fprintf(stderr, "usage: hpcomm_native_tests [NAME] [--part 1/2]\n");
       return false;
     }
   }
@@ -143,7 +144,7 @@ const char* running_test() noexcept { return running.load(); }
 void fail(const char* file, int line, const std::string& message) {
   const int before = failures.fetch_add(1);
   if (before < kShownFailures) {
-    std::printf("%s:%d: %s\n", file, line, message.c_str());
+    std::printf("%s:%d: %s: %s\n", file, line, running_test(), message.c_str());
   } else if (before == kShownFailures) {
     std::printf("%s:%d: more failures of this test are not shown\n", file, line);
   }
@@ -164,12 +165,18 @@ int main(int argc, char** argv) {
   {
     hpcomm::check::Watchdog watchdog;
     for (const auto& test : hpcomm::check::tests()) {
-      if (test.name.find(selection.name) == std::string::npos || number++ % selection.parts != selection.part - 1) {
+      if (test.name.find(selection.name) == std::string::npos) {
         continue;
+      }
+      if (number++ % selection.parts != selection.part - 1) {
+        continue;  // another part's
       }
       watchdog.start(test.name);
       ++(hpcomm::check::passes(test) ? passed : failed);
     }
+  }
+  if (selection.parts > 1) {
+    std::printf("part %d/%d: ", selection.part, selection.parts);
   }
   std::printf("%d passed, %d failed\n", passed, failed);
   // A filter that fits nothing, or a build that lost its tests, is not a success.

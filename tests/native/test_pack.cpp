@@ -356,7 +356,11 @@ TEST(pack_handles_every_length) {
 }
 
 TEST(pack_of_a_run_is_that_of_each) {
-  // Short tensors and long ones in turn, as each of them finds what is fetched for the next.
+  // Short tensors and long ones in turn, as each of them finds what is fetched for the next: as a list that may lie in
+  // a cache, and with what makes it come from memory, zeros and another type, behind it.
+  constexpr std::size_t kMuch = std::size_t{5} << 20;
+  const Bytes much(kMuch);
+  Bytes much_copied(kMuch);
   for (DType from : kFloats) {
     const Bytes all = inputs(from);
     for (DType to : kFloats) {
@@ -374,7 +378,19 @@ TEST(pack_of_a_run_is_that_of_each) {
           items.push_back({all.data() + more * size_of(from), together.back()->data(), more, from, to});
         }
         path.run(items, nullptr, nullptr);
+        std::vector<Bytes> first;
+        for (const CopyItem& item : items) {
+          auto* const target = static_cast<unsigned char*>(item.target);
+          first.emplace_back(target, target + item.count * size_of(to));
+          std::memset(target, 0x33, item.count * size_of(to));
+        }
+        std::vector<CopyItem> more_than_a_cache = items;
+        more_than_a_cache.push_back({much.data(), much_copied.data(), kMuch / size_of(from) / 2, from, from});
+        more_than_a_cache.push_back({nullptr, much_copied.data(), 100, from, to});
+        more_than_a_cache.push_back({much.data(), much_copied.data(), 5000, DType::kInt64, DType::kInt64});
+        path.run(more_than_a_cache, nullptr, nullptr);
         for (std::size_t i = 0; i < items.size(); ++i) {
+          CHECK(std::equal(first[i].begin(), first[i].end(), together[i]->data()));
           const Guarded alone(items[i].count * size_of(to));
           CopyItem item = items[i];
           item.target = alone.data();
@@ -385,6 +401,38 @@ TEST(pack_of_a_run_is_that_of_each) {
       }
     }
   }
+}
+
+TEST(pack_fetches_what_its_list_needs) {
+  using convert::Fetching;
+  using convert::fetching_of;
+  const std::unique_ptr<unsigned char[]> memory(new unsigned char[std::size_t{64} << 20]);
+  unsigned char* const buffer = memory.get() + (std::size_t{32} << 20);
+  // 1,000 tensors in a buffer of another type; between each two of them lies as much again.
+  const auto items_of = [&](std::size_t count, DType tensor, DType wire, bool packs) {
+    std::vector<CopyItem> items;
+    for (std::size_t i = 0; i < 1000; ++i) {
+      unsigned char* const one = memory.get() + 2 * i * count * size_of(tensor);
+      unsigned char* const place = buffer + i * count * size_of(wire);
+      items.push_back(packs ? CopyItem{one, place, count, tensor, wire} : CopyItem{place, one, count, wire, tensor});
+    }
+    return items;
+  };
+  for (const bool packs : {true, false}) {
+    const Fetching scattered = packs ? Fetching::kSources : Fetching::kTargets;
+    for (const DType wire : {DType::kFloat32, DType::kBFloat16, DType::kFloat64}) {
+      const std::vector<CopyItem> few = items_of(64, DType::kFloat32, wire, packs);
+      CHECK(fetching_of(few.data(), few.size(), false) == scattered);
+      CHECK(fetching_of(few.data(), few.size(), true) == Fetching::kIntel);
+      std::vector<CopyItem> many = items_of(1024, DType::kFloat32, wire, packs);
+      CHECK(fetching_of(many.data(), many.size(), false) == Fetching::kAll);
+      std::swap(many[1], many.back());  // ends that lie near each other
+      CHECK(fetching_of(many.data(), many.size(), false) == Fetching::kAll);
+    }
+  }
+  (void)fetching_of(nullptr, 0, false);
+  const CopyItem zeros{nullptr, buffer, 5, DType::kFloat32, DType::kFloat32};
+  (void)fetching_of(&zeros, 1, false);
 }
 
 TEST(pack_without_arithmetic_is_bit_for_bit) {
