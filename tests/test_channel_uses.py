@@ -517,7 +517,7 @@ def interrupted_as_it_is_made(limit: float) -> None:
             got = None
             try:
                 if i >= 2:
-                    signal.setitimer(signal.ITIMER_REAL, seconds * (i - 1) / (rounds + 1))
+                    signal.setitimer(signal.ITIMER_REAL, 0.6 * seconds * (i - 1) / rounds)
                 got = channel.recv(limit)
             except KeyboardInterrupt:
                 early += 1
