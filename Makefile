@@ -37,6 +37,10 @@ SETTINGS := build/settings
 NATIVE_SOURCES := CMakeLists.txt setup.py scripts/cuda_choice.py $(wildcard cmake/*) $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 FORMATTED := csrc tests/native
 
+ifneq ($(words $(filter 1 2 3 4 5 6 7 8,$(TEST_JOBS))),1)
+$(error TEST_JOBS is how many tests run at a time, 1 to 8; it is '$(TEST_JOBS)')
+endif
+
 SHELL := bash
 .SHELLFLAGS := -eo pipefail -c
 .DELETE_ON_ERROR:
@@ -52,9 +56,8 @@ help: ## list the targets
 	@echo "  Variables: PYTHON=$(PYTHON) TORCH=$(TORCH) PIP_ARGS='$(PIP_ARGS)' (a package index, say) MAX_JOBS CXX"
 	@echo "  USE_CUDA=auto|0|1 TORCH_CUDA_ARCH_LIST CUDA_HOME; see docs/how-to/build-from-source.md"
 
-CHECK_TEST_JOBS = $(if $(filter 1 2 3 4 5 6 7 8,$(TEST_JOBS)),,$(error TEST_JOBS is 1 to 8, not '$(TEST_JOBS)'))
 # Of the build in a folder, in TEST_JOBS processes.
-NATIVE_TESTS = $(CHECK_TEST_JOBS)seq $(TEST_JOBS) | xargs -P $(TEST_JOBS) -I PART $(1)/hpcomm_native_tests --part PART/$(TEST_JOBS)
+NATIVE_TESTS = seq $(TEST_JOBS) | xargs -P $(TEST_JOBS) -I PART $(1)/hpcomm_native_tests --part PART/$(TEST_JOBS)
 
 build: $(MADE_NATIVE) $(MADE_EDITABLE) ## make .venv, install torch into it, compile hpcomm in place
 	@echo "hpcomm is built; $(BIN)/python imports it."
