@@ -34,6 +34,7 @@ PROGRAM = (
     ("launches", 2, 50.0),
 )
 NAMES = tuple(dict.fromkeys(name for name, _, _ in PROGRAM))
+INTERRUPTED = "interrupted: the time for all of them was up"
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -78,11 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
                 continue
             key = name if ranks == 1 or not any(n == name and r == 1 for n, r, _ in PROGRAM) else f"{name}-{ranks}"
             left = min(seconds, end - time.time())
-            try:
-                results[key] = one(arguments, name, ranks, left, Path(folder) / f"{key}.json")
-            except KeyboardInterrupt:
-                results[key] = {"status": "failed", "error": "interrupted: the time for all of them was up"}
-                print(f"{key}: interrupted", flush=True)
+            results[key] = one(arguments, name, ranks, left, Path(folder) / f"{key}.json")
+            if results[key].get("error") == INTERRUPTED:
                 end = 0.0
             if arguments.json:
                 write_json(Path(arguments.json), document)
@@ -107,10 +105,11 @@ def one(arguments: argparse.Namespace, name: str, ranks: int, seconds: float, re
         run_ranks(ranks, ["-m", "benchmarks.gpu.rank", json.dumps(order)], mpiexec=None, deadline=time.time() + seconds)
     except JobFailed as error:
         found |= {"status": "failed", "error": str(error)}
-    finally:
-        found["seconds"] = round(time.monotonic() - started, 1)
-        if result.exists():
-            found |= json.loads(result.read_text())
+    except KeyboardInterrupt:
+        found |= {"status": "failed", "error": INTERRUPTED}
+    found["seconds"] = round(time.monotonic() - started, 1)
+    if result.exists():
+        found |= json.loads(result.read_text())
     errors = [json.loads(path.read_text())["traceback"] for path in sorted(result.parent.glob(f"{result.stem}.error*"))]
     if errors:
         found |= {"status": "failed", "tracebacks": errors}

@@ -208,7 +208,8 @@ def run(job: Job) -> None:
     for case in QUICK if job.quick else CASES:
         if not job.in_time(f"pack: {case.name}"):
             return
-        number = max(2, min(8, 512 * MB // case.total)) if not job.quick else 2
+        # Of ten thousand tensors two sets: torch takes tens of milliseconds for one.
+        number = max(2, min(8, 512 * MB // case.total, 20_000 // case.number)) if not job.quick else 2
         sets = [Tensors(case, job.device) for _ in range(number)]
         wrong = sum(one.wrong(one.pack) + one.wrong_back() for one in sets)
         pack_case(job, case, sets)

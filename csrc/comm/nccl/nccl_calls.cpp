@@ -43,13 +43,21 @@ Result make_group(const Library& nccl, const std::vector<Call>& calls, CommHandl
   }
   // Always: this thread would stay inside the group.
   const Result ended = nccl.GroupEnd();
-  return failed != Result::kSuccess ? failed : ended;
+  if (failed != Result::kSuccess) {
+    return failed;
+  }
+  return ended == Result::kSuccess ? Result::kInProgress : ended;  // the communicator's own state counts
 }
 
-Call reduction_call(Call::Kind kind, const Operation& operation, const ErrorContext& what) {
+Call reduction_call(Call::Kind kind, const Operation& operation, std::size_t ranks, const ErrorContext& what) {
   const BufferView& input = operation.input;
   const BufferView& output = operation.output;
-  const Reduction reduction = reduced(input.dtype, operation.op, what);
+  Reduction reduction = reduced(input.dtype, operation.op, what);
+  if (ranks == 1 && reduction.op == RedOp::kAvg) {
+    // The same, and a copy or nothing at all: of an average NCCL makes a kernel that multiplies by one, and of float8
+    // it has none, up to 2.32 at least.
+    reduction.op = RedOp::kSum;
+  }
   return {kind,
           input.data,
           output.data,
@@ -91,10 +99,10 @@ std::vector<Call> calls_of(const Operation& operation, std::size_t ranks, const 
   std::vector<Call> calls;
   switch (operation.kind) {
     case Kind::kAllReduce:
-      calls = {reduction_call(Call::Kind::kAllReduce, operation, what)};
+      calls = {reduction_call(Call::Kind::kAllReduce, operation, ranks, what)};
       break;
     case Kind::kReduceScatter:
-      calls = {reduction_call(Call::Kind::kReduceScatter, operation, what)};
+      calls = {reduction_call(Call::Kind::kReduceScatter, operation, ranks, what)};
       break;
     case Kind::kAllGather:
       calls = {copying_call(Call::Kind::kAllGather, input, output, operation)};

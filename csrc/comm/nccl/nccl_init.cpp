@@ -160,7 +160,8 @@ SessionPtr split(Session& parent, const CommunicatorConfig& part, int color, con
       Config wanted = make_config(parent.nccl, options.of(part.lane), launch_order);
       begun = true;
       const Result result = parent.nccl.CommSplit(parent.comm, color, part.rank, &session->comm, &wanted);
-      parent.settle(result, parent.comm, deadline, what);
+      // NCCL says kSuccess when it has begun, not kInProgress; the parent's state tells when the child is there.
+      parent.settle(result == Result::kSuccess ? Result::kInProgress : result, parent.comm, deadline, what);
     }
     HPCOMM_ASSERT(session->comm != nullptr, "ncclCommSplit made no communicator");
     session->settle(Result::kInProgress, session->comm, deadline, what);

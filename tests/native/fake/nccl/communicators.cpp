@@ -276,7 +276,7 @@ ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t* ch
   if (static_cast<int>(split->choices.size()) == parent->meeting->clique->size && !split->given_up) {
     finish_split(split);
   }
-  return ncclInProgress;
+  return ncclSuccess;  // as NCCL 2.30.7 does, though the child may not be there yet
 }
 
 ncclResult_t ncclCommCount(ncclComm_t comm, int* count) {
