@@ -97,8 +97,9 @@ sanitize: $(MADE_TOOLS) ## run the C++ tests under SANITIZE=thread|address|undef
 	$(BIN)/cmake --build $(SANITIZED) --target hpcomm_native_tests $(if $(MAX_JOBS),--parallel $(MAX_JOBS))
 	$(call NATIVE_TESTS,$(SANITIZED))
 
-tsan: ## the C++ tests under ThreadSanitizer
+tsan: ## the C++ tests under ThreadSanitizer; those of NCCL with communicators of both kinds
 	$(MAKE) sanitize SANITIZE=thread
+	HPCOMM_NCCL_BLOCKING=0 build/thread/hpcomm_native_tests nccl_
 
 asan: ## the C++ tests under AddressSanitizer, LeakSanitizer and UBSan; ten million damaged headers, or what 90 seconds take
 	$(MAKE) sanitize SANITIZE=address,undefined

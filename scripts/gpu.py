@@ -198,16 +198,14 @@ def run_tests(arguments: list[str], found: dict[str, Any], report: dict[str, Any
     lines = LOGS / "tests.jsonl"
     lines.unlink(missing_ok=True)
     variables["HPCOMM_TEST_REPORT"] = str(lines)
-    chosen = [*arguments, *([] if any(part.startswith("tests") for part in arguments) else test_files())]
-    # Tests spend most of their time on the start of processes, of CUDA and of NCCL: those of one rank and those of two
-    # run side by side. A part that hangs does not cost the other's results.
-    apart = [["cuda and not multirank and not alone", "cuda and multirank and not alone"], ["cuda and alone"]]
+    files = [part for part in arguments if part.startswith("tests")]
+    options = [part for part in arguments if not part.startswith("tests")]
     codes = []
-    for together in [["cuda"]] if "-m" in arguments else apart:
+    for together in parts(files, marked="-m" in options):
         commands = [
             [sys.executable, "-m", "pytest", "-q", "-m", marks, "-p", "gpu_report", "-p", "no:cacheprovider",
-             "--durations=10", *chosen]
-            for marks in together
+             "--durations=10", *options, *chosen]
+            for marks, chosen in together
         ]  # fmt: skip
         codes += run_until(commands, variables, end)
     code = max(0 if code == NO_TESTS else code for code in codes)
@@ -229,24 +227,41 @@ def run_tests(arguments: list[str], found: dict[str, Any], report: dict[str, Any
     return code
 
 
+FAULTS = "tests/cuda/test_cuda_faults.py"
+
+
+def parts(files: list[str], *, marked: bool) -> list[list[tuple[str, list[str]]]]:
+    """Marks and files of each pytest, those that run side by side together.
+
+    Tests spend most of their time on the start of processes, of CUDA and of NCCL: those of one rank, of two, and of
+    faults, whose ranks do not live on, share the GPU. A part that hangs does not cost the others' results.
+    """
+    if marked:
+        return [[("cuda", files or [*test_files(), FAULTS])]]
+    chosen = files or test_files()
+    together = [("cuda and not multirank and not alone", chosen), ("cuda and multirank and not alone", chosen)]
+    if not files:
+        together.append(("cuda", [FAULTS]))
+    return [together, [("cuda and alone", chosen)]]
+
+
 def test_files() -> list[str]:
     """Most wanted first, should the time be short. Last what runs in pytest itself, and would take it down."""
     wanted = (
-        "communicator",
-        "order",
-        "pack",
         "channel",
         "ddp",
         "pipeline",
+        "communicator",
+        "order",
+        "backend",
         "launches",
         "lifetime",
-        "backend",
-        "faults",
+        "pack",
     )
     first = [f"tests/cuda/test_cuda_{name}.py" for name in wanted]
     there = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/cuda").glob("test_*.py"))]
-    return [*(path for path in first if path in there), *(path for path in there if path not in first),
-            "tests/test_pack.py"]  # fmt: skip
+    rest = [path for path in there if path not in (*first, FAULTS)]
+    return [*(path for path in first if path in there), *rest, "tests/test_pack.py"]
 
 
 def run_benchmarks(arguments: list[str], found: dict[str, Any], report: dict[str, Any], end: float) -> int:

@@ -1,4 +1,5 @@
-"""Runs the GPU benchmarks, each in processes of its own: one that fails or hangs does not stop the others.
+"""Runs the GPU benchmarks, those of as many ranks in the same processes; one that fails or hangs ends these, and others
+go on behind it.
 
     python -m benchmarks.gpu --only pack,issue --rounds 7 --json result.json
 
@@ -16,24 +17,36 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.gpu.harness import write_json
 from benchmarks.launch import JobFailed, run_ranks
 
-# In the order in which they run, one rank first: the benchmark, its ranks, the most seconds that it may take.
+HOW = "docs/how-to/check-a-gpu.md"
+
+
+class Entry(NamedTuple):
+    """A benchmark, its ranks, the most seconds that it may take, and what it is called in the results."""
+
+    name: str
+    ranks: int
+    seconds: float
+    key: str
+
+
+# In the order in which they run, one rank first.
 PROGRAM = (
-    ("pack", 1, 100.0),
-    ("issue", 1, 40.0),
-    ("launches", 1, 40.0),
-    ("ddp", 1, 60.0),
-    ("issue", 2, 50.0),
-    ("ddp", 2, 90.0),
-    ("channel", 2, 60.0),
-    ("pipeline", 2, 75.0),
-    ("launches", 2, 50.0),
+    Entry("pack", 1, 100.0, "pack"),
+    Entry("issue", 1, 40.0, "issue"),
+    Entry("launches", 1, 40.0, "launches"),
+    Entry("ddp", 1, 60.0, "ddp"),
+    Entry("issue", 2, 50.0, "issue-2"),
+    Entry("channel", 2, 60.0, "channel"),
+    Entry("pipeline", 2, 75.0, "pipeline"),
+    Entry("ddp", 2, 90.0, "ddp-2"),
+    Entry("launches", 2, 50.0, "launches-2"),
 )
-NAMES = tuple(dict.fromkeys(name for name, _, _ in PROGRAM))
+NAMES = tuple(dict.fromkeys(entry.name for entry in PROGRAM))
 INTERRUPTED = "interrupted: the time for all of them was up"
 
 
@@ -73,49 +86,65 @@ def run(arguments: argparse.Namespace) -> int:
     for key, value in document["environment"].items():
         print(f"{key:<14} {value}")
     end = time.time() + arguments.seconds
+    program = [entry for entry in PROGRAM if entry.name in arguments.only]
     with tempfile.TemporaryDirectory(prefix="hpcomm-gpu-") as folder:
-        for name, ranks, seconds in PROGRAM:
-            if name not in arguments.only:
-                continue
-            key = name if ranks == 1 or not any(n == name and r == 1 for n, r, _ in PROGRAM) else f"{name}-{ranks}"
-            left = min(seconds, end - time.time())
-            results[key] = one(arguments, name, ranks, left, Path(folder) / f"{key}.json")
-            if results[key].get("error") == INTERRUPTED:
+        while program:
+            ranks = program[0].ranks
+            together = [entry for entry in program if entry.ranks == ranks]
+            reason = ""
+            if ranks > arguments.ranks:
+                reason = f"needs {ranks} ranks on GPUs; this machine can have {arguments.ranks} ({HOW})"
+            elif end - time.time() < 5.0:
+                reason = "the time for all of them was up"
+            if reason:
+                found = [{"status": "skipped", "error": reason, "ranks": ranks} for _ in together]
+                print(f"\n==== skipped: {reason}", flush=True)
+            else:
+                found = job(arguments, together, end, Path(folder))
+            for entry, result in zip(together, found, strict=False):
+                results[entry.key] = result
+                program.remove(entry)
+            if found[-1].get("error") == INTERRUPTED:
                 end = 0.0
             if arguments.json:
                 write_json(Path(arguments.json), document)
     return conclude(results)
 
 
-def one(arguments: argparse.Namespace, name: str, ranks: int, seconds: float, result: Path) -> dict[str, Any]:
-    """One benchmark in its own processes: what it found, also when it did not come to its end."""
-    print(f"\n==== {name}, {ranks} rank(s)", flush=True)
-    if ranks > arguments.ranks:
-        reason = f"needs {ranks} ranks on GPUs; this machine can have {arguments.ranks} (docs/how-to/check-a-gpu.md)"
-        print(f"skipped: {reason}", flush=True)
-        return {"status": "skipped", "error": reason, "ranks": ranks}
-    if seconds < 5.0:
-        print("skipped: the time for all of them was up", flush=True)
-        return {"status": "skipped", "error": "the time for all of them was up", "ranks": ranks}
-    order = {"name": name, "device": arguments.device, "rounds": arguments.rounds, "quick": arguments.quick,
-             "seconds": seconds, "result": str(result)}  # fmt: skip
-    started = time.monotonic()
-    found: dict[str, Any] = {"status": "ok", "ranks": ranks}
+def job(arguments: argparse.Namespace, entries: list[Entry], end: float, folder: Path) -> list[dict[str, Any]]:
+    """Benchmarks of as many ranks, in processes that begin with the first and end with the last, or with one that
+    fails. Returns what each found up to there, also one that did not come to its end.
+    """
+    ranks = entries[0].ranks
+    files = [folder / f"{entry.key}.json" for entry in entries]
+    order = {
+        "device": arguments.device,
+        "rounds": arguments.rounds,
+        "quick": arguments.quick,
+        "benchmarks": [
+            {"name": entry.name, "seconds": min(entry.seconds, end - time.time()), "result": str(file)}
+            for entry, file in zip(entries, files, strict=True)
+        ],
+    }
+    error = ""
     try:
-        run_ranks(ranks, ["-m", "benchmarks.gpu.rank", json.dumps(order)], mpiexec=None, deadline=time.time() + seconds)
-    except JobFailed as error:
-        found |= {"status": "failed", "error": str(error)}
+        run_ranks(ranks, ["-m", "benchmarks.gpu.rank", json.dumps(order)], mpiexec=None, deadline=end)
+    except JobFailed as failure:
+        error = str(failure)
     except KeyboardInterrupt:
-        found |= {"status": "failed", "error": INTERRUPTED}
-    found["seconds"] = round(time.monotonic() - started, 1)
-    if result.exists():
-        found |= json.loads(result.read_text())
-    errors = [json.loads(path.read_text())["traceback"] for path in sorted(result.parent.glob(f"{result.stem}.error*"))]
-    if errors:
-        found |= {"status": "failed", "tracebacks": errors}
-    if found["status"] == "failed":
-        last = errors[0].strip().splitlines()[-1] if errors else found.get("error", "")
-        print(f"FAILED {name}: {last}", flush=True)
+        error = INTERRUPTED
+    found: list[dict[str, Any]] = []
+    for entry, file in zip(entries, files, strict=True):
+        content = json.loads(file.read_text()) if file.exists() else {}
+        found.append({"status": "ok", "ranks": ranks, **content})
+        if "seconds" in content:  # it came to its end
+            continue
+        found[-1] |= {"status": "failed", "error": error or "it delivered nothing"}
+        errors = [json.loads(path.read_text())["traceback"] for path in sorted(folder.glob(f"{entry.key}.error*"))]
+        if errors:
+            found[-1]["tracebacks"] = errors
+        print(f"FAILED {entry.key}: {errors[0].strip().splitlines()[-1] if errors else error}", flush=True)
+        break
     return found
 
 

@@ -1,34 +1,55 @@
-"""One rank of one GPU benchmark; benchmarks.gpu starts it. What it found so far is in its file at any moment."""
+"""One rank of GPU benchmarks; benchmarks.gpu starts it. What one found so far is in its file at any moment."""
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+import hpcomm  # noqa: F401 - before CUDA is used: NCCL reads its environment once
 from benchmarks.gpu.harness import Job, Report, write_json
 from benchmarks.launch import adopt_mpi_environment
+
+GRACE = 5.0  # seconds that a benchmark may take longer than it should
 
 
 def main() -> None:
     adopt_mpi_environment()  # ends with its launcher, and at the deadline with a stack
     order = json.loads(sys.argv[1])
+    for benchmark in order["benchmarks"]:
+        one(order, benchmark)
+
+
+def one(order: dict[str, Any], benchmark: dict[str, Any]) -> None:
+    """One of them; the process ends with a stack when it does not."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    path = Path(order["result"])
+    path = Path(benchmark["result"])
     report = Report(path if rank == 0 else None)
+    if rank == 0:
+        print(f"\n==== {benchmark['name']}, {ranks} rank(s)", flush=True)
+    faulthandler.dump_traceback_later(benchmark["seconds"] + GRACE, exit=True)
+    started = time.monotonic()
     try:
-        job = Job(pick_device(order["device"]), rank, ranks, order["rounds"], order["quick"], order["seconds"], report)
-        importlib.import_module(f"benchmarks.gpu.{order['name']}").run(job)
+        device = pick_device(order["device"])
+        if ranks > 1 and not dist.is_initialized():  # for all of them: torch makes none twice over one store
+            dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+        job = Job(device, rank, ranks, order["rounds"], order["quick"], benchmark["seconds"], report)
+        importlib.import_module(f"benchmarks.gpu.{benchmark['name']}").run(job)
     except BaseException:
         write_json(path.with_suffix(f".error{rank}"), {"rank": rank, "traceback": traceback.format_exc()})
         raise
+    faulthandler.cancel_dump_traceback_later()
     if rank == 0:
-        write_json(path, report.content())
+        write_json(path, {**report.content(), "seconds": round(time.monotonic() - started, 1)})
 
 
 def pick_device(asked: str) -> torch.device:

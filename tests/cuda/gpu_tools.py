@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import living
 import pytest
 import ranks
 import torch
@@ -33,10 +34,24 @@ BLOCKING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchron
 _STEP = "hpcomm: the traced step"
 
 
-def run(device: str, world: int, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-    """``ranks.run(world, fn, device, *args)`` with the deadline of that device."""
-    options.setdefault("timeout", DEADLINE[device])
-    return ranks.run(world, fn, device, *args, **options)
+def run(
+    device: str,
+    world: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    fresh: bool = False,
+    timeout: float = 0.0,
+    **options: Any,
+) -> list[Any]:
+    """``ranks.run(world, fn, device, *args)`` with the deadline of that device.
+
+    On a GPU in ranks that stay, unless ``options`` ask for what only a process of its own can have, or ``fresh`` does.
+    """
+    __tracebackhide__ = True
+    timeout = timeout or DEADLINE[device]
+    if device == "cuda" and not fresh and not options:
+        return living.run(world, fn, device, *args, timeout=timeout)
+    return ranks.run(world, fn, device, *args, timeout=timeout, **options)
 
 
 def mesh_on(device: str, **axes: int) -> hpcomm.Mesh:

@@ -102,7 +102,7 @@ def many_meshes(device: str, most: int) -> tuple[int, int, int]:
 @pytest.mark.alone
 @pytest.mark.parametrize(("world", "most"), [(1, 50), pytest.param(2, 8, marks=pytest.mark.multirank)])
 def test_meshes_give_their_memory_back(device: str, world: int, most: int) -> None:
-    for made, allocated, of_device in run(device, world, many_meshes, most, timeout=120.0):
+    for made, allocated, of_device in run(device, world, many_meshes, most, timeout=120.0, fresh=True):
         assert allocated == 0
         # Other processes use the device as well; one communicator that stays is tens of megabytes.
         assert of_device < 100 << 20, f"{of_device >> 20} MiB after {made} meshes"

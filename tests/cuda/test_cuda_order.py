@@ -80,7 +80,7 @@ def many_lanes_by_events(device: str) -> None:
 
 @one_and_two
 def test_lanes_that_events_keep_in_order(device: str, world: int) -> None:
-    run(device, world, many_lanes_by_events)
+    run(device, world, many_lanes_by_events, fresh=True)
 
 
 def dropped_tensors(device: str) -> None:

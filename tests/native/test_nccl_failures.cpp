@@ -240,8 +240,46 @@ TEST(nccl_close_finishes_what_was_issued) {
     CHECK_THROWS(ErrorKind::kClosed, world->barrier(), "barrier on a closed communicator");
     CHECK(!world->aborted());
   });
-  CHECK_EQ(fake_nccl::calls("ncclCommDestroy"), 2);
+  // Of blocking ones the communicators as well that they were split from.
+  CHECK_EQ(fake_nccl::calls("ncclCommDestroy"), blocking_of_environment() ? 4 : 2);
   CHECK_EQ(fake_nccl::calls("ncclCommAbort"), 0);
+}
+
+TEST(nccl_close_without_the_peer_waits_no_longer_than_some_seconds) {
+  NcclJob job(2);
+  CapturedStderr captured;
+  job.run_threads([&](int rank) {
+    NcclOptions options;
+    options.blocking = true;
+    const auto world = job.communicator(rank, "world", options);
+    world->barrier()->wait();
+    if (rank == 0) {
+      world->close();  // its NCCL communicator ends when rank 1's does
+      CHECK(!world->aborted());
+    }
+    job.meet(rank, 1);
+  });
+}
+
+TEST(nccl_a_thread_that_no_revoke_sends_away_is_aborted_where_it_is) {
+  NcclJob job(2);
+  job.expect_half_an_operation();
+  CapturedStderr captured;
+  job.run_threads([&](int rank) {
+    NcclOptions options;
+    options.blocking = true;
+    const auto world = job.communicator(rank, "world", options);
+    DeviceVector<float> values(rank, 4, 1);
+    if (rank == 0) {
+      fake_nccl::fail("ncclCommRevoke", 1, kSystemError);
+      OpOptions hasty;
+      hasty.timeout = 300ms;
+      // It waits for rank 1 to connect.
+      CHECK_THROWS(ErrorKind::kTimedOut, world->all_reduce(values.view(), ReduceOp::kSum, hasty),
+                   "NCCL is still at it when the time is up; did every rank come here?");
+    }
+    CHECK(eventually([&] { return world->aborted().has_value(); }, 20s));
+  });
 }
 
 TEST(nccl_close_without_the_peer_turns_into_an_abort) {
@@ -250,7 +288,9 @@ TEST(nccl_close_without_the_peer_turns_into_an_abort) {
   NcclJob job(2, rules);
   CapturedStderr captured;
   job.run_threads([&](int rank) {
-    const auto world = job.communicator(rank);
+    NcclOptions options;
+    options.blocking = false;
+    const auto world = job.communicator(rank, "world", options);
     world->barrier()->wait();
     world->close();
     CHECK(!world->aborted());

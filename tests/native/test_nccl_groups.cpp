@@ -199,7 +199,7 @@ TEST(nccl_premultiplied_sum_scales_on_the_way) {
   NcclJob job(2);
   job.run_threads([&](int rank) {
     const CommunicatorConfig config = job.config(rank);
-    const nccl::SessionPtr session = nccl::connect(config, {}, true);
+    const nccl::SessionPtr session = nccl::connect(config, {}, true, false).session;
     {
       DeviceVector<float> values(rank, 10, static_cast<float>(rank + 1));
       DeviceVector<float> factor(rank, 1, rank == 0 ? 0.5F : 4.0F);

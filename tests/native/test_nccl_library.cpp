@@ -82,7 +82,7 @@ TEST(nccl_every_version_takes_the_config_and_children_inherit_it) {
       const auto world = job.communicator(rank, "world", options);
       const auto child = world->split(0, 0);
       const fake_nccl::SeenConfig seen = fake_nccl::last_config();
-      CHECK_EQ(seen.blocking, 0);
+      CHECK_EQ(seen.blocking, blocking_of_environment() ? 1 : 0);
       CHECK_EQ(seen.min_ctas, 1);
       CHECK_EQ(seen.max_ctas, 4);
       CHECK_EQ(seen.cga_cluster_size, 2);

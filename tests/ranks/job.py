@@ -92,6 +92,26 @@ class Job:
             self._listen(self._deadline)
         return self._told[rank].popleft()
 
+    def told_by_any(self, seconds: float) -> tuple[int, Any]:
+        """The rank that told first, of what was not read yet, and the value; for ranks that stay.
+
+        Raises:
+            RankError: one ended without telling, or ``seconds`` have passed.
+        """
+        __tracebackhide__ = True
+        self._start, self.timeout = time.monotonic(), seconds
+        while True:
+            for rank, values in self._told.items():
+                if values:
+                    return rank, values.popleft()
+            if self._exits:
+                raise RankError(f"rank {next(iter(self._exits))} ended without telling\n{self._describe_unfinished()}")
+            self._listen(self._deadline)
+
+    def keep(self) -> None:
+        """Takes it from its test: whoever started it closes it."""
+        _open.discard(self)
+
     def wait(self, *, stop_at_failure: bool = False) -> list[Outcome]:
         """Waits until all ranks have ended, and says how, by rank.
 

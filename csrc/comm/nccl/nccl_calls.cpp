@@ -134,7 +134,7 @@ std::vector<Call> calls_of(const Operation& operation, std::size_t ranks, const 
 }
 
 void make_calls(Session& session, const std::vector<Call>& calls, StreamHandle stream, Deadline deadline,
-                const ErrorContext& what, std::unique_lock<std::mutex>& issuing) {
+                const ErrorContext& what) {
   const std::lock_guard inside(session.api);
   if (session.is_aborted()) {
     session.require_open(what);
@@ -153,7 +153,7 @@ void make_calls(Session& session, const std::vector<Call>& calls, StreamHandle s
   const Result begun = ready.size() == 1 ? make(session.nccl, ready.front(), session.comm, stream)
                                          : make_group(session.nccl, ready, session.comm, stream);
   // Until NCCL says so the kernels may not be on the stream: an event recorded now could come before them.
-  session.settle(begun, session.comm, deadline, what, &issuing);
+  session.settle(begun, session.comm, deadline, what);
 }
 
 }  // namespace hpcomm::nccl

@@ -28,9 +28,8 @@ struct Call {
                                          const ErrorContext& what);
 
 // Makes `calls` on `stream`, as one group when there are several, and waits until NCCL has launched them. Throws
-// kTransport, kTimedOut, or why the session was aborted; the session is of no use then. `issuing` is let go where ranks
-// have to connect first: another thread's operation, of another communicator, may be what the peers are connecting for.
+// kTransport, kTimedOut, or why the session was aborted; the session is of no use then.
 void make_calls(Session& session, const std::vector<Call>& calls, StreamHandle stream, Deadline deadline,
-                const ErrorContext& what, std::unique_lock<std::mutex>& issuing);
+                const ErrorContext& what);
 
 }  // namespace hpcomm::nccl

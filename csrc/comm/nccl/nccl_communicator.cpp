@@ -1,6 +1,7 @@
 // The Communicator over NCCL: checks, order, launch, works. Its NCCL half is the Session (nccl_session.h).
 #include "comm/nccl/nccl_communicator.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <mutex>
 #include <optional>
@@ -26,25 +27,19 @@ using namespace nccl;
 constexpr std::size_t kMostInGroup = 2048;  // NCCL's own limit
 // Longer than a finalisation waits for peers, and an abort after it.
 constexpr std::chrono::seconds kTeardown{8};
+constexpr std::chrono::seconds kPeersFollow{5};  // a blocking one waits for them itself
 // The host runs ahead of its device: what a lane that is dropped has issued is under way, and ends unless a peer does
 // not come.
 constexpr std::chrono::seconds kUnderWay{3};
 
-// Memory that a kernel may still use when its communicator cannot be ended. Within reach, so that leak checkers see
-// that it is meant.
-void keep_for_ever(Keepalive memory) {
-  static std::mutex& mutex = *new std::mutex;
-  static auto& kept = *new std::vector<Keepalive>;
-  const std::lock_guard lock(mutex);
-  kept.push_back(std::move(memory));
-}
-
 class NcclCommunicator final : public Communicator {
  public:
-  NcclCommunicator(CommunicatorConfig config, const NcclOptions& options, SessionPtr session, bool launch_order)
+  NcclCommunicator(CommunicatorConfig config, const NcclOptions& options, SessionPtr session, SessionPtr parent,
+                   bool launch_order)
       : Communicator(std::move(config)),
         options_(options),
         session_(std::move(session)),
+        parent_(std::move(parent)),
         order_(LaunchOrder::of(session_->device)),
         nccl_keeps_order_(keeps_launch_order(session_->nccl, launch_order)) {
     if (checks()) {
@@ -72,6 +67,9 @@ class NcclCommunicator final : public Communicator {
       std::fprintf(stderr, "hpcomm: an NCCL communicator of lane %s ends badly: %s\n", lane().c_str(), error.what());
     }
     session_->stop_listening();
+    if (parent_ != nullptr) {
+      parent_->stop_listening();
+    }
   }
 
   [[nodiscard]] const char* transport() const noexcept override { return "nccl"; }
@@ -125,7 +123,7 @@ class NcclCommunicator final : public Communicator {
     auto work = std::make_shared<NcclWork>(std::move(what), lane(), device(), own != nullptr ? own->limit() : timeout(),
                                            operation);
     work->needs_only({});  // it ends behind operations that need somebody
-    const auto issuing = order_.issue();
+    const LaunchOrder::Turn turn(order_);
     try {
       const cuda::DeviceGuard guard(session_->device);
       record({work}, std::move(held));
@@ -207,24 +205,36 @@ class NcclCommunicator final : public Communicator {
   }
 
   [[nodiscard]] std::shared_ptr<Communicator> make_child(CommunicatorConfig child) override {
-    return make_nccl_communicator(std::move(child), options_);
+    return make(std::move(child), options_, false);
   }
 
   [[nodiscard]] std::shared_ptr<Communicator> make_part(CommunicatorConfig part) override {
     // NCCL wants colors of zero and above, and keys in our order: the first member's rank names the part.
-    int color = 0;
-    while (ranks()[static_cast<std::size_t>(color)] != part.ranks.front()) {
-      ++color;
+    const auto first = std::find(ranks().begin(), ranks().end(), part.ranks.front());
+    const auto color = static_cast<int>(first - ranks().begin());
+    const SessionPtr& parent = parent_ != nullptr ? parent_ : session_;
+    if (parent->blocking) {
+      return make(std::move(part), options_, false);
     }
     const bool launch_order = ask_for_launch_order();
-    SessionPtr session = nccl::split(*session_, part, color, options_, launch_order);
-    return finish(std::move(part), options_, std::move(session), launch_order);
+    SessionPtr session = nccl::split(*parent, part, color, options_, launch_order, parent_ != nullptr);
+    return finish(std::move(part), options_, std::move(session), nullptr, launch_order);
   }
 
  public:
+  // One that `splits` keeps what its parts are split from.
+  [[nodiscard]] static std::shared_ptr<Communicator> make(CommunicatorConfig config, const NcclOptions& options,
+                                                          bool splits) {
+    const bool launch_order = ask_for_launch_order();  // before anything of NCCL runs here
+    auto [session, parent] = connect(config, options, launch_order, splits);
+    return finish(std::move(config), options, std::move(session), std::move(parent), launch_order);
+  }
+
+ private:
   [[nodiscard]] static std::shared_ptr<Communicator> finish(CommunicatorConfig config, const NcclOptions& options,
-                                                            SessionPtr session, bool launch_order) {
-    auto made = std::make_shared<NcclCommunicator>(std::move(config), options, std::move(session), launch_order);
+                                                            SessionPtr session, SessionPtr parent, bool launch_order) {
+    auto made = std::make_shared<NcclCommunicator>(std::move(config), options, std::move(session), std::move(parent),
+                                                   launch_order);
     made->complete();
     return made;
   }
@@ -237,18 +247,6 @@ class NcclCommunicator final : public Communicator {
     // Of a communicator that checks. Of messages, one for each of `calls`.
     std::vector<Issued> issued;
     void (*poll)() = nullptr;
-  };
-
-  // While it is there, close() waits.
-  class Issuing {
-   public:
-    Issuing(Session& session, const ErrorContext& what) : session_(session) { session_.begin_issue(what); }
-    Issuing(const Issuing&) = delete;
-    Issuing& operator=(const Issuing&) = delete;
-    ~Issuing() { session_.end_issue(); }
-
-   private:
-    Session& session_;
   };
 
   // What a thread collects between the begin and the end of a group.
@@ -350,7 +348,7 @@ class NcclCommunicator final : public Communicator {
     if (issues.empty()) {
       return;
     }
-    std::optional<Issuing> pending;
+    std::optional<Session::Issuing> pending;
     try {
       pending.emplace(*session_, issues.front().work->what());
     } catch (const Error& error) {
@@ -396,19 +394,19 @@ class NcclCommunicator final : public Communicator {
     if (calls.empty()) {
       return;
     }
-    const ErrorContext& what = works.front()->what();
-    auto issuing = order_.issue();
+    LaunchOrder::Turn turn(order_);
     try {
       const cuda::DeviceGuard guard(session_->device);
       if (!nccl_keeps_order_ && !cuda::is_capturing(handle())) {
         order_.before(stream());
       }
-      make_calls(*session_, calls, stream().native_handle(), works.front()->deadline(), what, issuing);
-      if (!issuing.owns_lock()) {
-        issuing.lock();
-        if (!nccl_keeps_order_ && !cuda::is_capturing(handle())) {
-          order_.before(stream());  // what others have issued meanwhile is before what comes next
-        }
+      {
+        const Session::Launching inside(*session_, works.front());
+        turn.enter_nccl();
+        make_calls(*session_, calls, stream().native_handle(), works.front()->deadline(), works.front()->what());
+      }
+      if (turn.take_back() && !nccl_keeps_order_ && !cuda::is_capturing(handle())) {
+        order_.before(stream());  // what others have issued meanwhile is before what comes next
       }
       const Event launched = record(works, keepalives->empty() ? nullptr : keepalives);
       if (!nccl_keeps_order_ && !cuda::is_capturing(handle())) {
@@ -455,18 +453,27 @@ class NcclCommunicator final : public Communicator {
 
   // Waits, with a bound, until the communicator is gone.
   void end() {
-    if (session_->begin_finalize()) {
-      start_finalize(session_);
+    for (const SessionPtr& session : {session_, parent_}) {
+      if (session != nullptr && session->begin_finalize()) {
+        start_finalize(session);
+      }
     }
-    if (session_->wait_gone(Clock::now() + kTeardown)) {
+    if (session_->wait_gone(Clock::now() + (session_->blocking ? kPeersFollow : kTeardown))) {
       scratch_ = {};
+    } else if (session_->blocking && !session_->is_aborted()) {
+      session_->keep(std::move(scratch_.owner));  // until the peers have followed
     } else {
       keep_for_ever(std::move(scratch_.owner));  // a barrier may still run on it
+    }
+    if (parent_ != nullptr) {
+      (void)parent_->wait_gone(Clock::now() + std::chrono::seconds(1));
     }
   }
 
   const NcclOptions options_;
   const SessionPtr session_;
+  // Of a blocking one that may be split: the non-blocking one that it is itself a part of. Splits of it can be aborted.
+  const SessionPtr parent_;
   LaunchOrder& order_;
   const bool nccl_keeps_order_;
   Buffer scratch_;
@@ -482,9 +489,7 @@ std::shared_ptr<Communicator> make_nccl_communicator(CommunicatorConfig config, 
                  config.rank, " of ", config.ranks.size());
   HPCOMM_REQUIRE(config.stream != nullptr && config.control != nullptr, "communicator: no stream or no Control");
   HPCOMM_REQUIRE(config.stream->device().type == DeviceType::kCuda, "NCCL needs a CUDA stream, for lane ", config.lane);
-  const bool launch_order = ask_for_launch_order();  // before anything of NCCL runs here
-  SessionPtr session = connect(config, options, launch_order);
-  return NcclCommunicator::finish(std::move(config), options, std::move(session), launch_order);
+  return NcclCommunicator::make(std::move(config), options, true);
 }
 
 }  // namespace hpcomm

@@ -17,10 +17,15 @@ struct NcclLimits {
   int cga_cluster_size = -1;  // 0 to 8; -1 leaves it to NCCL
 };
 
+[[nodiscard]] bool blocking_of_environment();
+
 // The limits of every lane, but for those that have limits of their own: gradients may take what a message at a stage
 // boundary must not.
 struct NcclOptions : NcclLimits {
   std::map<std::string, NcclLimits> lanes;
+  // Who launches: the thread that issues, or one that NCCL starts for each launch, which costs more than the launch.
+  // HPCOMM_NCCL_BLOCKING=0 for the latter.
+  bool blocking = blocking_of_environment();
 
   [[nodiscard]] const NcclLimits& of(const std::string& lane) const {
     const auto own = lanes.find(lane);

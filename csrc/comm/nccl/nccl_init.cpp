@@ -41,7 +41,7 @@ std::string terms(const NcclLimits& limits) {
 
 // What must be the same on all ranks, so that a difference is an error with words and not a hang.
 std::string terms(const Library& nccl, const NcclOptions& options) {
-  std::string all = str("NCCL ", nccl.version_text(), ", ", terms(options));
+  std::string all = str("NCCL ", nccl.version_text(), options.blocking ? ", blocking, " : ", ", terms(options));
   for (const auto& [lane, limits] : options.lanes) {
     all += str("; ", lane, ": ", terms(limits));
   }
@@ -88,9 +88,9 @@ ErrorContext context_of(const CommunicatorConfig& config, const char* operation)
   return {config.ranks[static_cast<std::size_t>(config.rank)], -1, 0, operation};
 }
 
-SessionPtr make_session(const Library& nccl, const CommunicatorConfig& config) {
-  auto session =
-      std::make_shared<Session>(nccl, config.stream->device().index, config.lane, config.control, config.ranks);
+SessionPtr make_session(const Library& nccl, const CommunicatorConfig& config, bool blocking) {
+  auto session = std::make_shared<Session>(nccl, config.stream->device().index, config.lane, config.control,
+                                           config.ranks, blocking);
   session->listen();
   return session;
 }
@@ -114,22 +114,20 @@ bool end_split(Session& parent, const SessionPtr& child, const Error& why) {
   return parent.wait_gone(Clock::now() + std::chrono::seconds(2));
 }
 
-}  // namespace
-
-SessionPtr connect(const CommunicatorConfig& config, const NcclOptions& options, bool launch_order) {
+SessionPtr initialise(const CommunicatorConfig& config, const NcclOptions& options, bool launch_order) {
   check_options(options);
   const Deadline deadline = deadline_after(config.timeout);
   const ErrorContext what = context_of(config, "ncclCommInitRank");
   const Library& nccl = library();
   const UniqueId id = agree_on_id(nccl, config, options, deadline, what);
-  const SessionPtr session = make_session(nccl, config);
+  const SessionPtr session = make_session(nccl, config, false);
   try {
     const cuda::DeviceGuard device(session->device);
     const std::lock_guard inside(session->api);
     Config wanted = make_config(nccl, options.of(config.lane), launch_order);
     const Result begun =
         nccl.CommInitRankConfig(&session->comm, static_cast<int>(config.ranks.size()), id, config.rank, &wanted);
-    session->settle(begun, session->comm, deadline, what, nullptr, config.poll);
+    session->settle(begun, session->comm, deadline, what, config.poll);
   } catch (const Error& error) {
     give_up(session, error);
     throw;
@@ -140,15 +138,35 @@ SessionPtr connect(const CommunicatorConfig& config, const NcclOptions& options,
   return session;
 }
 
+}  // namespace
+
+Connected connect(const CommunicatorConfig& config, const NcclOptions& options, bool launch_order,
+                  bool will_be_splits) {
+  SessionPtr first = initialise(config, options, launch_order);
+  if (!options.blocking || config.ranks.size() == 1) {  // alone there is nothing to launch
+    return {std::move(first), nullptr};
+  }
+  watch(first);
+  SessionPtr session = split(*first, config, 0, options, launch_order, true);
+  if (will_be_splits) {
+    return {std::move(session), std::move(first)};
+  }
+  first->stop_listening();
+  if (first->begin_finalize()) {
+    start_finalize(first);
+  }
+  return {std::move(session), nullptr};
+}
+
 SessionPtr split(Session& parent, const CommunicatorConfig& part, int color, const NcclOptions& options,
-                 bool launch_order) {
+                 bool launch_order, bool blocking) {
   const Deadline deadline = deadline_after(part.timeout);
   const ErrorContext what = context_of(part, "ncclCommSplit");
   // NCCL: no operation of the parent may be outstanding.
   if (!parent.idle_until(deadline) && !parent.is_aborted()) {
     throw Error(ErrorKind::kTimedOut, str("split on lane ", parent.lane, ": operations before it are not done"), what);
   }
-  const SessionPtr session = make_session(parent.nccl, part);
+  const SessionPtr session = make_session(parent.nccl, part, blocking);
   bool begun = false;
   try {
     const cuda::DeviceGuard device(session->device);
@@ -157,7 +175,7 @@ SessionPtr split(Session& parent, const CommunicatorConfig& part, int color, con
       const std::lock_guard inside_parent(parent.api);
       parent.require_open(what);
       HPCOMM_ASSERT(parent.comm != nullptr, "an open session without a communicator");
-      Config wanted = make_config(parent.nccl, options.of(part.lane), launch_order);
+      Config wanted = make_config(parent.nccl, options.of(part.lane), launch_order, blocking);
       begun = true;
       const Result result = parent.nccl.CommSplit(parent.comm, color, part.rank, &session->comm, &wanted);
       // NCCL says kSuccess when it has begun, not kInProgress; the parent's state tells when the child is there.

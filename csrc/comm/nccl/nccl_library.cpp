@@ -115,12 +115,12 @@ const Library& library() {
   return *loaded;
 }
 
-Config make_config(const Library& nccl, const NcclLimits& limits, bool launch_order_implicit) {
+Config make_config(const Library& nccl, const NcclLimits& limits, bool launch_order_implicit, bool blocking) {
   Config config{};
   config.size = nccl.version >= kOrderInConfig ? kSize231 : kSize227;
   config.magic = kConfigMagic;
   config.version = static_cast<unsigned>(nccl.version >= kOrderInConfig ? kOrderInConfig : kOldestVersion);
-  config.blocking = 0;  // only then can a communicator that waits for its peers be aborted
+  config.blocking = blocking ? 1 : 0;
   config.cga_cluster_size = limits.cga_cluster_size >= 0 ? limits.cga_cluster_size : kUndefined;
   config.min_ctas = limits.min_ctas > 0 ? limits.min_ctas : kUndefined;
   config.max_ctas = limits.max_ctas > 0 ? limits.max_ctas : kUndefined;
@@ -165,6 +165,13 @@ bool keeps_launch_order(const Library& nccl, bool asked) {
 }  // namespace hpcomm::nccl
 
 namespace hpcomm {
+
+bool blocking_of_environment() {
+  const char* const wish = std::getenv("HPCOMM_NCCL_BLOCKING");
+  HPCOMM_REQUIRE(wish == nullptr || std::strcmp(wish, "0") == 0 || std::strcmp(wish, "1") == 0,
+                 "HPCOMM_NCCL_BLOCKING is \"", wish, "\"; set 0 or 1");
+  return wish == nullptr || *wish == '1';
+}
 
 void set_launch_order_in_time(bool in_time) noexcept { nccl::launch_order_in_time = in_time; }
 

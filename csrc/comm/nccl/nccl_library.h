@@ -67,8 +67,10 @@ struct Library {
 // The functions of the library behind `handle` (dlopen's). Throws kTransport when it is too old or incomplete.
 [[nodiscard]] Library read_library(void* handle, const std::string& path);
 
-// A config that this library reads as we mean it: non-blocking, with the fields that it has.
-[[nodiscard]] Config make_config(const Library& nccl, const NcclLimits& limits, bool launch_order_implicit);
+// A config that this library reads as we mean it, with the fields that it has. A communicator that is not `blocking`
+// can be aborted while it is made; but each of its launches takes a thread that NCCL starts for it.
+[[nodiscard]] Config make_config(const Library& nccl, const NcclLimits& limits, bool launch_order_implicit,
+                                 bool blocking = false);
 
 // NCCL_LAUNCH_ORDER_IMPLICIT=1 unless the user said otherwise; called before a communicator is made. True when NCCL is
 // asked to keep the order in which one host thread issues on several communicators of a device.

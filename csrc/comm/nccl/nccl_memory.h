@@ -11,4 +11,7 @@ namespace hpcomm::nccl {
 // communicator still exists or not. Throws kTransport when the device has no memory left.
 [[nodiscard]] Buffer allocate(const SessionPtr& session, std::size_t bytes);
 
+// Memory that a kernel may still use when its communicator cannot be ended.
+void keep_for_ever(Keepalive memory);
+
 }  // namespace hpcomm::nccl

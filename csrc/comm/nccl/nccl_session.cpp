@@ -21,9 +21,10 @@ Error copy_of(const Error& error) { return {error.kind(), std::string(error.what
 }  // namespace
 
 Session::Session(const Library& library, int device_index, std::string lane_name, const std::shared_ptr<Control>& job,
-                 std::vector<int> ranks)
+                 std::vector<int> ranks, bool is_blocking)
     : nccl(library),
       device(device_index),
+      blocking(is_blocking),
       lane(std::move(lane_name)),
       rank(job->rank()),
       members(std::move(ranks)),
@@ -31,7 +32,7 @@ Session::Session(const Library& library, int device_index, std::string lane_name
       generation(fork_generation()) {}
 
 void Session::settle(Result result, CommHandle polled, Deadline deadline, const ErrorContext& what,
-                     std::unique_lock<std::mutex>* issuing, void (*poll)()) const {
+                     void (*poll)()) const {
   for (int round = 0; result == Result::kInProgress; ++round) {
     if (is_aborted()) {
       throw error_of_operation(*aborted(), what, lane);
@@ -46,9 +47,6 @@ void Session::settle(Result result, CommHandle polled, Deadline deadline, const 
     if (round < 100) {
       std::this_thread::yield();
     } else {
-      if (issuing != nullptr && issuing->owns_lock()) {
-        issuing->unlock();
-      }
       std::this_thread::sleep_for(std::chrono::microseconds(round < 1000 ? 20 : 500));
       if (poll != nullptr && round % 100 == 0) {
         poll();
@@ -60,6 +58,9 @@ void Session::settle(Result result, CommHandle polled, Deadline deadline, const 
     }
   }
   if (result != Result::kSuccess) {
+    if (is_aborted()) {  // which is what made it fail
+      throw error_of_operation(*aborted(), what, lane);
+    }
     throw Error(ErrorKind::kTransport,
                 str(what.operation, " #", what.sequence, " on lane ", lane, ": ", nccl.words(result, polled)), what);
   }
@@ -91,6 +92,21 @@ void Session::end_issue() {
   const std::lock_guard lock(mutex_);
   --issuing_;
   changed_.notify_all();
+}
+
+void Session::begin_launch(const NcclWorkPtr& work) {
+  const std::lock_guard lock(mutex_);
+  launching_.push_back(work);
+}
+
+void Session::end_launch(const NcclWorkPtr& work) {
+  const std::lock_guard lock(mutex_);
+  std::erase(launching_, work);
+}
+
+bool Session::is_launching() const {
+  const std::lock_guard lock(mutex_);
+  return !launching_.empty();
 }
 
 bool Session::idle_until(Deadline deadline) {
@@ -201,9 +217,10 @@ void Session::require_present(const NcclWork& work) const {
 std::optional<Error> Session::abandoned() const {
   const std::lock_guard lock(mutex_);
   for (const Departure& departure : departed_) {
+    const auto needed = [&](const NcclWorkPtr& work) { return needs(*work, departure); };
     if (Clock::now() - departure.since >= just_ending.load(std::memory_order_relaxed) &&
-        std::any_of(pending_.begin(), pending_.end(),
-                    [&](const NcclWorkPtr& work) { return needs(*work, departure); })) {
+        (std::any_of(pending_.begin(), pending_.end(), needed) ||
+         std::any_of(launching_.begin(), launching_.end(), needed))) {
       return left(departure);
     }
   }
@@ -240,6 +257,13 @@ std::optional<Error> Session::async_error() {
 std::optional<Error> Session::overdue() {
   const auto now = Clock::now();
   const std::lock_guard lock(mutex_);
+  for (const NcclWorkPtr& work : launching_) {
+    if (work->deadline() <= now) {
+      return Error(ErrorKind::kTimedOut,
+                   str(work->name(), ": NCCL is still at it when the time is up; did every rank come here?"),
+                   work->what());
+    }
+  }
   const auto late = std::find_if(pending_.begin(), pending_.end(),
                                  [now](const NcclWorkPtr& work) { return work->deadline() <= now; });
   if (late == pending_.end()) {

@@ -25,10 +25,11 @@ class Session : public std::enable_shared_from_this<Session> {
  public:
   // `members` are its ranks in the job, in order.
   Session(const Library& nccl, int device, std::string lane, const std::shared_ptr<Control>& control,
-          std::vector<int> members);
+          std::vector<int> members, bool blocking);
 
   const Library& nccl;
   const int device;
+  const bool blocking;  // its calls return when NCCL has done them, in the thread that makes them
   const std::string lane;
   const int rank;  // in the job
   const std::vector<int> members;
@@ -41,18 +42,41 @@ class Session : public std::enable_shared_from_this<Session> {
   std::map<void*, void*> registered;  // under api: memory and NCCL's handle for it
 
   // Polls until NCCL has done what returned `result`. Throws kTimedOut, kTransport, or why the session was aborted.
-  // Under api. `polled` is the communicator whose state tells: of a split, the parent. `issuing` is let go when that
-  // takes longer than a launch does, and not taken again.
+  // Under api. `polled` is the communicator whose state tells: of a split, the parent.
   // `poll` is called meanwhile; what it throws goes to the caller.
   void settle(Result result, CommHandle polled, Deadline deadline, const ErrorContext& what,
-              std::unique_lock<std::mutex>* issuing = nullptr, void (*poll)() = nullptr) const;
+              void (*poll)() = nullptr) const;
 
   // --- What was issued --------------------------------------------------------------------------------------------
   void watch(const std::vector<NcclWorkPtr>& works);
   // What a thread is about to launch is pending too: it may have to wait for other ranks first. Throws as
   // require_open().
-  void begin_issue(const ErrorContext& what);
-  void end_issue();
+  class Issuing {
+   public:
+    Issuing(Session& session, const ErrorContext& what) : session_(session) { session_.begin_issue(what); }
+    Issuing(const Issuing&) = delete;
+    Issuing& operator=(const Issuing&) = delete;
+    ~Issuing() { session_.end_issue(); }
+
+   private:
+    Session& session_;
+  };
+  // A thread launches `work`, in NCCL, where it may wait for peers. Of a blocking communicator nobody but the watchdog
+  // sees when that takes too long.
+  class Launching {
+   public:
+    Launching(Session& session, NcclWorkPtr work) : session_(session), work_(std::move(work)) {
+      session_.begin_launch(work_);
+    }
+    Launching(const Launching&) = delete;
+    Launching& operator=(const Launching&) = delete;
+    ~Launching() { session_.end_launch(work_); }
+
+   private:
+    Session& session_;
+    const NcclWorkPtr work_;
+  };
+  [[nodiscard]] bool is_launching() const;
   // Blocks until nothing is pending; false when the deadline came first, or the session was aborted.
   [[nodiscard]] bool idle_until(Deadline deadline);
 
@@ -94,6 +118,10 @@ class Session : public std::enable_shared_from_this<Session> {
   void keep(Keepalive memory);
 
  private:
+  void begin_issue(const ErrorContext& what);
+  void end_issue();
+  void begin_launch(const NcclWorkPtr& work);
+  void end_launch(const NcclWorkPtr& work);
   void require_open_locked(const ErrorContext& what) const;  // with the mutex
   [[nodiscard]] std::optional<Error> async_error();
   [[nodiscard]] std::optional<Error> overdue();
@@ -109,6 +137,7 @@ class Session : public std::enable_shared_from_this<Session> {
   bool ending_ = false;  // begin_abort() or begin_finalize() was true
   bool gone_ = false;
   int issuing_ = 0;
+  std::vector<NcclWorkPtr> launching_;
   std::deque<NcclWorkPtr> pending_;
   std::vector<NcclWorkPtr> doomed_;
   Deadline patience_{};

@@ -4,6 +4,8 @@
 
 namespace hpcomm {
 
+bool blocking_of_environment() { return true; }
+
 std::shared_ptr<Communicator> make_nccl_communicator(CommunicatorConfig, const NcclOptions&) {
   throw Error(ErrorKind::kInvalidArgument,
               "this copy of hpcomm was built without CUDA; build it with USE_CUDA=1 against a torch with CUDA");

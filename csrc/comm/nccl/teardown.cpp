@@ -74,11 +74,20 @@ void complain(const char* call, const Session& session, Result result) {
   }
 }
 
+// A thread that waits for peers inside a blocking communicator leaves when that is revoked. Before NCCL 2.28.7 only the
+// abort itself ends its waiting, which frees what it waits in.
+void send_away(Session& session) {
+  if (session.blocking && session.nccl.CommRevoke != nullptr && session.is_launching()) {
+    complain("ncclCommRevoke", session, session.nccl.CommRevoke(session.comm, 0));
+  }
+}
+
 void abort_now(const std::vector<SessionPtr>& sessions) {
   const Library& nccl = sessions.front()->nccl;
   (void)cudaSetDevice(sessions.front()->device);
   std::vector<std::pair<Session*, CommHandle>> comms;
   for (const SessionPtr& session : sessions) {
+    send_away(*session);
     const auto inside = enter(*session);
     if (CommHandle comm = std::exchange(session->comm, nullptr)) {
       comms.emplace_back(session.get(), comm);
@@ -106,7 +115,7 @@ void abort_now(const std::vector<SessionPtr>& sessions) {
 bool finalize_now(Session& session) {
   const Library& nccl = session.nccl;
   {
-    const auto inside = enter(session);
+    auto inside = enter(session);
     if (session.comm == nullptr) {
       return true;
     }
@@ -114,6 +123,12 @@ bool finalize_now(Session& session) {
       complain("ncclCommDeregister", session, nccl.CommDeregister(session.comm, handle));
     }
     session.registered.clear();
+    if (session.blocking) {
+      CommHandle comm = std::exchange(session.comm, nullptr);
+      inside = {};
+      complain("ncclCommDestroy", session, nccl.CommDestroy(comm));
+      return true;
+    }
     const Result begun = nccl.CommFinalize(session.comm);
     if (begun != Result::kSuccess && begun != Result::kInProgress) {
       complain("ncclCommFinalize", session, begun);

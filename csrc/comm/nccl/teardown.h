@@ -12,7 +12,8 @@ namespace hpcomm::nccl {
 void start_abort(std::vector<SessionPtr> sessions);
 
 // Finalizes and destroys (begin_finalize() was true). A peer that does not follow within some seconds turns it into an
-// abort: everything that was issued has ended, so nobody loses anything.
+// abort: everything that was issued has ended, so nobody loses anything. Of a blocking communicator nothing can tell
+// that from outside: its thread waits for the peers of this host until they follow, or are gone.
 void start_finalize(SessionPtr session);
 
 // Prints, once, each teardown that is not done after ten seconds; true while any is going on.

@@ -342,8 +342,25 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm) {
 }
 
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
-  ENTER(ncclCommDestroy)
+  if (const ncclResult_t failed = enter("ncclCommDestroy"); failed != ncclSuccess) {
+    const std::lock_guard lock(host().mutex);
+    if (comm->blocking) {
+      ++comm->meeting->finalized;  // its connections are closed: the peers do not wait for it
+    }
+    return failed;
+  }
   CHECK_COMM(comm, ncclCommDestroy)
+  if (comm->blocking) {
+    std::unique_lock lock(host().mutex);
+    comm->finalizing = true;
+    ++comm->meeting->finalized;
+    const std::shared_ptr<Meeting> meeting = comm->meeting;
+    while (!comm->given_up->load() && (rules().finalize_hangs || meeting->finalized < meeting->clique->size)) {
+      lock.unlock();
+      nap();
+      lock.lock();
+    }
+  }
   const std::lock_guard lock(host().mutex);
   if (comm->ended->load(std::memory_order_acquire) < comm->launched || !comm->deferred.empty()) {
     violation("ncclCommDestroy while operations run");

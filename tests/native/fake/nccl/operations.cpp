@@ -128,6 +128,23 @@ bool is_connected(const Batch& batch) {
   });
 }
 
+// The thread that launches on a blocking communicator waits until those come whom it connects to.
+ncclResult_t await_peers(const Batch& batch) {
+  ncclComm& comm = *batch.comm;
+  for (;; std::this_thread::sleep_for(std::chrono::microseconds(200))) {
+    if (comm.given_up->load()) {
+      return ncclInternalError;
+    }
+    const std::lock_guard lock(host().mutex);
+    if (!rules().connects || is_connected(batch)) {
+      return ncclSuccess;
+    }
+    if (const int failed = comm.error.load(); failed != ncclSuccess) {
+      return static_cast<ncclResult_t>(failed);
+    }
+  }
+}
+
 ncclResult_t launch(Group& todo) {
   if (!todo.aborts.empty()) {
     abort_all(todo.aborts);
@@ -150,15 +167,17 @@ ncclResult_t launch(Group& todo) {
       if (now.connects) {
         connect(batch);
       }
-      if (now.launch_polls > 0 || (now.connects && !is_connected(batch))) {
+      if (!comm.blocking && (now.launch_polls > 0 || (now.connects && !is_connected(batch)))) {
         comm.polls = now.launch_polls;
         comm.deferred.push_back(std::move(batch));
         result = ncclInProgress;
         continue;
       }
     }
-    if (const ncclResult_t failed = launch_now(batch); failed != ncclSuccess) {
+    if (const ncclResult_t failed = comm.blocking ? await_peers(batch) : ncclSuccess; failed != ncclSuccess) {
       result = failed;
+    } else if (const ncclResult_t bad = launch_now(batch); bad != ncclSuccess) {
+      result = bad;
     }
   }
   return result;
