@@ -19,6 +19,7 @@ import hpcomm  # noqa: F401 - before CUDA is used: NCCL reads its environment on
 from benchmarks.gpu.harness import Job, Report, write_json
 from benchmarks.launch import adopt_mpi_environment
 
+ROOT = Path(__file__).resolve().parents[2]
 GRACE = 5.0  # seconds that a benchmark may take longer than it should
 
 
@@ -45,7 +46,8 @@ def one(order: dict[str, Any], benchmark: dict[str, Any]) -> None:
         job = Job(device, rank, ranks, order["rounds"], order["quick"], benchmark["seconds"], report)
         importlib.import_module(f"benchmarks.gpu.{benchmark['name']}").run(job)
     except BaseException:
-        write_json(path.with_suffix(f".error{rank}"), {"rank": rank, "traceback": traceback.format_exc()})
+        text = traceback.format_exc().replace(f"{ROOT}/", "")
+        write_json(path.with_suffix(f".error{rank}"), {"rank": rank, "traceback": text})
         raise
     faulthandler.cancel_dump_traceback_later()
     if rank == 0:

@@ -41,6 +41,8 @@ class Allocator {
   virtual ~Allocator() = default;
   // `bytes` uint8 elements, at least 64-byte aligned. `bytes` may be 0.
   virtual Buffer allocate(std::size_t bytes) = 0;
+  // See Communicator::allocate_alike().
+  virtual Buffer allocate_alike(std::size_t bytes) { return allocate(bytes); }
 };
 
 }  // namespace hpcomm

@@ -156,6 +156,9 @@ class Communicator {
   [[nodiscard]] virtual std::size_t bytes_in_control() const noexcept { return 0; }
   // Memory that this transport can send without a copy.
   [[nodiscard]] virtual Buffer allocate(std::size_t bytes);
+  // The same, for operations to which all ranks bring such memory: of as many bytes, at the same offset. A transport
+  // that has to know before it may use memory of the ranks in place (NCCL) learns it from here.
+  [[nodiscard]] virtual Buffer allocate_alike(std::size_t bytes) { return allocate(bytes); }
   // A communicator of `members` (ranks of this one, this rank among them, in group order) on a lane of its own, with
   // its own worker. Collective over the members alone.
   [[nodiscard]] std::shared_ptr<Communicator> subgroup(const std::vector<int>& members, const std::string& lane);

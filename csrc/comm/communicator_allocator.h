@@ -14,6 +14,7 @@ class CommunicatorAllocator final : public Allocator {
  public:
   explicit CommunicatorAllocator(std::shared_ptr<Communicator> communicator) : communicator_(std::move(communicator)) {}
   Buffer allocate(std::size_t bytes) override { return communicator_->allocate(bytes); }
+  Buffer allocate_alike(std::size_t bytes) override { return communicator_->allocate_alike(bytes); }
 
  private:
   std::shared_ptr<Communicator> communicator_;

@@ -41,7 +41,10 @@ Reducer::Reducer(std::shared_ptr<Communicator> communicator, BucketPlan plan, st
     }
     Buffer buffer;
     if (communicator_->size() > 1) {
-      buffer = allocator->allocate(bucket.layout.bytes());
+      // One gradient is reduced where it lies, but for a rank that has none: it brings this memory.
+      const bool is_packed = entries.size() > 1;
+      buffer =
+          is_packed ? allocator->allocate_alike(bucket.layout.bytes()) : allocator->allocate(bucket.layout.bytes());
       // Padding is summed too; zero once is zero for ever.
       const Layout bytes({{bucket.layout.bytes(), DType::kUInt8}});
       pack(communicator_->stream(), bytes, {nullptr}, buffer.view, {}, buffer.owner);

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[2]
 HUNG = "not done after"  # tests/ranks, at the deadline of a run
 MOST_HANGS = 3
 
@@ -49,6 +50,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     message = "" if outcome == "passed" else report.longreprtext
     if outcome == "skipped" and isinstance(report.longrepr, tuple):
         message = report.longrepr[2]
-    line = {"test": report.nodeid, "outcome": outcome, "seconds": round(report.duration, 2), "message": message[-4000:]}
+    message = message.replace(f"{ROOT}/", "")[-4000:]
+    line = {"test": report.nodeid, "outcome": outcome, "seconds": round(report.duration, 2), "message": message}
     with Path(path).open("a") as file:
         file.write(json.dumps(line) + "\n")

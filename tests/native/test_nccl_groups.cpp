@@ -122,24 +122,34 @@ TEST(nccl_a_group_that_throws_launches_nothing) {
   });
 }
 
-TEST(nccl_memory_is_registered_and_freed_in_order) {
+TEST(nccl_memory_is_registered_where_all_ranks_have_the_same_and_freed_in_order) {
   NcclJob job(2);
   job.run_threads([&](int rank) {
-    const auto world = job.communicator(rank);
+    NcclOptions options;
+    options.registers = true;
+    const auto world = job.communicator(rank, "world", options);
     Buffer outlives;
     {
-      const Buffer buffer = world->allocate(1 << 20);
+      const Buffer plain = world->allocate(64);
+      CHECK_EQ(fake_nccl::live_registrations(), 0);
+      job.meet(rank, 1);
+      const Buffer buffer = world->allocate_alike(1 << 20);
       CHECK(buffer.view.device == world->device());
       CHECK_EQ(buffer.view.bytes, 1 << 20);
       std::memset(buffer.view.data, 1, buffer.view.bytes);
-      outlives = world->allocate(64);
-      CHECK(world->allocate(0).view.data == nullptr);
-      CHECK(fake_nccl::live_registrations() >= 3);  // and what the barrier uses
+      outlives = world->allocate_alike(64);
+      CHECK(world->allocate_alike(0).view.data == nullptr);
+      CHECK(fake_nccl::live_registrations() >= 2);
+      BufferView values = buffer.view;
+      values.dtype = DType::kFloat32;
+      values.count = values.bytes / 4;
+      world->all_reduce(values, ReduceOp::kSum)->wait();
+      job.meet(rank, 2);
     }
     world->barrier()->wait();
     world->close();
     outlives = {};  // after the communicator
-    CHECK_THROWS(ErrorKind::kClosed, world->allocate(1), "closed");
+    CHECK_THROWS(ErrorKind::kClosed, world->allocate_alike(1), "closed");
   });
   // The fake complains of memory that is freed while registered, and of a communicator that ends with some.
   CHECK_EQ(fake_nccl::calls("ncclMemAlloc"), fake_nccl::calls("ncclMemFree"));
@@ -147,19 +157,32 @@ TEST(nccl_memory_is_registered_and_freed_in_order) {
 }
 
 TEST(nccl_memory_falls_back) {
-  for (const bool registers : {false, true}) {
+  for (const bool works : {false, true}) {
     fake_nccl::Rules rules;
-    rules.mem_alloc_works = registers;
-    rules.register_works = !registers;
+    rules.mem_alloc_works = works;
     NcclJob job(2, rules);
     job.run([](Communicator& world) {
       const Buffer buffer = world.allocate(4096);
+      CHECK(world.allocate_alike(64).view.data != nullptr);
       std::memset(buffer.view.data, 1, buffer.view.bytes);
       world.barrier()->wait();
     });
-    CHECK_EQ(fake_nccl::calls("ncclMemFree") > 0, registers);
-    CHECK_EQ(fake_nccl::calls("ncclCommDeregister"), 0);
+    CHECK_EQ(fake_nccl::calls("ncclMemFree") > 0, works);
+    CHECK_EQ(fake_nccl::calls("ncclCommRegister"), 0);
   }
+}
+
+TEST(nccl_memory_that_cannot_be_registered_is_an_error) {
+  fake_nccl::Rules rules;
+  rules.register_works = false;  // on another rank it may
+  NcclJob job(2, rules);
+  job.run_threads([&](int rank) {
+    NcclOptions options;
+    options.registers = true;
+    const auto world = job.communicator(rank, "world", options);
+    CHECK_THROWS(ErrorKind::kTransport, world->allocate_alike(4096), "unset HPCOMM_NCCL_REGISTER on all ranks");
+    world->close();
+  });
 }
 
 TEST(nccl_sums_are_given_factors) {

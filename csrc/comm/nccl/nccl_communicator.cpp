@@ -78,24 +78,8 @@ class NcclCommunicator final : public Communicator {
   [[nodiscard]] bool premultiplies() const noexcept override { return true; }
   // NVSwitches add (NVLS), and multiply by nothing: an average of floats is summed by the GPUs.
   [[nodiscard]] bool sums_faster() const noexcept override { return true; }
-  [[nodiscard]] Buffer allocate(std::size_t bytes) override {
-    require_open(context("allocate", -1, 0));
-    Buffer buffer = nccl::allocate(session_, bytes);
-    // Unmapping memory waits for no kernel, unlike cudaFree(): what the caller has issued may still use it. (What the
-    // lanes use, they hold.) A stream that is gone has passed everything.
-    if (buffer.owner != nullptr) {
-      const auto let_go = [memory = std::move(buffer.owner), reader = std::weak_ptr(compute())](const void*) {
-        try {
-          if (const auto stream = reader.lock()) {
-            stream->hold(memory);
-          }
-        } catch (const std::exception&) {  // CUDA is gone or broken: the stream keeps it for ever
-        }
-      };
-      buffer.owner = Keepalive(buffer.view.data, let_go);
-    }
-    return buffer;
-  }
+  [[nodiscard]] Buffer allocate(std::size_t bytes) override { return allocate(bytes, false); }
+  [[nodiscard]] Buffer allocate_alike(std::size_t bytes) override { return allocate(bytes, options_.registers); }
 
   void group(const std::function<void()>& issue) override {
     if (Group::current != nullptr && Group::current->owner == this) {
@@ -267,6 +251,25 @@ class NcclCommunicator final : public Communicator {
 
     static thread_local Group* current;
   };
+
+  [[nodiscard]] Buffer allocate(std::size_t bytes, bool registered) {
+    require_open(context("allocate", -1, 0));
+    Buffer buffer = nccl::allocate(session_, bytes, registered);
+    // Unmapping memory waits for no kernel, unlike cudaFree(): what the caller has issued may still use it. (What the
+    // lanes use, they hold.) A stream that is gone has passed everything.
+    if (buffer.owner != nullptr) {
+      const auto let_go = [memory = std::move(buffer.owner), reader = std::weak_ptr(compute())](const void*) {
+        try {
+          if (const auto stream = reader.lock()) {
+            stream->hold(memory);
+          }
+        } catch (const std::exception&) {  // CUDA is gone or broken: the stream keeps it for ever
+        }
+      };
+      buffer.owner = Keepalive(buffer.view.data, let_go);
+    }
+    return buffer;
+  }
 
   [[nodiscard]] bool forked() const noexcept { return fork_generation() != session_->generation; }
 

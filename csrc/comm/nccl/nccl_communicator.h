@@ -18,6 +18,7 @@ struct NcclLimits {
 };
 
 [[nodiscard]] bool blocking_of_environment();
+[[nodiscard]] bool registration_of_environment();
 
 // The limits of every lane, but for those that have limits of their own: gradients may take what a message at a stage
 // boundary must not.
@@ -26,6 +27,8 @@ struct NcclOptions : NcclLimits {
   // Who launches: the thread that issues, or one that NCCL starts for each launch, which costs more than the launch.
   // HPCOMM_NCCL_BLOCKING=0 for the latter.
   bool blocking = blocking_of_environment();
+  // Whether memory from allocate_alike() is registered, so that NCCL uses it in place. HPCOMM_NCCL_REGISTER=1.
+  bool registers = registration_of_environment();
 
   [[nodiscard]] const NcclLimits& of(const std::string& lane) const {
     const auto own = lanes.find(lane);

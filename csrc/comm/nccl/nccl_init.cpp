@@ -41,7 +41,8 @@ std::string terms(const NcclLimits& limits) {
 
 // What must be the same on all ranks, so that a difference is an error with words and not a hang.
 std::string terms(const Library& nccl, const NcclOptions& options) {
-  std::string all = str("NCCL ", nccl.version_text(), options.blocking ? ", blocking, " : ", ", terms(options));
+  std::string all = str("NCCL ", nccl.version_text(), options.blocking ? ", blocking, " : ", ",
+                        options.registers ? "registering, " : "", terms(options));
   for (const auto& [lane, limits] : options.lanes) {
     all += str("; ", lane, ": ", terms(limits));
   }

@@ -166,12 +166,20 @@ bool keeps_launch_order(const Library& nccl, bool asked) {
 
 namespace hpcomm {
 
-bool blocking_of_environment() {
-  const char* const wish = std::getenv("HPCOMM_NCCL_BLOCKING");
-  HPCOMM_REQUIRE(wish == nullptr || std::strcmp(wish, "0") == 0 || std::strcmp(wish, "1") == 0,
-                 "HPCOMM_NCCL_BLOCKING is \"", wish, "\"; set 0 or 1");
-  return wish == nullptr || *wish == '1';
+namespace {
+
+bool switch_of_environment(const char* name, bool otherwise) {
+  const char* const wish = std::getenv(name);
+  HPCOMM_REQUIRE(wish == nullptr || std::strcmp(wish, "0") == 0 || std::strcmp(wish, "1") == 0, name, " is \"", wish,
+                 "\"; set 0 or 1");
+  return wish == nullptr ? otherwise : *wish == '1';
 }
+
+}  // namespace
+
+bool blocking_of_environment() { return switch_of_environment("HPCOMM_NCCL_BLOCKING", true); }
+
+bool registration_of_environment() { return switch_of_environment("HPCOMM_NCCL_REGISTER", false); }
 
 void set_launch_order_in_time(bool in_time) noexcept { nccl::launch_order_in_time = in_time; }
 

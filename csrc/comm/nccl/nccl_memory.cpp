@@ -12,6 +12,8 @@ namespace hpcomm::nccl {
 
 namespace {
 
+constexpr const char* kSwitch = "HPCOMM_NCCL_REGISTER";
+
 // Owned by the buffers that point into it.
 class Memory {
  public:
@@ -19,11 +21,32 @@ class Memory {
     const Library& nccl = session_->nccl;
     if (nccl.MemAlloc != nullptr && nccl.MemFree != nullptr && nccl.MemAlloc(&data_, bytes) == Result::kSuccess) {
       from_nccl_ = true;
-      enroll(bytes);
       return;
     }
     data_ = nullptr;
     cuda::check(cudaMalloc(&data_, bytes), "cudaMalloc");
+  }
+
+  void enroll(std::size_t bytes) {
+    const Library& nccl = session_->nccl;
+    const ErrorContext what{session_->rank, -1, 0, "ncclCommRegister"};
+    if (nccl.CommRegister == nullptr || nccl.CommDeregister == nullptr) {
+      throw Error(ErrorKind::kTransport, str("NCCL ", nccl.version_text(), " registers no memory; unset ", kSwitch),
+                  what);
+    }
+    const std::lock_guard inside(session_->api);
+    if (session_->comm == nullptr) {
+      throw Error(ErrorKind::kClosed, "allocate on a closed communicator", what);
+    }
+    void* handle = nullptr;
+    const Result done = nccl.CommRegister(session_->comm, data_, bytes, &handle);
+    if (done != Result::kSuccess || handle == nullptr) {
+      throw Error(ErrorKind::kTransport,
+                  str("ncclCommRegister of ", bytes, " bytes on lane ", session_->lane, ": ",
+                      nccl.words(done, session_->comm), "; unset ", kSwitch, " on all ranks"),
+                  what);
+    }
+    session_->registered[data_] = handle;
   }
 
   ~Memory() {
@@ -57,20 +80,6 @@ class Memory {
   [[nodiscard]] void* data() const noexcept { return data_; }
 
  private:
-  // Without it the memory works as well; NCCL then copies through buffers of its own.
-  void enroll(std::size_t bytes) {
-    const Library& nccl = session_->nccl;
-    if (nccl.CommRegister == nullptr || nccl.CommDeregister == nullptr) {
-      return;
-    }
-    const std::lock_guard inside(session_->api);
-    void* handle = nullptr;
-    if (session_->comm != nullptr && nccl.CommRegister(session_->comm, data_, bytes, &handle) == Result::kSuccess &&
-        handle != nullptr) {
-      session_->registered[data_] = handle;
-    }
-  }
-
   // False when it must not be freed: NCCL may still use it.
   [[nodiscard]] bool dismiss() {
     const Deadline deadline = Clock::now() + std::chrono::seconds(10);
@@ -113,13 +122,16 @@ void keep_for_ever(Keepalive memory) {
   kept.push_back(std::move(memory));
 }
 
-Buffer allocate(const SessionPtr& session, std::size_t bytes) {
+Buffer allocate(const SessionPtr& session, std::size_t bytes, bool registered) {
   const Device device{DeviceType::kCuda, session->device};
   if (bytes == 0) {
     return {{nullptr, 0, 0, DType::kUInt8, device}, nullptr};
   }
   const cuda::DeviceGuard guard(session->device);
   auto memory = std::make_shared<Memory>(session, bytes);
+  if (registered) {
+    memory->enroll(bytes);
+  }
   void* data = memory->data();
   return {{data, bytes, bytes, DType::kUInt8, device}, std::move(memory)};
 }

@@ -1,4 +1,4 @@
-// Device memory that NCCL can send and reduce without a copy of its own.
+// Device memory that NCCL can map, and with registration send and reduce without a copy of its own.
 #pragma once
 
 #include "base/view.h"
@@ -6,10 +6,13 @@
 
 namespace hpcomm::nccl {
 
-// From ncclMemAlloc and registered with the session's communicator, where NCCL has both and they work; from cudaMalloc
-// otherwise. May synchronise the device: for construction, not for steps. Freed with its owner, whether the
-// communicator still exists or not. Throws kTransport when the device has no memory left.
-[[nodiscard]] Buffer allocate(const SessionPtr& session, std::size_t bytes);
+// From ncclMemAlloc where NCCL has that and it works; from cudaMalloc otherwise. May synchronise the device: for
+// construction, not for steps. Freed with its owner, whether the communicator still exists or not. Throws kTransport
+// when the device has no memory left.
+// `registered` with the session's communicator: NCCL may let a peer write into it, and asks that all ranks bring
+// registered memory to an operation, or none does. Where only one has, messages are lost and ranks hang. Throws
+// kTransport where it cannot be: the others may have registered theirs.
+[[nodiscard]] Buffer allocate(const SessionPtr& session, std::size_t bytes, bool registered = false);
 
 // Memory that a kernel may still use when its communicator cannot be ended.
 void keep_for_ever(Keepalive memory);

@@ -5,6 +5,7 @@
 namespace hpcomm {
 
 bool blocking_of_environment() { return true; }
+bool registration_of_environment() { return false; }
 
 std::shared_ptr<Communicator> make_nccl_communicator(CommunicatorConfig, const NcclOptions&) {
   throw Error(ErrorKind::kInvalidArgument,

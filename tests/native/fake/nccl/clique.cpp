@@ -115,6 +115,11 @@ void Clique::match(std::pair<int, int> pair) {
                std::to_string(pair.second) + " " + receive.text());
       return;
     }
+    if (send.registered != receive.registered) {
+      violation("rank " + std::to_string(pair.first) + " sends " + (send.registered ? "" : "un") +
+                "registered memory to rank " + std::to_string(pair.second) + "'s " + (receive.registered ? "" : "un") +
+                "registered memory");
+    }
     copy(receive.output, send.input, send.count * size_of(send.type));
     sends.front()->done = true;
     receives.front()->done = true;
@@ -126,6 +131,12 @@ void Clique::match(std::pair<int, int> pair) {
 
 void Clique::compute(Round& round) {
   const Operation& first = *round.posts.front();
+  for (const auto& post : round.posts) {
+    if (post->registered != first.registered) {
+      violation("a collective of memory that only some ranks have registered: " + first.text());
+      break;
+    }
+  }
   const std::size_t bytes = first.count * size_of(first.type);
   if (first.kind == Kind::kAllReduce || first.kind == Kind::kReduceScatter) {
     const std::size_t parts = first.kind == Kind::kAllReduce ? 1 : round.posts.size();

@@ -34,6 +34,9 @@ struct Operation {
   ncclRedOp_t op = ncclSum;
   int peer = -1;                 // or root
   const void* scalar = nullptr;  // of a pre-multiplied sum: read when it runs
+  // Its buffers are registered with the communicator. NCCL then lets one end write into the other's memory, which is
+  // undefined where only one of them expects that: data may be lost, or both ends hang.
+  bool registered = false;
   [[nodiscard]] std::string text() const;
   [[nodiscard]] bool fits(const Operation& other) const;  // as the same collective of another rank
 };

@@ -185,6 +185,16 @@ ncclResult_t launch(Group& todo) {
 
 namespace {
 
+// Under host().mutex.
+bool is_registered(const ncclComm& comm, const void* address) {
+  const auto after = comm.registered.upper_bound(const_cast<void*>(address));
+  if (after == comm.registered.begin()) {
+    return false;
+  }
+  const auto& [start, bytes] = *std::prev(after);
+  return static_cast<const char*>(address) < static_cast<const char*>(start) + bytes;
+}
+
 ncclResult_t issue(const char* function, ncclComm_t comm, cudaStream_t stream, Operation operation) {
   ncclResult_t bad = enter(function);
   const auto refuse = [&](const char* what) {
@@ -217,6 +227,15 @@ ncclResult_t issue(const char* function, ncclComm_t comm, cudaStream_t stream, O
     } else if (reduces && operation.op == ncclAvg) {
       const std::lock_guard lock(host().mutex);
       ++host().averages;
+    }
+  }
+  if (bad == ncclSuccess && operation.count > 0) {
+    const std::lock_guard lock(host().mutex);
+    const bool input = operation.kind == Kind::kRecv || is_registered(*comm, operation.input);
+    const bool output = operation.kind == Kind::kSend || is_registered(*comm, operation.output);
+    operation.registered = input && output;
+    if (input != output && operation.kind != Kind::kRecv && operation.kind != Kind::kSend) {
+      violation(std::string(function) + " of which one buffer is registered and one is not");
     }
   }
   Group& mine = group();
