@@ -46,13 +46,23 @@ class HeldMemory {
     forever_.push_back(std::move(memory));
   }
 
-  // Lets go of what has been passed, oldest first, with a bounded number of questions.
+  // Lets go of what has been passed, oldest first, with a bounded number of questions. A question takes the host as
+  // long as the record of an event, and is asked at every one: so not again right after the device was found to be
+  // behind.
   void reap() {
     constexpr int kMostQueries = 4;  // more than one hold() adds, so a backlog shrinks
-    std::vector<Keepalive> freed;    // destroyed last, outside the lock: who knows what a destructor calls
+    constexpr std::chrono::microseconds kPause{20};
+    std::vector<Keepalive> freed;  // destroyed last, outside the lock: who knows what a destructor calls
     const std::lock_guard lock(mutex_);
     release_captured(freed);
-    for (int query = 0; query < kMostQueries && !passing_.empty() && passing_.front().passed.done(); ++query) {
+    if (passing_.empty() || Clock::now() < ask_again_) {
+      return;
+    }
+    for (int query = 0; query < kMostQueries && !passing_.empty(); ++query) {
+      if (!passing_.front().passed.done()) {
+        ask_again_ = Clock::now() + kPause;
+        break;
+      }
       freed.push_back(std::move(passing_.front().memory));
       passing_.pop_front();
     }
@@ -93,6 +103,7 @@ class HeldMemory {
 
   mutable std::mutex mutex_;
   std::deque<Passing> passing_;
+  Deadline ask_again_{};
   std::deque<Captured> captured_;
   std::vector<Keepalive> forever_;
 };
@@ -157,6 +168,14 @@ class CudaStream final : public Stream {
         held_->add_forever(std::move(memory));
       }
       throw;
+    }
+  }
+
+  void hold_until(Keepalive memory, const Event& passed) override {
+    if (passed.captured()) {
+      hold(std::move(memory));
+    } else if (memory != nullptr) {
+      held_->add(passed, std::move(memory));
     }
   }
 

@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "base/view.h"
 #include "stream/event.h"
@@ -26,6 +27,8 @@ class Stream {
   virtual void enqueue(Task task) = 0;
   // Keeps `memory` until the stream has passed this point.
   virtual void hold(Keepalive memory) = 0;
+  // The same, for whoever has recorded that point already: an event on this stream, `passed`.
+  virtual void hold_until(Keepalive memory, const Event& /*passed*/) { hold(std::move(memory)); }
   [[nodiscard]] virtual Event record() = 0;
   // What is enqueued from now on starts after `event`. Does not block the host, except on the caller's CPU stream, and
   // on a CUDA stream for an event of a host thread.

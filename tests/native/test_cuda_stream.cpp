@@ -371,6 +371,7 @@ TEST(cuda_stream_holds_memory_until_it_has_passed) {
   CHECK(!watch.expired());
   gate->open();
   lane.stream->synchronize();
+  std::this_thread::sleep_for(1ms);
   CHECK(!watch.expired());      // nothing lets go by itself
   (void)lane.stream->record();  // the next call does
   CHECK(watch.expired());
@@ -386,6 +387,7 @@ TEST(cuda_stream_lets_go_at_each_kind_of_call) {
     lane.stream->hold(std::move(memory));
     gate->open();
     cudaStreamSynchronize(lane.raw->get());
+    std::this_thread::sleep_for(1ms);  // longer than it pauses once it was told "not yet"
     CHECK(!watch.expired());
     call();
     CHECK(watch.expired());
@@ -410,6 +412,7 @@ TEST(cuda_stream_lets_go_oldest_first_with_few_questions_a_call) {
   CHECK(freed.empty());
   gate->open();
   cudaStreamSynchronize(lane.raw->get());
+  std::this_thread::sleep_for(1ms);  // longer than it pauses once it was told "not yet"
   int calls = 0;
   for (; freed.size() < 40 && calls < 40; ++calls) {
     const auto before = fake_cuda::calls("cudaEventQuery");
@@ -425,6 +428,7 @@ TEST(cuda_stream_lets_go_oldest_first_with_few_questions_a_call) {
   for (int i = 0; i < 40; ++i) {
     lane.stream->hold(std::make_shared<int>(i));
   }
+  std::this_thread::sleep_for(1ms);
   const auto before = fake_cuda::calls("cudaEventQuery");
   (void)lane.stream->record();
   CHECK_EQ(fake_cuda::calls("cudaEventQuery") - before, 1);
@@ -658,6 +662,7 @@ TEST(cuda_stream_spares_a_capture_that_the_default_stream_would_wait_for) {
   cudaGraph_t graph = nullptr;
   CHECK_EQ(cudaStreamEndCapture(blocking.get(), &graph), cudaSuccess);
   cudaGraphDestroy(graph);
+  std::this_thread::sleep_for(1ms);
   caller->synchronize();
   CHECK(watch.expired());
 }

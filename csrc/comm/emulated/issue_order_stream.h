@@ -25,6 +25,7 @@ class IssueOrderStream final : public Stream {
   // A task that may leave its place (comm/device_slot.h); it is told its ticket.
   void enqueue_movable(std::function<void(std::uint64_t ticket)> task);
   void hold(Keepalive memory) override { lane_->hold(std::move(memory)); }
+  void hold_until(Keepalive memory, const Event& passed) override { lane_->hold_until(std::move(memory), passed); }
   [[nodiscard]] Event record() override { return lane_->record(); }
   void wait(const Event& event) override { lane_->wait(event); }
   [[nodiscard]] bool is_current() const noexcept override { return lane_->is_current(); }

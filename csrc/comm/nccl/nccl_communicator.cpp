@@ -447,7 +447,7 @@ class NcclCommunicator final : public Communicator {
       session_->watch(works);
     }
     if (held != nullptr) {
-      stream().hold(std::move(held));
+      stream().hold_until(std::move(held), event);
     }
     return event;
   }
