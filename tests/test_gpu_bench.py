@@ -121,6 +121,31 @@ def test_one_that_fails_is_told_and_the_others_go_on(
     assert "MISSED pack: t: w; g" in said
 
 
+def test_a_rank_that_fails_when_all_was_delivered_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_ranks(world: int, arguments: list[str], **_: object) -> None:
+        for benchmark in json.loads(arguments[-1])["benchmarks"]:
+            result = Path(benchmark["result"])
+            harness.write_json(result, {"rows": [], "targets": [], "notes": [], "seconds": 1.0})
+            if benchmark["name"] == "issue" and world == 2:  # rank 0 had ended well
+                harness.write_json(result.with_suffix(".error1"), {"rank": 1, "traceback": "Traceback ...\nOops: one"})
+                raise JobFailed("rank 1 ended with exit code 1")
+        if world == 1:
+            raise JobFailed("rank 0 was ended by SIGSEGV")  # as it left
+
+    monkeypatch.setattr(program, "run_ranks", run_ranks)
+    file = tmp_path / "all.json"
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu"])
+    assert program.run(program.parse(["--device", "cpu", "--ranks", "2", "--json", str(file)])) == 1
+    found = json.loads(file.read_text())["benchmarks"]
+    assert [key for key, entry in found.items() if entry["status"] == "failed"] == ["ddp", "issue-2"]
+    assert found["ddp"]["error"] == "rank 0 was ended by SIGSEGV"
+    assert found["issue-2"]["tracebacks"] == ["Traceback ...\nOops: one"]
+    assert found["channel"]["status"] == "ok"
+    assert "FAILED issue-2: Oops: one" in capsys.readouterr().out
+
+
 def test_unknown_benchmarks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         program.parse(["--only", "pack,speed"])

@@ -121,8 +121,9 @@ def job(arguments: argparse.Namespace, entries: list[Entry], end: float, folder:
         "device": arguments.device,
         "rounds": arguments.rounds,
         "quick": arguments.quick,
+        "end": end,
         "benchmarks": [
-            {"name": entry.name, "seconds": min(entry.seconds, end - time.time()), "result": str(file)}
+            {"name": entry.name, "seconds": entry.seconds, "result": str(file)}
             for entry, file in zip(entries, files, strict=True)
         ],
     }
@@ -136,11 +137,15 @@ def job(arguments: argparse.Namespace, entries: list[Entry], end: float, folder:
     found: list[dict[str, Any]] = []
     for entry, file in zip(entries, files, strict=True):
         content = json.loads(file.read_text()) if file.exists() else {}
-        found.append({"status": "ok", "ranks": ranks, **content})
-        if "seconds" in content:  # it came to its end
-            continue
-        found[-1] |= {"status": "failed", "error": error or "it delivered nothing"}
         errors = [json.loads(path.read_text())["traceback"] for path in sorted(folder.glob(f"{entry.key}.error*"))]
+        found.append({"status": "ok", "ranks": ranks, **content})
+        last = entry is entries[-1]
+        if "seconds" in content and not errors and not (error and last):  # it came to its end, on all ranks
+            continue
+        if error == INTERRUPTED and not content:
+            found[-1] |= {"status": "skipped", "error": error}
+        else:
+            found[-1] |= {"status": "failed", "error": error or "it delivered nothing"}
         if errors:
             found[-1]["tracebacks"] = errors
         print(f"FAILED {entry.key}: {errors[0].strip().splitlines()[-1] if errors else error}", flush=True)

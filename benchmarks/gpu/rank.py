@@ -35,15 +35,16 @@ def one(order: dict[str, Any], benchmark: dict[str, Any]) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     path = Path(benchmark["result"])
     report = Report(path if rank == 0 else None)
+    seconds = min(benchmark["seconds"], order["end"] - time.time())
     if rank == 0:
         print(f"\n==== {benchmark['name']}, {ranks} rank(s)", flush=True)
-    faulthandler.dump_traceback_later(benchmark["seconds"] + GRACE, exit=True)
+    faulthandler.dump_traceback_later(max(0.1, seconds + GRACE), exit=True)
     started = time.monotonic()
     try:
         device = pick_device(order["device"])
         if ranks > 1 and not dist.is_initialized():  # for all of them: torch makes none twice over one store
             dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
-        job = Job(device, rank, ranks, order["rounds"], order["quick"], benchmark["seconds"], report)
+        job = Job(device, rank, ranks, order["rounds"], order["quick"], seconds, report)
         importlib.import_module(f"benchmarks.gpu.{benchmark['name']}").run(job)
     except BaseException:
         text = traceback.format_exc().replace(f"{ROOT}/", "")

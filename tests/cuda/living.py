@@ -104,8 +104,13 @@ def serve(folder: str) -> None:
         while not order.exists():
             time.sleep(0.002)
         port, fn, args = pickle.loads(order.read_bytes())
-        os.environ.clear()
-        os.environ.update(environment, MASTER_PORT=str(port))
+        # Only what differs: NCCL's threads may be reading the others.
+        wanted = {**environment, "MASTER_PORT": str(port)}
+        for name in os.environ.keys() - wanted.keys():
+            del os.environ[name]
+        for name, value in wanted.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
         random.seed(0)
         torch.manual_seed(0)
         result: dict[str, Any]

@@ -3,7 +3,9 @@
 // NCCL kernels wait for their peers. Two of them, of two communicators, that start in different orders on two ranks
 // wait for ever when a device does not run both at once, and CUDA promises nobody that it does. So ranks issue in one
 // order (the plan's), one host thread at a time issues on a device, and kernels start in the order of issue: by
-// NCCL_LAUNCH_ORDER_IMPLICIT, or else by events between the lanes, which keeps them from running side by side.
+// NCCL_LAUNCH_ORDER_IMPLICIT, or else by events between the lanes, which keeps them from running side by side. Only a
+// thread that waits inside NCCL for its peers is passed by: what it launches then comes after, or before, as it
+// happens.
 #pragma once
 
 #include <condition_variable>

@@ -137,6 +137,9 @@ class NcclCommunicator final : public Communicator {
       return;
     }
     session_->abort(why, true);
+    if (parent_ != nullptr) {
+      parent_->abort(why, false);
+    }
     wake_watchdog();
   }
 
@@ -201,7 +204,8 @@ class NcclCommunicator final : public Communicator {
       return make(std::move(part), options_, false);
     }
     const bool launch_order = ask_for_launch_order();
-    SessionPtr session = nccl::split(*parent, part, color, options_, launch_order, parent_ != nullptr);
+    SessionPtr session =
+        nccl::split(*parent, part, color, options_, launch_order, parent_ != nullptr, deadline_after(part.timeout));
     return finish(std::move(part), options_, std::move(session), nullptr, launch_order);
   }
 
@@ -254,21 +258,7 @@ class NcclCommunicator final : public Communicator {
 
   [[nodiscard]] Buffer allocate(std::size_t bytes, bool registered) {
     require_open(context("allocate", -1, 0));
-    Buffer buffer = nccl::allocate(session_, bytes, registered);
-    // Unmapping memory waits for no kernel, unlike cudaFree(): what the caller has issued may still use it. (What the
-    // lanes use, they hold.) A stream that is gone has passed everything.
-    if (buffer.owner != nullptr) {
-      const auto let_go = [memory = std::move(buffer.owner), reader = std::weak_ptr(compute())](const void*) {
-        try {
-          if (const auto stream = reader.lock()) {
-            stream->hold(memory);
-          }
-        } catch (const std::exception&) {  // CUDA is gone or broken: the stream keeps it for ever
-        }
-      };
-      buffer.owner = Keepalive(buffer.view.data, let_go);
-    }
-    return buffer;
+    return behind(compute(), nccl::allocate(session_, bytes, registered));
   }
 
   [[nodiscard]] bool forked() const noexcept { return fork_generation() != session_->generation; }
@@ -404,7 +394,7 @@ class NcclCommunicator final : public Communicator {
         order_.before(stream());
       }
       {
-        const Session::Launching inside(*session_, works.front());
+        const Session::Launching inside(*session_, works);
         turn.enter_nccl();
         make_calls(*session_, calls, stream().native_handle(), works.front()->deadline(), works.front()->what());
       }
@@ -454,8 +444,11 @@ class NcclCommunicator final : public Communicator {
 
   [[nodiscard]] cudaStream_t handle() const { return static_cast<cudaStream_t>(stream().native_handle()); }
 
-  // Waits, with a bound, until the communicator is gone.
+  // Waits, with a bound, until the communicator is gone. A second time it would wait in vain.
   void end() {
+    if (std::exchange(has_ended_, true)) {
+      return;
+    }
     for (const SessionPtr& session : {session_, parent_}) {
       if (session != nullptr && session->begin_finalize()) {
         start_finalize(session);
@@ -480,6 +473,7 @@ class NcclCommunicator final : public Communicator {
   LaunchOrder& order_;
   const bool nccl_keeps_order_;
   Buffer scratch_;
+  bool has_ended_ = false;
   std::optional<Agreement> agreement_;  // with HPCOMM_CHECK=1
 };
 

@@ -115,9 +115,9 @@ bool end_split(Session& parent, const SessionPtr& child, const Error& why) {
   return parent.wait_gone(Clock::now() + std::chrono::seconds(2));
 }
 
-SessionPtr initialise(const CommunicatorConfig& config, const NcclOptions& options, bool launch_order) {
+SessionPtr initialise(const CommunicatorConfig& config, const NcclOptions& options, bool launch_order,
+                      Deadline deadline) {
   check_options(options);
-  const Deadline deadline = deadline_after(config.timeout);
   const ErrorContext what = context_of(config, "ncclCommInitRank");
   const Library& nccl = library();
   const UniqueId id = agree_on_id(nccl, config, options, deadline, what);
@@ -143,25 +143,36 @@ SessionPtr initialise(const CommunicatorConfig& config, const NcclOptions& optio
 
 Connected connect(const CommunicatorConfig& config, const NcclOptions& options, bool launch_order,
                   bool will_be_splits) {
-  SessionPtr first = initialise(config, options, launch_order);
-  if (!options.blocking || config.ranks.size() == 1) {  // alone there is nothing to launch
+  const Deadline deadline = deadline_after(config.timeout);
+  SessionPtr first = initialise(config, options, launch_order, deadline);
+  if (!options.blocking || !can_block(first->nccl) || config.ranks.size() == 1) {  // alone there is nothing to launch
     return {std::move(first), nullptr};
   }
   watch(first);
-  SessionPtr session = split(*first, config, 0, options, launch_order, true);
+  SessionPtr session;
+  try {
+    session = split(*first, config, 0, options, launch_order, true, deadline);
+  } catch (const Error& error) {
+    give_up(first, error);
+    throw;
+  } catch (...) {  // a signal, by way of poll()
+    give_up(first, Error(ErrorKind::kClosed, "the making of an NCCL communicator was interrupted"));
+    throw;
+  }
   if (will_be_splits) {
     return {std::move(session), std::move(first)};
   }
   first->stop_listening();
   if (first->begin_finalize()) {
     start_finalize(first);
+  } else if (first->begin_abort()) {  // the job failed meanwhile
+    start_abort({first});
   }
   return {std::move(session), nullptr};
 }
 
 SessionPtr split(Session& parent, const CommunicatorConfig& part, int color, const NcclOptions& options,
-                 bool launch_order, bool blocking) {
-  const Deadline deadline = deadline_after(part.timeout);
+                 bool launch_order, bool blocking, Deadline deadline) {
   const ErrorContext what = context_of(part, "ncclCommSplit");
   // NCCL: no operation of the parent may be outstanding.
   if (!parent.idle_until(deadline) && !parent.is_aborted()) {
@@ -169,6 +180,13 @@ SessionPtr split(Session& parent, const CommunicatorConfig& part, int color, con
   }
   const SessionPtr session = make_session(parent.nccl, part, blocking);
   bool begun = false;
+  const auto end = [&](const Error& error) {
+    if (begun && !end_split(parent, session, error)) {
+      session->stop_listening();
+    } else {
+      give_up(session, error);
+    }
+  };
   try {
     const cuda::DeviceGuard device(session->device);
     const std::lock_guard inside(session->api);
@@ -180,10 +198,10 @@ SessionPtr split(Session& parent, const CommunicatorConfig& part, int color, con
       begun = true;
       const Result result = parent.nccl.CommSplit(parent.comm, color, part.rank, &session->comm, &wanted);
       // NCCL says kSuccess when it has begun, not kInProgress; the parent's state tells when the child is there.
-      parent.settle(result == Result::kSuccess ? Result::kInProgress : result, parent.comm, deadline, what);
+      parent.settle(result == Result::kSuccess ? Result::kInProgress : result, parent.comm, deadline, what, part.poll);
     }
     HPCOMM_ASSERT(session->comm != nullptr, "ncclCommSplit made no communicator");
-    session->settle(Result::kInProgress, session->comm, deadline, what);
+    session->settle(Result::kInProgress, session->comm, deadline, what, part.poll);
     int size = -1;
     int rank = -1;
     session->settle(session->nccl.CommCount(session->comm, &size), session->comm, deadline, what);
@@ -191,11 +209,10 @@ SessionPtr split(Session& parent, const CommunicatorConfig& part, int color, con
     HPCOMM_ASSERT(size == static_cast<int>(part.ranks.size()) && rank == part.rank, "ncclCommSplit made rank ", rank,
                   " of ", size, ", not ", part.rank, " of ", part.ranks.size());
   } catch (const Error& error) {
-    if (begun && !end_split(parent, session, error)) {
-      session->stop_listening();
-    } else {
-      give_up(session, error);
-    }
+    end(error);
+    throw;
+  } catch (...) {  // a signal, by way of poll()
+    end(Error(ErrorKind::kClosed, "the split of an NCCL communicator was interrupted", what));
     throw;
   }
   return session;

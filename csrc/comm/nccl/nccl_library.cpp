@@ -115,6 +115,8 @@ const Library& library() {
   return *loaded;
 }
 
+bool can_block(const Library& nccl) { return nccl.CommRevoke != nullptr; }
+
 Config make_config(const Library& nccl, const NcclLimits& limits, bool launch_order_implicit, bool blocking) {
   Config config{};
   config.size = nccl.version >= kOrderInConfig ? kSize231 : kSize227;

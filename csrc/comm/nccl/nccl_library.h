@@ -67,6 +67,9 @@ struct Library {
 // The functions of the library behind `handle` (dlopen's). Throws kTransport when it is too old or incomplete.
 [[nodiscard]] Library read_library(void* handle, const std::string& path);
 
+// Whether a thread that waits inside a blocking communicator can be made to leave (ncclCommRevoke, 2.28.7).
+[[nodiscard]] bool can_block(const Library& nccl);
+
 // A config that this library reads as we mean it, with the fields that it has. A communicator that is not `blocking`
 // can be aborted while it is made; but each of its launches takes a thread that NCCL starts for it.
 [[nodiscard]] Config make_config(const Library& nccl, const NcclLimits& limits, bool launch_order_implicit,

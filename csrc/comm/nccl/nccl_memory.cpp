@@ -114,6 +114,23 @@ class Memory {
 
 }  // namespace
 
+Buffer behind(const std::shared_ptr<Stream>& reader, Buffer buffer) {
+  if (buffer.owner == nullptr) {
+    return buffer;
+  }
+  // A stream that is gone has passed everything.
+  const auto let_go = [memory = std::move(buffer.owner), reader = std::weak_ptr(reader)](const void*) {
+    try {
+      if (const auto stream = reader.lock()) {
+        stream->hold(memory);
+      }
+    } catch (const std::exception&) {  // CUDA is gone or broken: the stream keeps it for ever
+    }
+  };
+  buffer.owner = Keepalive(buffer.view.data, let_go);
+  return buffer;
+}
+
 void keep_for_ever(Keepalive memory) {
   // Within reach, so that leak checkers see that it is meant.
   static std::mutex& mutex = *new std::mutex;

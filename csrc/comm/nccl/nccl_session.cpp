@@ -94,14 +94,16 @@ void Session::end_issue() {
   changed_.notify_all();
 }
 
-void Session::begin_launch(const NcclWorkPtr& work) {
+void Session::begin_launch(const std::vector<NcclWorkPtr>& works) {
   const std::lock_guard lock(mutex_);
-  launching_.push_back(work);
+  launching_.insert(launching_.end(), works.begin(), works.end());
 }
 
-void Session::end_launch(const NcclWorkPtr& work) {
+void Session::end_launch(const std::vector<NcclWorkPtr>& works) {
   const std::lock_guard lock(mutex_);
-  std::erase(launching_, work);
+  for (const NcclWorkPtr& work : works) {
+    std::erase(launching_, work);
+  }
 }
 
 bool Session::is_launching() const {
@@ -363,13 +365,17 @@ void Session::gone() {
     freed.swap(kept_);
   }
   freed.clear();  // outside the lock: memory of this session comes back to it; and before anybody hears of the end
-  const std::lock_guard lock(mutex_);
-  gone_ = true;
-  for (const NcclWorkPtr& work : doomed_) {
-    work->fail(*aborted_);
+  {
+    const std::lock_guard lock(mutex_);
+    gone_ = true;
+    for (const NcclWorkPtr& work : doomed_) {
+      work->fail(*aborted_);
+    }
+    doomed_.clear();
+    freed.swap(kept_);  // what came meanwhile
+    changed_.notify_all();
   }
-  doomed_.clear();
-  changed_.notify_all();
+  freed.clear();
 }
 
 bool Session::wait_gone(Deadline deadline) {

@@ -61,20 +61,20 @@ class Session : public std::enable_shared_from_this<Session> {
    private:
     Session& session_;
   };
-  // A thread launches `work`, in NCCL, where it may wait for peers. Of a blocking communicator nobody but the watchdog
+  // A thread launches `works`, in NCCL, where it may wait for peers. Of a blocking communicator nobody but the watchdog
   // sees when that takes too long.
   class Launching {
    public:
-    Launching(Session& session, NcclWorkPtr work) : session_(session), work_(std::move(work)) {
-      session_.begin_launch(work_);
+    Launching(Session& session, const std::vector<NcclWorkPtr>& works) : session_(session), works_(works) {
+      session_.begin_launch(works_);
     }
     Launching(const Launching&) = delete;
     Launching& operator=(const Launching&) = delete;
-    ~Launching() { session_.end_launch(work_); }
+    ~Launching() { session_.end_launch(works_); }
 
    private:
     Session& session_;
-    const NcclWorkPtr work_;
+    const std::vector<NcclWorkPtr>& works_;
   };
   [[nodiscard]] bool is_launching() const;
   // Blocks until nothing is pending; false when the deadline came first, or the session was aborted.
@@ -120,8 +120,8 @@ class Session : public std::enable_shared_from_this<Session> {
  private:
   void begin_issue(const ErrorContext& what);
   void end_issue();
-  void begin_launch(const NcclWorkPtr& work);
-  void end_launch(const NcclWorkPtr& work);
+  void begin_launch(const std::vector<NcclWorkPtr>& works);
+  void end_launch(const std::vector<NcclWorkPtr>& works);
   void require_open_locked(const ErrorContext& what) const;  // with the mutex
   [[nodiscard]] std::optional<Error> async_error();
   [[nodiscard]] std::optional<Error> overdue();

@@ -3,8 +3,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <cstdio>
 #include <list>
+#include <memory>
 #include <thread>
 #include <utility>
 
@@ -74,33 +76,76 @@ void complain(const char* call, const Session& session, Result result) {
   }
 }
 
-// A thread that waits for peers inside a blocking communicator leaves when that is revoked. Before NCCL 2.28.7 only the
-// abort itself ends its waiting, which frees what it waits in.
-void send_away(Session& session) {
-  if (session.blocking && session.nccl.CommRevoke != nullptr && session.is_launching()) {
-    complain("ncclCommRevoke", session, session.nccl.CommRevoke(session.comm, 0));
+// A thread is inside NCCL, and not just for the moment of a launch: it waits for peers to connect.
+bool is_waiting_inside(Session& session) {
+  constexpr std::chrono::milliseconds kLaunch{20};
+  if (!session.blocking) {
+    return false;  // it polls, and has seen that the session is aborted
   }
+  const Deadline deadline = Clock::now() + kLaunch;
+  while (session.is_launching() && Clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return session.is_launching();
 }
 
-void abort_now(const std::vector<SessionPtr>& sessions) {
+// Revokes, so that the thread inside leaves. That waits for the kernels of the communicator, which may wait for those
+// of others: on a thread of its own. True in what is returned when it is over.
+std::shared_ptr<std::atomic<bool>> start_revoke(const SessionPtr& session) {
+  auto over = std::make_shared<std::atomic<bool>>(false);
+  run_detached("revoking an NCCL communicator of lane " + session->lane, std::function<void()>([session, over] {
+                 (void)cudaSetDevice(session->device);
+                 complain("ncclCommRevoke", *session, session->nccl.CommRevoke(session->comm, 0));
+                 over->store(true);
+               }));
+  return over;
+}
+
+void abort_together(const std::vector<SessionPtr>& sessions) {
   const Library& nccl = sessions.front()->nccl;
-  (void)cudaSetDevice(sessions.front()->device);
   std::vector<std::pair<Session*, CommHandle>> comms;
   for (const SessionPtr& session : sessions) {
-    send_away(*session);
     const auto inside = enter(*session);
     if (CommHandle comm = std::exchange(session->comm, nullptr)) {
       comms.emplace_back(session.get(), comm);
     }
   }
-  if (!comms.empty()) {
-    const bool grouped = comms.size() > 1 && nccl.GroupStart() == Result::kSuccess;
-    for (const auto& [session, comm] : comms) {
-      complain("ncclCommAbort", *session, nccl.CommAbort(comm));
+  if (comms.empty()) {
+    return;
+  }
+  const bool grouped = comms.size() > 1 && nccl.GroupStart() == Result::kSuccess;
+  for (const auto& [session, comm] : comms) {
+    complain("ncclCommAbort", *session, nccl.CommAbort(comm));
+  }
+  if (grouped) {
+    complain("ncclGroupEnd of aborts", *comms.front().first, nccl.GroupEnd());
+  }
+}
+
+void abort_now(const std::vector<SessionPtr>& sessions) {
+  (void)cudaSetDevice(sessions.front()->device);
+  std::vector<SessionPtr> free;
+  std::vector<SessionPtr> entered;
+  std::vector<std::shared_ptr<std::atomic<bool>>> revokes;
+  for (const SessionPtr& session : sessions) {
+    if (session->nccl.CommRevoke != nullptr && is_waiting_inside(*session)) {
+      revokes.push_back(start_revoke(session));
+      entered.push_back(session);
+    } else {
+      free.push_back(session);
     }
-    if (grouped) {
-      complain("ncclGroupEnd of aborts", *comms.front().first, nccl.GroupEnd());
+  }
+  if (!free.empty()) {
+    abort_together(free);  // now the others' kernels end as well
+  }
+  if (!entered.empty()) {
+    const Deadline deadline = Clock::now() + kForeignCall;
+    for (const auto& over : revokes) {
+      while (!over->load() && Clock::now() < deadline) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
     }
+    abort_together(entered);
   }
   for (const SessionPtr& session : sessions) {
     {

@@ -176,6 +176,9 @@ std::atomic<int>& aborting() {
 void abort_all(const std::vector<ncclComm_t>& comms) {
   ++aborting();
   for (ncclComm_t comm : comms) {
+    if (comm->inside.load() > 0) {
+      violation("ncclCommAbort of a communicator that a thread is inside of: it frees what that thread uses");
+    }
     comm->given_up->store(true);
   }
   --aborting();
@@ -387,7 +390,12 @@ ncclResult_t ncclCommRevoke(ncclComm_t comm, int) {
   ENTER(ncclCommRevoke)
   CHECK_COMM(comm, ncclCommRevoke)
   comm->given_up->store(true);
-  return ncclSuccess;
+  for (;; nap()) {  // as NCCL does: for the kernels of this communicator, which may be behind those of others
+    const std::lock_guard lock(host().mutex);
+    if (comm->dead || comm->ended->load(std::memory_order_acquire) >= comm->launched) {
+      return ncclSuccess;
+    }
+  }
 }
 
 }  // extern "C"

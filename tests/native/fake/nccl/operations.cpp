@@ -131,6 +131,14 @@ bool is_connected(const Batch& batch) {
 // The thread that launches on a blocking communicator waits until those come whom it connects to.
 ncclResult_t await_peers(const Batch& batch) {
   ncclComm& comm = *batch.comm;
+  struct Inside {
+    explicit Inside(std::atomic<int>& of) : count(of) { ++count; }
+    Inside(const Inside&) = delete;
+    Inside& operator=(const Inside&) = delete;
+    ~Inside() { --count; }
+    std::atomic<int>& count;
+  };
+  const Inside here(comm.inside);
   for (;; std::this_thread::sleep_for(std::chrono::microseconds(200))) {
     if (comm.given_up->load()) {
       return ncclInternalError;
