@@ -146,6 +146,21 @@ def test_a_rank_that_fails_when_all_was_delivered_is_a_failure(
     assert "FAILED issue-2: Oops: one" in capsys.readouterr().out
 
 
+def test_every_file_of_gpu_tests_is_in_one_of_the_parts_that_run_together() -> None:
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests/cuda").glob("test_*.py")} | {"tests/test_pack.py"}
+    together, (alone,) = gpu_command.parts([], marked=False)
+    one, two, faults = (set(chosen) for _, chosen in together)
+    assert one == two == set(alone[1]) == files - {gpu_command.FAULTS}
+    assert faults == {gpu_command.FAULTS}
+    # What is asked for runs, and nothing else.
+    assert [part for group in gpu_command.parts(["tests/x.py"], marked=False) for part in group] == [
+        (marks, ["tests/x.py"]) for marks in ("cuda and not multirank and not alone",
+                                              "cuda and multirank and not alone", "cuda and alone")
+    ]  # fmt: skip
+    ((marks, chosen),) = gpu_command.parts([], marked=True)[0]
+    assert (marks, set(chosen)) == ("cuda", files)
+
+
 def test_unknown_benchmarks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         program.parse(["--only", "pack,speed"])
