@@ -80,12 +80,13 @@ class LivingRanks:
             if "error" in results[rank] and not failed:
                 failed = True
                 end = min(end, time.monotonic() + GRACE)
-        for rank, result in sorted(results.items()):
-            if result.get("error") == "Skipped":
-                pytest.skip(result["message"])
-            if "error" in result:
+        wrong = {rank: result for rank, result in sorted(results.items()) if "error" in result}
+        for rank, result in wrong.items():
+            if result["error"] != "Skipped":
                 lines = result["traceback"].splitlines()
                 raise ranks.RankError("\n" + "\n".join(f"[rank {rank}] {line}" for line in lines))
+        for result in wrong.values():
+            pytest.skip(result["message"])
         return [results[rank]["value"] for rank in range(self._world)]
 
     def close(self) -> None:

@@ -73,6 +73,17 @@ def test_after_a_failure_there_are_new_ones(monkeypatch: pytest.MonkeyPatch, fn:
     assert not {pid for pid, *_ in before} & {pid for pid, *_ in after}
 
 
+def skips_or_fails() -> None:
+    if os.environ["RANK"] == "1":
+        raise KeyError("a batch that cannot be read")
+    pytest.skip("not here")
+
+
+def test_a_skip_hides_no_failure() -> None:
+    with pytest.raises(ranks.RankError, match="a batch that cannot be read"):
+        living.run(2, skips_or_fails, timeout=30.0)
+
+
 def test_a_rank_may_skip() -> None:
     with pytest.raises(pytest.skip.Exception, match="not here"):
         living.run(1, skips, timeout=30.0)
