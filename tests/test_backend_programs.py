@@ -14,7 +14,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from test_backend import filled, same, world
+from backend_group import filled, same, world
 from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore")

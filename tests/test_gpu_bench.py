@@ -30,8 +30,9 @@ import gpu_ranks  # noqa: E402
 import gpu_table  # noqa: E402
 
 from benchmarks.gpu import __main__ as program  # noqa: E402
-from benchmarks.gpu import harness, pack, trace  # noqa: E402
+from benchmarks.gpu import harness, issue, pack, trace  # noqa: E402
 from benchmarks.gpu.harness import Job, Report, Variant  # noqa: E402
+from benchmarks.gpu.nccl_alone import NcclAlone, NcclError  # noqa: E402
 from benchmarks.launch import JobFailed  # noqa: E402
 from hpcomm import _C  # noqa: E402
 
@@ -146,6 +147,38 @@ def test_a_rank_that_fails_when_all_was_delivered_is_a_failure(
     assert "FAILED issue-2: Oops: one" in capsys.readouterr().out
 
 
+def test_what_rank_0_began_in_a_job_that_failed_is_no_figure_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[int] = []
+
+    def run_ranks(world: int, arguments: list[str], **_: object) -> None:
+        calls.append(world)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        results = [Path(benchmark["result"]) for benchmark in json.loads(arguments[-1])["benchmarks"]]
+        content: dict[str, Any] = {"rows": [], "targets": [{"name": "t", "wanted": "w", "got": "g", "met": True}]}
+        harness.write_json(results[0], {**content, "seconds": 1.0})
+        harness.write_json(results[0].with_suffix(".error1"), {"rank": 1, "traceback": "Traceback ...\nOops: one"})
+        harness.write_json(results[1], content)
+        raise JobFailed("rank 1 ended with exit code 1")
+
+    monkeypatch.setattr(program, "run_ranks", run_ranks)
+    file = tmp_path / "all.json"
+    asked = ["--device", "cpu", "--ranks", "2", "--only", "channel,pipeline,ddp", "--json", str(file)]
+    monkeypatch.setattr(program, "PROGRAM", [entry for entry in program.PROGRAM if entry.ranks == 2])
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu"])
+    assert program.run(program.parse(asked)) == 1
+    assert calls == [2, 2]
+    found = json.loads(file.read_text())["benchmarks"]
+    assert found["channel"]["status"] == "failed"
+    assert found["pipeline"] == {"status": "skipped", "ranks": 2, "error": program.INTERRUPTED}
+    said = capsys.readouterr().out
+    assert "FAILED channel: Oops: one" in said
+    assert f"SKIPPED pipeline: {program.INTERRUPTED}" in said
+    assert "FAILED pipeline" not in said
+
+
 def test_every_file_of_gpu_tests_is_in_one_of_the_parts_that_run_together() -> None:
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests/cuda").glob("test_*.py")} | {"tests/test_pack.py"}
     together, (alone,) = gpu_command.parts([], marked=False)
@@ -251,6 +284,68 @@ def test_every_peer_packs_the_same(case: pack.Case) -> None:
         ours = [tensor.clone() for tensor in one.tensors]
         back()
         assert pack.count_wrong(one.tensors, ours) == 0
+
+
+# As NCCL declares them. What was called is in a file.
+FAKE_NCCL = r"""
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+typedef struct { char internal[128]; } ncclUniqueId;
+static FILE* log_file(void) { return fopen(getenv("FAKE_NCCL_LOG"), "a"); }
+#define TELL(...) do { FILE* file = log_file(); fprintf(file, __VA_ARGS__); fclose(file); } while (0)
+const char* ncclGetErrorString(int result) { return result == 5 ? "invalid usage" : "?"; }
+int ncclGetUniqueId(ncclUniqueId* id) { memset(id, 'u', sizeof *id); return 0; }
+int ncclCommInitRank(void** comm, int ranks, ncclUniqueId id, int rank) {
+  *comm = (void*)0x7f00deadbeef;
+  TELL("init %d of %d %.3s\n", rank, ranks, id.internal + 125);
+  return 0;
+}
+int ncclAllReduce(const void* from, void* to, size_t count, int type, int op, void* comm, void* stream) {
+  TELL("all_reduce %d %zu %d %d %p %p\n", from == to, count, type, op, comm, stream);
+  return *(const float*)from < 0 ? 5 : 0;
+}
+int ncclSend(const void* at, size_t count, int type, int peer, void* comm, void* stream) {
+  TELL("send %g %zu %d %d %p %p\n", *(const float*)at, count, type, peer, comm, stream);
+  return 0;
+}
+int ncclRecv(void* at, size_t count, int type, int peer, void* comm, void* stream) {
+  TELL("recv %g %zu %d %d %p %p\n", *(const float*)at, count, type, peer, comm, stream);
+  return 0;
+}
+int ncclGroupStart(void) { TELL("begin\n"); return 0; }
+int ncclGroupEnd(void) { TELL("end\n"); return 0; }
+int ncclCommDestroy(void* comm) { TELL("destroy %p\n", comm); return 0; }
+"""
+
+
+def test_nccl_alone_is_called_as_it_declares_its_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nccl.c").write_text(FAKE_NCCL)
+    library, log = tmp_path / "libnccl.so", tmp_path / "log"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "nccl.c"], check=True, timeout=60)
+    monkeypatch.setenv("FAKE_NCCL_LOG", str(log))
+    alone = NcclAlone(Job(CPU), str(library))
+    alone.all_reduce(torch.ones(256))
+    alone.exchange(torch.full((3,), 1.5), torch.full((3,), 2.5), peer=1)
+    with pytest.raises(NcclError, match="^ncclAllReduce: invalid usage$"):
+        alone.all_reduce(-torch.ones(2))
+    alone.close()
+    alone.close()
+    comm = "0x7f00deadbeef (nil)"
+    assert log.read_text().splitlines() == [
+        "init 0 of 1 uuu", f"all_reduce 1 256 7 0 {comm}", "begin", f"send 1.5 3 7 1 {comm}", f"recv 2.5 3 7 1 {comm}",
+        "end", f"all_reduce 1 2 7 0 {comm}", "destroy 0x7f00deadbeef"]  # fmt: skip
+
+
+def test_nccl_alone_is_left_out_where_it_cannot_be_had() -> None:
+    job = Job(CPU)
+    assert issue.nccl_alone(job) is None
+    assert job.report.notes == []
+    job = Job(torch.device("cuda"))  # there is none: nothing of it is asked before the library
+    assert issue.nccl_alone(job, "libnccl-of-nobody.so") is None
+    assert job.report.notes == [
+        "NCCL alone is left out: libnccl-of-nobody.so: cannot open shared object file: No such file or directory"
+    ]
 
 
 def test_a_pack_that_is_wrong_is_found() -> None:

@@ -9,9 +9,11 @@ import functools
 import os
 from typing import TYPE_CHECKING, Any
 
+import backend_group
 import pytest
 import ranks
 import test_backend
+import test_backend_torch
 import torch
 import torch.distributed as dist
 
@@ -37,7 +39,7 @@ def mesh() -> hpcomm.Mesh:
 def on_lanes(job: Callable[..., Any], *args: Any) -> Any:
     """``job``, whose groups are on this backend."""
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
-    test_backend.BACKEND = NAME
+    backend_group.BACKEND = NAME
     return job(*args)
 
 
@@ -57,11 +59,11 @@ def test_what_is_moved_arrives(size: int) -> None:
         (2, test_backend.futures_of_all),
         (3, test_backend.uneven_parts),
         (2, test_backend.many_at_once),
-        (2, test_backend.ddp),
-        (2, test_backend.fsdp2),
-        (4, test_backend.dtensor),
-        (2, test_backend.compiled),
-        (2, test_backend.pipelining),
+        (2, test_backend_torch.ddp),
+        (2, test_backend_torch.fsdp2),
+        (4, test_backend_torch.dtensor),
+        (2, test_backend_torch.compiled),
+        (2, test_backend_torch.pipelining),
     ],
 )
 def test_what_is_reduced_is_right(size: int, job: Callable[[], None]) -> None:
@@ -69,7 +71,7 @@ def test_what_is_reduced_is_right(size: int, job: Callable[[], None]) -> None:
 
 
 def gathered_unevenly() -> None:
-    with test_backend.world() as (rank, size):
+    with backend_group.world() as (rank, size):
         parts = [torch.empty(r + 1) for r in range(size)]
         dist.all_gather(parts, torch.full((rank + 1,), 3.0**rank))
         assert [part.tolist() for part in parts] == [[3.0**r] * (r + 1) for r in range(size)]
@@ -82,7 +84,7 @@ def test_all_gather_of_parts_of_different_sizes() -> None:
 
 
 def coalesced() -> None:
-    with test_backend.world() as (rank, size):
+    with backend_group.world() as (rank, size):
         total = sum(3.0**r for r in range(size))
         one, strided = torch.full((5,), 3.0**rank), torch.full((4, 2), 3.0**rank)[:, 1]
         with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
@@ -105,7 +107,7 @@ def test_what_is_coalesced_arrives() -> None:
 
 
 def refused() -> None:
-    with test_backend.world() as (rank, size):
+    with backend_group.world() as (rank, size):
         with pytest.raises(hpcomm.InvalidArgument, match="expected a tensor for each of 2 ranks, got 1"):
             dist.all_gather([torch.empty(3)], torch.empty(3))
         with pytest.raises(hpcomm.SchemaMismatch, match="rank 0 issued"):

@@ -117,6 +117,8 @@ def job(arguments: argparse.Namespace, entries: list[Entry], end: float, folder:
     """
     ranks = entries[0].ranks
     files = [folder / f"{entry.key}.json" for entry in entries]
+    for file in files:  # what a job before left of it: rank 0 may have begun it when another rank failed
+        file.unlink(missing_ok=True)
     order = {
         "device": arguments.device,
         "rounds": arguments.rounds,
@@ -148,7 +150,8 @@ def job(arguments: argparse.Namespace, entries: list[Entry], end: float, folder:
             found[-1] |= {"status": "failed", "error": error or "it delivered nothing"}
         if errors:
             found[-1]["tracebacks"] = errors
-        print(f"FAILED {entry.key}: {errors[0].strip().splitlines()[-1] if errors else error}", flush=True)
+        reason = errors[0].strip().splitlines()[-1] if errors else found[-1]["error"]
+        print(f"{found[-1]['status'].upper()} {entry.key}: {reason}", flush=True)
         break
     return found
 

@@ -1,7 +1,8 @@
 """How long does the host take to issue an operation? The device works behind; nobody waits for it.
 
 A small all-reduce, a fused send of 32 tensors (two ranks), a gradient bucket of 16 parameters from the mark of its
-first gradient to its last operation; beside them what torch.distributed takes for as much.
+first gradient to its last operation; beside them what torch.distributed takes for as much, and on a GPU what NCCL takes
+by itself for the operation that is under all of them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 import hpcomm
 from benchmarks.gpu.harness import ISSUE, Job, Step, Variant, measure
+from benchmarks.gpu.nccl_alone import LIBRARY, NcclAlone, NcclError
 from hpcomm import _C
 
 TARGET = 15.0  # microseconds
@@ -23,10 +25,27 @@ BUCKETS, PARAMS = 4, 16
 
 def run(job: Job) -> None:
     mesh = hpcomm.init(dp=job.ranks, device=job.device, timeout=60.0)
+    alone = nccl_alone(job)
     for case in (small_all_reduce, bucket, fused_send):
         if job.in_time(f"issue: {case.__name__}"):
-            case(job, mesh)
+            case(job, mesh, alone)
+    if alone is not None:
+        alone.close()
     mesh.close()
+
+
+def nccl_alone(job: Job, library: str = LIBRARY) -> NcclAlone | None:
+    """None without a GPU, and where it fails on any rank: that is no failure of what is measured."""
+    alone, words = None, ""
+    if job.on_gpu:
+        try:
+            alone = NcclAlone(job, library)
+        except (NcclError, OSError, AttributeError) as error:  # no such library, no such function
+            words = str(error)
+        if not job.all_well(alone is not None):
+            job.report.note(f"NCCL alone is left out: {words or 'it failed on another rank'}")
+            return None
+    return alone
 
 
 def report(job: Job, case: str, samples: dict[str, list[float]], ours: str) -> None:
@@ -35,7 +54,7 @@ def report(job: Job, case: str, samples: dict[str, list[float]], ours: str) -> N
     job.report.target(f"{case}, {job.ranks} rank(s)", f"< {TARGET:.0f} us", f"{got:.1f} us", job.judged(got < TARGET))
 
 
-def small_all_reduce(job: Job, mesh: hpcomm.Mesh) -> None:
+def small_all_reduce(job: Job, mesh: hpcomm.Mesh, alone: NcclAlone | None) -> None:
     mine, theirs = (torch.ones(256, device=job.device) for _ in range(2))
     for tensor in (mine, theirs):  # connects; and is right
         (mesh.dp.all_reduce if tensor is mine else dist.all_reduce)(tensor)
@@ -48,11 +67,13 @@ def small_all_reduce(job: Job, mesh: hpcomm.Mesh) -> None:
         "torch.distributed all_reduce, async": lambda: dist.all_reduce(theirs, async_op=True),
         "torch.distributed all_reduce and its wait": lambda: dist.all_reduce(theirs),
     }
+    if alone is not None:
+        variants["NCCL alone, ncclAllReduce"] = lambda: alone.all_reduce(theirs)
     samples = measure(job, variants, how=ISSUE, most=50)
     report(job, "all_reduce of 1 KB", samples, "hpcomm all_reduce, async")
 
 
-def bucket(job: Job, mesh: hpcomm.Mesh) -> None:
+def bucket(job: Job, mesh: hpcomm.Mesh, alone: NcclAlone | None) -> None:
     size = 64 if job.quick else 4096
     params = [torch.nn.Parameter(torch.zeros(size, device=job.device)) for _ in range(BUCKETS * PARAMS)]
     lane = mesh.lane(mesh.ranks("dp"), "gradient")
@@ -91,11 +112,13 @@ def bucket(job: Job, mesh: hpcomm.Mesh) -> None:
         f"hpcomm Reducer, one of {number} buckets": Variant(reduce, per=number),
         "foreach_copy_, all_reduce, foreach_copy_": Variant(stock),
     }
+    if alone is not None:
+        variants["NCCL alone, ncclAllReduce"] = Variant(lambda: alone.all_reduce(flat))
     samples = measure(job, variants, how=ISSUE, most=20)
     report(job, f"a bucket of {PARAMS} gradients", samples, next(iter(variants)))
 
 
-def fused_send(job: Job, mesh: hpcomm.Mesh) -> None:
+def fused_send(job: Job, mesh: hpcomm.Mesh, alone: NcclAlone | None) -> None:
     if job.ranks != 2:
         job.report.note("a fused send needs two ranks")
         return
@@ -137,6 +160,16 @@ def fused_send(job: Job, mesh: hpcomm.Mesh) -> None:
         "hpcomm Channel.send of 32 tensors": timed(job, sends),
         "batch_isend_irecv, 32 sends and receipts": timed(job, stock),
     }
+    if alone is not None:
+        packed, room = (torch.zeros(sum(tensor.numel() for tensor in tree), device=job.device) for _ in range(2))
+
+        def exchange(calls: int) -> float:
+            start = now()
+            for _ in range(calls):
+                alone.exchange(packed, room, peer)
+            return now() - start
+
+        samples["NCCL alone, ncclSend and ncclRecv in a group"] = timed(job, exchange)
     report(job, "a send of 32 x 4 KB", samples, "hpcomm Channel.send of 32 tensors")
 
 
