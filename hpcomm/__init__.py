@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hpcomm import launch_order as _launch_order  # noqa: F401 - it asks when it is imported
+from hpcomm import nccl_variables as _nccl_variables  # noqa: F401 - sets them when it is imported
 from hpcomm._version import __version__
 from hpcomm.backend import register_with_torch
 

@@ -238,10 +238,11 @@ class Mesh:
         communicator the whole job.
         """
         # In the order in which they were made, alike on all ranks: NCCL's ends wait for each other.
-        for communicator in (*self._lanes.values(), self.world):
-            if self.control.failure() is not None:
-                return  # that has ended what was issued
-            communicator.close()
+        for end in ("begin_close", "close"):  # all of them wait for a late peer at once
+            for communicator in (*self._lanes.values(), self.world):
+                if self.control.failure() is not None:
+                    return  # that has ended what was issued
+                getattr(communicator, end)()
 
     def _row(self, axis: str) -> list[int]:
         stride = math.prod(list(self._sizes.values())[list(self._sizes).index(axis) + 1 :])

@@ -125,11 +125,14 @@ def test_one_that_fails_is_told_and_the_others_go_on(
 def test_a_rank_that_fails_when_all_was_delivered_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run_ranks(world: int, arguments: list[str], **_: object) -> None:
+    environments: list[Mapping[str, str]] = []
+
+    def run_ranks(world: int, arguments: list[str], extra: Mapping[str, str], **_: object) -> None:
+        environments.append(extra)
         for benchmark in json.loads(arguments[-1])["benchmarks"]:
             result = Path(benchmark["result"])
             harness.write_json(result, {"rows": [], "targets": [], "notes": [], "seconds": 1.0})
-            if benchmark["name"] == "issue" and world == 2:  # rank 0 had ended well
+            if benchmark["name"] == "issue" and world == 2 and not extra:  # rank 0 had ended well
                 harness.write_json(result.with_suffix(".error1"), {"rank": 1, "traceback": "Traceback ...\nOops: one"})
                 raise JobFailed("rank 1 ended with exit code 1")
         if world == 1:
@@ -143,7 +146,8 @@ def test_a_rank_that_fails_when_all_was_delivered_is_a_failure(
     assert [key for key, entry in found.items() if entry["status"] == "failed"] == ["ddp", "issue-2"]
     assert found["ddp"]["error"] == "rank 0 was ended by SIGSEGV"
     assert found["issue-2"]["tracebacks"] == ["Traceback ...\nOops: one"]
-    assert found["channel"]["status"] == "ok"
+    assert found["channel"]["status"] == found["issue-2-without-order"]["status"] == "ok"
+    assert environments == [{}, {}, {}, {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}]
     assert "FAILED issue-2: Oops: one" in capsys.readouterr().out
 
 
@@ -346,6 +350,15 @@ def test_nccl_alone_is_left_out_where_it_cannot_be_had() -> None:
     assert job.report.notes == [
         "NCCL alone is left out: libnccl-of-nobody.so: cannot open shared object file: No such file or directory"
     ]
+
+
+def test_what_keeps_the_order_by_events_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, targets in (("1", 1), ("0", 0)):
+        monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", value)
+        job = Job(CPU)
+        issue.report(job, "a case", {"ours": [1e-6, 2e-6, 3e-6]}, "ours")
+        assert len(job.report.rows) == 1
+        assert len(job.report.targets) == targets
 
 
 def test_a_pack_that_is_wrong_is_found() -> None:

@@ -23,7 +23,7 @@ MODULES = (
     "errors",
     "_version",
     "_build",
-    "launch_order",
+    "nccl_variables",
     "_native",
     "_C",
     "tree",

@@ -1,5 +1,5 @@
-"""Runs the GPU benchmarks, those of as many ranks in the same processes; one that fails or hangs ends these, and others
-go on behind it.
+"""Runs the GPU benchmarks, those of as many ranks and one environment in the same processes; one that fails or hangs
+ends these, and others go on behind it.
 
     python -m benchmarks.gpu --only pack,issue --rounds 7 --json result.json
 
@@ -26,12 +26,19 @@ HOW = "docs/how-to/check-a-gpu.md"
 
 
 class Entry(NamedTuple):
-    """A benchmark, its ranks, the most seconds that it may take, and what it is called in the results."""
+    """A benchmark, its ranks, the most seconds that it may take, what it is called in the results, and what is set in
+    its processes' environment.
+    """
 
     name: str
     ranks: int
     seconds: float
     key: str
+    environment: tuple[tuple[str, str], ...] = ()
+
+    def shares_processes_with(self, other: Entry) -> bool:
+        """Whether both can run in the same processes."""
+        return (self.ranks, self.environment) == (other.ranks, other.environment)
 
 
 # In the order in which they run, one rank first.
@@ -45,6 +52,9 @@ PROGRAM = (
     Entry("pipeline", 2, 75.0, "pipeline"),
     Entry("ddp", 2, 90.0, "ddp-2"),
     Entry("launches", 2, 50.0, "launches-2"),
+    # `import hpcomm` asks NCCL to keep the order of issue, which torch's communicators pay for as well. What torch and
+    # NCCL take without it, as in a program that does not import hpcomm:
+    Entry("issue", 2, 50.0, "issue-2-without-order", (("NCCL_LAUNCH_ORDER_IMPLICIT", "0"),)),
 )
 NAMES = tuple(dict.fromkeys(entry.name for entry in PROGRAM))
 INTERRUPTED = "interrupted: the time for all of them was up"
@@ -90,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="hpcomm-gpu-") as folder:
         while program:
             ranks = program[0].ranks
-            together = [entry for entry in program if entry.ranks == ranks]
+            together = [entry for entry in program if entry.shares_processes_with(program[0])]
             reason = ""
             if ranks > arguments.ranks:
                 reason = f"needs {ranks} ranks on GPUs; this machine can have {arguments.ranks} ({HOW})"
@@ -131,7 +141,8 @@ def job(arguments: argparse.Namespace, entries: list[Entry], end: float, folder:
     }
     error = ""
     try:
-        run_ranks(ranks, ["-m", "benchmarks.gpu.rank", json.dumps(order)], mpiexec=None, deadline=end)
+        run_ranks(ranks, ["-m", "benchmarks.gpu.rank", json.dumps(order)], mpiexec=None, deadline=end,
+                  extra=dict(entries[0].environment))  # fmt: skip
     except JobFailed as failure:
         error = str(failure)
     except KeyboardInterrupt:

@@ -53,6 +53,9 @@ struct OpOptions {
   bool must_precede = false;
   // Of a Mailbox's: its caller waits for it from here to its end, so that nobody else need look after it.
   bool awaited = false;
+  // Of transports that take_behind(), outside of groups: called once, before the call returns and before the Work's
+  // event, unless nothing was launched. What it issues on stream() is part of the operation.
+  const std::function<void()>* behind = nullptr;
   // False: an operation that has ended well when its call returns gives null in place of a Work, which costs to make.
   bool wants_work = true;
 
@@ -139,6 +142,8 @@ class Communicator {
   [[nodiscard]] virtual bool all_here(std::chrono::milliseconds) { return false; }
   // True when kAverage costs no pass of its own and 16-bit floats are summed in float32: no need to scale before.
   [[nodiscard]] virtual bool averages_well() const noexcept { return false; }
+  // True when operations may be given OpOptions::behind, which spares follow() and its event.
+  [[nodiscard]] virtual bool take_behind() const noexcept { return false; }
   // True when sums may be given OpOptions::factor.
   [[nodiscard]] virtual bool premultiplies() const noexcept { return false; }
   // True when kSum may be faster than kAverage: what is packed before anyway had better be scaled there.
@@ -169,6 +174,8 @@ class Communicator {
   [[nodiscard]] virtual bool idle_until(Deadline deadline) const = 0;
   // Finishes what was issued, then refuses more. Idempotent; local.
   virtual void close() = 0;
+  // Before close(), of several that end: where one waits for its peers, they all do so at once.
+  virtual void begin_close() {}
   // Ends every operation, running or queued, with `why`. From any thread; does not wait.
   virtual void abort(const Error& why) noexcept = 0;
   // The reason once abort() was called.

@@ -103,7 +103,8 @@ class Issue {
     }
   }
 
-  [[nodiscard]] WorkPtr reduce() {
+  // `behind`: null, or issued as part of it.
+  [[nodiscard]] WorkPtr reduce(const std::function<void()>* behind) {
     if (communicator_.size() == 1) {
       return nullptr;
     }
@@ -114,6 +115,7 @@ class Issue {
     options.keepalive = reduction_.held;
     options.inline_when_idle = reduction_.in_caller;
     options.poll = reduction_.poll;
+    options.behind = behind;
     const DType dtype = reduction_.bucket->dtype;
     BufferView view = reduction_.memory;
     view.dtype = dtype;
@@ -237,7 +239,11 @@ WorkPtr issue(Communicator& communicator, const BucketReduction& reduction, std:
   tell(reduction.begun);
   steps.gather();
   tell(reduction.packed);
-  const WorkPtr reduced = steps.reduce();
+  if (communicator.take_behind() && communicator.size() > 1) {
+    const std::function<void()> scatter = [&] { steps.scatter(); };
+    return steps.reduce(&scatter);
+  }
+  const WorkPtr reduced = steps.reduce(nullptr);
   steps.scatter();
   if (may_run_here() && reduced != nullptr && reduced->done()) {
     return reduced;  // with all that was queued before and behind it

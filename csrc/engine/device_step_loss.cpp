@@ -20,11 +20,18 @@ void DeviceStepLoss::issue(bool accumulate) {
   OpOptions options;
   options.keepalive = memory_.owner;
   options.ready = communicator_->compute()->record();
-  const WorkPtr reduced = communicator_->all_reduce(numbers_, ReduceOp::kSum, options);
-  finish_loss(communicator_->stream(), at(LossSums::kLoss), at(kFactor), accumulate, memory_.owner);
+  const std::function<void()> finish = [&] {
+    finish_loss(communicator_->stream(), at(LossSums::kLoss), at(kFactor), accumulate, memory_.owner);
+  };
+  const bool is_part = communicator_->take_behind();
+  options.behind = is_part ? &finish : nullptr;
+  work_ = communicator_->all_reduce(numbers_, ReduceOp::kSum, options);
   keeps_ = accumulate;
   captured_ = captured_ || options.ready.captured();
-  work_ = communicator_->follow(reduced, reduced->what(), memory_.owner);
+  if (!is_part) {
+    finish();
+    work_ = communicator_->follow(work_, work_->what(), memory_.owner);
+  }
 }
 
 void DeviceStepLoss::forget() {

@@ -159,8 +159,8 @@ class LaneRecv final : public RecvRoute {
       if (in_order) {
         // Receives run ahead of what the caller computes. But in the capture of a graph the lane has to be a branch of
         // it, or the receive would run now, and never in the graph.
-        if (const Event now = lane.compute()->record(); now.captured()) {
-          lane.stream().wait(now);
+        if (lane.compute()->is_capturing()) {
+          lane.stream().wait(lane.compute()->record());
         }
       }
       message->packed = message->direct = slot.buffer;

@@ -47,7 +47,8 @@ class LaneSend final : public SendRoute {
     // What is no dense block is written by the caller's stream, which must not wait for a lane that may wait for peers.
     const bool at_once = in_order_ && std::any_of(message.sources.begin(), message.sources.end(),
                                                   [](const Source& source) { return source.strided != nullptr; });
-    const Buffer slot = bytes > 0 ? slots_.acquire(bytes, at_once).buffer : Buffer{};
+    const SlotPool::Slot lent = bytes > 0 ? slots_.acquire(bytes, at_once) : SlotPool::Slot{};
+    const Buffer& slot = lent.buffer;
     auto* const memory = static_cast<char*>(slot.view.data);
     std::vector<BufferView> views;
     std::vector<CopyItem> items;
@@ -90,6 +91,9 @@ class LaneSend final : public SendRoute {
     }
     auto works = issue_all(communicator_, views,
                            [&](const BufferView& view) { return communicator_.send(view, peer_, options); });
+    if (in_order_ && slot.owner != nullptr) {
+      lent.free_behind(works.back()->event());
+    }
     return std::make_shared<JointWork>(std::move(message.what), std::move(works), refusal_);
   }
 

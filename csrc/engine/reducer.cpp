@@ -225,14 +225,21 @@ WorkPtr Reducer::issue(std::size_t index) {
     scale(stream, {view}, scale_, held);
   }
   note(index, &Times::packed);
+  const std::function<void()> behind = [&] {
+    note(index, &Times::reduced);
+    if (!in_place) {
+      unpack(stream, bucket.layout, buffer, pending.gradients, {}, held);
+    }
+    note(index, &Times::ended);
+  };
   OpOptions options;
   options.keepalive = held;
-  const WorkPtr reduced = communicator_->all_reduce(view, ReduceOp::kSum, options);
-  note(index, &Times::reduced);
-  if (!in_place) {
-    unpack(stream, bucket.layout, buffer, pending.gradients, {}, held);
+  if (communicator_->take_behind()) {
+    options.behind = &behind;
+    return communicator_->all_reduce(view, ReduceOp::kSum, options);
   }
-  note(index, &Times::ended);
+  const WorkPtr reduced = communicator_->all_reduce(view, ReduceOp::kSum, options);
+  behind();
   // The caller waits for the unpack, and learns the error of the reduction.
   return communicator_->follow(reduced, std::move(what), held);
 }

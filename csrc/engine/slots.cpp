@@ -42,14 +42,16 @@ SlotPool::Slot SlotPool::acquire(std::size_t bytes, bool at_once) {
   lent.buffer.view = slot->buffer.view;
   lent.buffer.view.bytes = lent.buffer.view.count = bytes;
   // The deleter owns the slot; what `owner` points at is only an identity.
-  lent.buffer.owner = Keepalive(slot->buffer.view.data, [free = free_, buffer = std::move(slot->buffer)](const void*) {
-    free->take_back(buffer);
-  });
+  lent.last_use_ = std::make_shared<std::optional<Event>>();
+  lent.buffer.owner =
+      Keepalive(slot->buffer.view.data, [free = free_, buffer = std::move(slot->buffer), last_use = lent.last_use_](
+                                            const void*) { free->take_back(buffer, std::move(*last_use)); });
   return lent;
 }
 
 SlotPool::Slot SlotPool::make(std::size_t bytes) {
-  Slot slot{allocator_->allocate(bytes), {}};
+  Slot slot;
+  slot.buffer = allocator_->allocate(bytes);
   const std::lock_guard lock(free_->mutex);
   free_->bytes += slot.buffer.view.bytes;
   return slot;
@@ -74,9 +76,15 @@ SlotPool::Free::~Free() {
   }
 }
 
-void SlotPool::Free::take_back(const Buffer& buffer) noexcept {
+void SlotPool::Free::take_back(const Buffer& buffer, std::optional<Event> last_use) noexcept {
   try {
-    Slot slot{buffer, reader == nullptr ? Event() : reader->record()};
+    Slot slot;
+    slot.buffer = buffer;
+    if (last_use) {
+      slot.free = std::move(*last_use);
+    } else if (reader != nullptr) {
+      slot.free = reader->record();
+    }
     std::optional<Slot> oldest;
     {
       std::lock_guard lock(mutex);

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "base/view.h"
@@ -23,6 +25,13 @@ class SlotPool {
   struct Slot {
     Buffer buffer;
     Event free;  // write into it after this
+    // Its last use has been issued, and ends with this event: said before the owner is let go of, it spares a record
+    // on the reader's stream. Not for a slot that a second owner may still use.
+    void free_behind(Event last_use) const { *last_use_ = std::move(last_use); }
+
+   private:
+    friend class SlotPool;
+    std::shared_ptr<std::optional<Event>> last_use_;
   };
   // A buffer of at least `bytes`; its view says exactly `bytes`. It comes back when the last copy of its owner is
   // gone, from any thread; slots outlive the pool. `at_once`: one that is free already, for users that cannot wait.
@@ -43,7 +52,7 @@ class SlotPool {
     std::shared_ptr<Stream> reader;
     std::shared_ptr<Stream> lane;
     // What a deleter does: it may run while the process ends, and must not throw.
-    void take_back(const Buffer& buffer) noexcept;
+    void take_back(const Buffer& buffer, std::optional<Event> last_use) noexcept;
     // Lets go of memory behind what the streams have been given.
     void give_up(const Buffer& buffer) noexcept;
   };

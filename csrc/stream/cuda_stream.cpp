@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <deque>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -25,12 +26,26 @@ namespace {
 using cuda::check;
 using cuda::DeviceGuard;
 
-// What streams were asked to hold. Lets go at later calls, never by itself: there is no thread for it.
+// What streams were asked to hold. Lets go at later records, never by itself: there is no thread for it.
 class HeldMemory {
  public:
-  void add(Event passed, Keepalive memory) {
+  void add(Event passed, std::vector<Keepalive> memory) {
     const std::lock_guard lock(mutex_);
     passing_.push_back({std::move(passed), std::move(memory)});
+  }
+
+  // To wait for the next event that is recorded behind this point: its record costs the host as much as a launch.
+  // Returns how much does.
+  std::size_t add_waiting(Keepalive memory) {
+    const std::lock_guard lock(mutex_);
+    waiting_.push_back(std::move(memory));
+    return waiting_.size();
+  }
+
+  // For whoever records next: taken before that, since others may be launching meanwhile what later ones are held for.
+  [[nodiscard]] std::vector<Keepalive> take_waiting() {
+    const std::lock_guard lock(mutex_);
+    return std::exchange(waiting_, {});
   }
 
   // In a capture: no event may be asked about, so it stays until the capture is over. From then on the graph's owner
@@ -41,18 +56,18 @@ class HeldMemory {
   }
 
   // For memory that nothing can be said about any more: a device that failed may still write to it.
-  void add_forever(Keepalive memory) {
+  void add_forever(std::vector<Keepalive> memory) {
     const std::lock_guard lock(mutex_);
-    forever_.push_back(std::move(memory));
+    std::move(memory.begin(), memory.end(), std::back_inserter(forever_));
   }
 
   // Lets go of what has been passed, oldest first, with a bounded number of questions. A question takes the host as
   // long as the record of an event, and is asked at every one: so not again right after the device was found to be
   // behind.
   void reap() {
-    constexpr int kMostQueries = 4;  // more than one hold() adds, so a backlog shrinks
+    constexpr int kMostQueries = 2;  // more than one record adds, so a backlog shrinks
     constexpr std::chrono::microseconds kPause{20};
-    std::vector<Keepalive> freed;  // destroyed last, outside the lock: who knows what a destructor calls
+    std::vector<std::vector<Keepalive>> freed;  // destroyed last, outside the lock: who knows what a destructor calls
     const std::lock_guard lock(mutex_);
     release_captured(freed);
     if (passing_.empty() || Clock::now() < ask_again_) {
@@ -70,7 +85,7 @@ class HeldMemory {
 
   // At the end of a stream: waits up to `deadline` for the device, then gives up what it has not passed.
   void drain(Deadline deadline) {
-    std::vector<Keepalive> freed;
+    std::vector<std::vector<Keepalive>> freed;
     const std::lock_guard lock(mutex_);
     release_captured(freed);
     while (!passing_.empty() && passing_.front().passed.wait_until(deadline)) {
@@ -81,27 +96,32 @@ class HeldMemory {
 
   [[nodiscard]] std::size_t size() const {
     const std::lock_guard lock(mutex_);
-    return passing_.size() + captured_.size() + forever_.size();
+    std::size_t sum = waiting_.size() + captured_.size() + forever_.size();
+    for (const Passing& entry : passing_) {
+      sum += entry.memory.size();
+    }
+    return sum;
   }
 
  private:
   struct Passing {
     Event passed;
-    Keepalive memory;
+    std::vector<Keepalive> memory;
   };
   struct Captured {
     cudaStream_t stream;
     Keepalive memory;
   };
 
-  void release_captured(std::vector<Keepalive>& freed) {
+  void release_captured(std::vector<std::vector<Keepalive>>& freed) {
     while (!captured_.empty() && !cuda::is_capturing(captured_.front().stream)) {
-      freed.push_back(std::move(captured_.front().memory));
+      freed.push_back({std::move(captured_.front().memory)});
       captured_.pop_front();
     }
   }
 
   mutable std::mutex mutex_;
+  std::vector<Keepalive> waiting_;
   std::deque<Passing> passing_;
   Deadline ask_again_{};
   std::deque<Captured> captured_;
@@ -110,7 +130,9 @@ class HeldMemory {
 
 class CudaStream final : public Stream {
  public:
-  CudaStream(std::function<void*()> current, int device) : current_(std::move(current)), device_(device) {
+  // `is_fixed`: `current` always gives the same stream.
+  CudaStream(std::function<void*()> current, int device, bool is_fixed)
+      : current_(std::move(current)), device_(device), is_fixed_(is_fixed) {
     int count = 0;
     check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
     HPCOMM_REQUIRE(device >= 0 && device < count, "there is no CUDA device ", device, ": this process sees ", count);
@@ -122,6 +144,10 @@ class CudaStream final : public Stream {
     const bool exiting = cudaGetDevice(&ignored) == cudaErrorCudartUnloading;
     const char* why = "there is no telling when it will";
     try {
+      if (auto waiting = held_->take_waiting(); !waiting.empty()) {
+        const DeviceGuard device(device_);
+        (void)record_for(std::move(waiting), handle());
+      }
       held_->drain(Clock::now() + kPatience);
     } catch (...) {
       why = "its device failed";
@@ -149,44 +175,54 @@ class CudaStream final : public Stream {
   }
 
   void hold(Keepalive memory) override {
+    // A program that launches and never records gets an event all the same.
+    constexpr std::size_t kMostWaiting = 16;
     if (memory == nullptr) {
       return;
     }
-    bool kept = false;
+    std::vector<Keepalive> held{memory};
     try {
       const DeviceGuard device(device_);
       const cudaStream_t stream = handle();
       if (cuda::is_capturing(stream)) {
-        held_->add_captured(stream, memory);
+        held_->add_captured(stream, std::move(memory));
         return;
       }
-      held_->add(Event(std::make_shared<CudaEvent>(stream, device_, false)), memory);
-      kept = true;
-      held_->reap();
-    } catch (...) {
-      if (!kept) {
-        held_->add_forever(std::move(memory));
+      if (is_fixed_) {
+        if (held_->add_waiting(std::move(memory)) < kMostWaiting) {
+          return;
+        }
+        held = held_->take_waiting();
       }
+      (void)record_for(std::move(held), stream);
+    } catch (...) {
+      held_->add_forever(std::move(held));
       throw;
     }
+    held_->reap();
   }
 
   void hold_until(Keepalive memory, const Event& passed) override {
     if (passed.captured()) {
       hold(std::move(memory));
     } else if (memory != nullptr) {
-      held_->add(passed, std::move(memory));
+      held_->add(passed, {std::move(memory)});
     }
+  }
+
+  [[nodiscard]] bool is_capturing() const override {
+    const DeviceGuard device(device_);
+    return cuda::is_capturing(handle());
   }
 
   [[nodiscard]] Event record() override {
     const DeviceGuard device(device_);
     const cudaStream_t stream = handle();
-    const bool captured = cuda::is_capturing(stream);
-    Event event(std::make_shared<CudaEvent>(stream, device_, captured));
-    if (!captured) {
-      held_->reap();
+    if (cuda::is_capturing(stream)) {
+      return Event(std::make_shared<CudaEvent>(stream, device_, true));
     }
+    const Event event = record_for(held_->take_waiting(), stream);
+    held_->reap();
     return event;
   }
 
@@ -207,9 +243,6 @@ class CudaStream final : public Stream {
                     "repeat that, and the capture is lost; synchronize before the capture begins");
       }
       check(status, "cudaStreamWaitEvent");
-    }
-    if (!capturing) {
-      held_->reap();
     }
   }
 
@@ -241,19 +274,34 @@ class CudaStream final : public Stream {
  private:
   [[nodiscard]] cudaStream_t handle() const { return static_cast<cudaStream_t>(current_()); }
 
+  // An event outside of captures, behind which `memory` is let go of; when that fails, never.
+  Event record_for(std::vector<Keepalive> memory, cudaStream_t stream) {
+    try {
+      const Event event(std::make_shared<CudaEvent>(stream, device_, false));
+      if (!memory.empty()) {
+        held_->add(event, std::move(memory));
+      }
+      return event;
+    } catch (...) {
+      held_->add_forever(std::move(memory));
+      throw;
+    }
+  }
+
   const std::function<void*()> current_;
   const int device_;
+  const bool is_fixed_;
   std::unique_ptr<HeldMemory> held_ = std::make_unique<HeldMemory>();
 };
 
 }  // namespace
 
 std::shared_ptr<Stream> make_cuda_stream(void* handle, int device) {
-  return std::make_shared<CudaStream>([handle] { return handle; }, device);
+  return std::make_shared<CudaStream>([handle] { return handle; }, device, true);
 }
 
 std::shared_ptr<Stream> make_cuda_caller_stream(std::function<void*()> current, int device) {
-  return std::make_shared<CudaStream>(std::move(current), device);
+  return std::make_shared<CudaStream>(std::move(current), device, false);
 }
 
 }  // namespace hpcomm

@@ -35,6 +35,8 @@ class Stream {
   virtual void wait(const Event& event) = 0;
   // True when the calling code already runs in this stream's order: it may execute at once what it would enqueue.
   [[nodiscard]] virtual bool is_current() const noexcept = 0;
+  // True when what is issued now goes into a CUDA graph instead of running.
+  [[nodiscard]] virtual bool is_capturing() const { return false; }
   // True when nothing is enqueued or running.
   [[nodiscard]] virtual bool idle() const noexcept = 0;
   // The cudaStream_t that kernels are launched on; null for CPU streams.

@@ -44,12 +44,13 @@ at::Tensor allocate(Communicator& self, const std::vector<std::int64_t>& shape, 
   return at::from_blob(buffer.view.data, shape, [owner = buffer.owner](void*) {}, options);
 }
 
-void close(Communicator& self) {
+template <void (Communicator::*kEnd)()>
+void end(Communicator& self) {
   // What was issued ends by itself, at its time-out at the latest; Ctrl-C ends this wait, and the communicator stays
   // open.
   (void)wait_in_slices(in_seconds(-1), [&](Deadline until) { return self.idle_until(until); });
   const WithoutGil scope;
-  self.close();
+  (self.*kEnd)();
 }
 
 // Python functions need the GIL to be called and to be let go of; communicators are destroyed without it.
@@ -149,7 +150,8 @@ void bind_comm(py::module_& module) {
             return released_without_gil(self.subgroup(members, lane));
           },
           py::arg("members"), py::arg("lane"))
-      .def("close", &close)
+      .def("begin_close", &end<&Communicator::begin_close>)
+      .def("close", &end<&Communicator::close>)
       .def(
           "abort",
           [](Communicator& self, const std::string& reason) {
@@ -171,7 +173,7 @@ void bind_comm(py::module_& module) {
       },
       py::arg("config"), py::kw_only(), py::arg("limits") = LimitsByLane());
   module.def("nccl_version", &nccl_version);
-  set_launch_order_in_time(py::module_::import("hpcomm.launch_order").attr("IN_TIME").cast<bool>());
+  set_launch_order_in_time(py::module_::import("hpcomm.nccl_variables").attr("ORDER_IN_TIME").cast<bool>());
   module.def("built_with_cuda", &built_with_cuda);
   module.def(
       "emulated_communicator",

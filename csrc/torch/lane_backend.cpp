@@ -81,8 +81,10 @@ LaneBackend::C10dWork LaneBackend::issue_all(const Call& call, Tensors results, 
   OpOptions options;
   options.timeout = call.timeout.count() > 0 ? call.timeout : timeout_;
   options.poll = &poll_signals;
+  options.keepalive = held;
   lane.wait(communicator_->compute()->record());
   WorkPtr last;
+  bool is_last = true;  // nothing is issued behind it
   const auto run = [&] {
     for (const Plan& plan : plans) {
       for (const at::Tensor& tensor : plan.held) {
@@ -103,19 +105,24 @@ LaneBackend::C10dWork LaneBackend::issue_all(const Call& call, Tensors results, 
     for (Plan& plan : plans) {
       std::move(plan.after.begin(), plan.after.end(), std::back_inserter(after));
     }
+    is_last = last != nullptr && after.empty();
     run_behind(lane, std::move(after));
   } catch (...) {
     lane.hold(held);  // some of it may be under way
     throw;
   }
-  const ErrorContext what = last != nullptr ? last->what() : communicator_->context("nothing", -1, 0);
-  WorkPtr all = communicator_->follow(last, what, held);
+  WorkPtr all = last;
+  if (!is_last || communicator_->device().type == DeviceType::kCpu) {
+    const ErrorContext what = last != nullptr ? last->what() : communicator_->context("nothing", -1, 0);
+    all = communicator_->follow(last, what, held);
+  }
   if (auto host = std::dynamic_pointer_cast<HostCommunicator>(communicator_)) {
     auto work = c10::make_intrusive<BackendWork>(rank_, call.type, nullptr, std::nullopt, std::move(results), 0);
     work->attach(std::move(all), host, nullptr);
     return work;
   }
-  return c10::make_intrusive<LaneWork>(rank_, call.type, std::move(all), lane, std::move(results));
+  return c10::make_intrusive<LaneWork>(rank_, call.type, std::move(all), communicator_->shared_stream(),
+                                       std::move(results));
 }
 
 void LaneBackend::require_part(const Tensors& parts, const at::Tensor& mine, const char* what) const {

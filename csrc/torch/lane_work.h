@@ -3,6 +3,8 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -14,13 +16,12 @@ namespace hpcomm {
 
 class LaneWork final : public c10d::Work {
  public:
-  LaneWork(int rank, c10d::OpType type, WorkPtr work, Stream& lane, std::vector<at::Tensor> results)
-      : c10d::Work(rank, type), work_(std::move(work)), device_(lane.device()), results_(std::move(results)) {
-    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors(),
-                                                       std::vector<c10::Device>{torch_device(device_)});
-    // Completed at once, with the lane's events: whoever waits for it lets its stream wait.
-    with_current(lane, [this] { future_->markCompleted(c10::IValue(results_)); });
-  }
+  LaneWork(int rank, c10d::OpType type, WorkPtr work, std::shared_ptr<Stream> lane, std::vector<at::Tensor> results)
+      : c10d::Work(rank, type),
+        work_(std::move(work)),
+        lane_(std::move(lane)),
+        device_(lane_->device()),
+        results_(std::move(results)) {}
 
   bool isCompleted() override { return work_->done(); }
   bool isSuccess() const override { return exception() == nullptr; }
@@ -44,12 +45,23 @@ class LaneWork final : public c10d::Work {
   }
   void synchronize() override { wait(kNoTimeout); }
   std::vector<at::Tensor> result() override { return results_; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  // Made for those who ask, as few do: it takes events of its own.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    std::call_once(asked_, [this] {
+      future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors(),
+                                                         std::vector<c10::Device>{torch_device(device_)});
+      // Completed at once, with the lane's events: whoever waits for it lets its stream wait.
+      with_current(*lane_, [this] { future_->markCompleted(c10::IValue(results_)); });
+    });
+    return future_;
+  }
 
  private:
   WorkPtr work_;
+  std::shared_ptr<Stream> lane_;
   Device device_;
   std::vector<at::Tensor> results_;
+  std::once_flag asked_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 

@@ -162,3 +162,40 @@ def sends_do_not_wait(device: str) -> list[str]:
 
 def test_no_hidden_synchronization(device: str) -> None:
     assert run(device, 2, sends_do_not_wait) == [[], []]
+
+
+def captured(_: str, count: int) -> None:
+    with mesh_on("cuda", pp=2) as mesh:
+        side = torch.cuda.Stream()
+        tensor = torch.zeros(count, device="cuda")
+        step = torch.zeros((), device="cuda")
+        with torch.cuda.stream(side):
+            channel = hpcomm.Channel(mesh.pp, peer=1 - mesh.rank, schema="frozen")
+
+            def move() -> None:
+                if mesh.rank == 0:
+                    torch.mul(torch.arange(count, device="cuda") % 1000, step, out=tensor)
+                    channel.send(tensor).wait()
+                else:
+                    tensor.copy_(channel.recv())
+
+            for _ in range(3):
+                move()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            move()
+        for number in (1.0, 2.0, 3.0):
+            step.fill_(number)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(tensor, torch.arange(count, device="cuda") % 1000 * number)
+        del graph  # before the mesh closes
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("count", [1 << 4, 1 << 16, 1 << 20, 1 << 23])
+def test_a_message_in_a_graph_is_sent_anew(count: int) -> None:
+    """Sent from where it lies, into a slot: NCCL must not use the slot in place, which it may in captures."""
+    run("cuda", 2, captured, count)

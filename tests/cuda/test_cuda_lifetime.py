@@ -81,6 +81,8 @@ def many_meshes(device: str, most: int) -> tuple[int, int, int]:
         gc.collect()
         if device == "cpu":
             return 0, 0
+        if dist.is_initialized():
+            dist.all_reduce(torch.zeros(1))  # over gloo: what the others free just now is not there any more
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()

@@ -377,14 +377,15 @@ TEST(cuda_stream_holds_memory_until_it_has_passed) {
   CHECK(watch.expired());
 }
 
-TEST(cuda_stream_lets_go_at_each_kind_of_call) {
+TEST(cuda_stream_lets_go_at_records) {
   fake_cuda::reset();
   const Lane lane;
-  const auto lets_go = [&lane](const std::function<void()>& call) {
+  const auto lets_go = [&lane](Stream& stream, const std::function<void()>& passed, const std::function<void()>& call) {
     auto memory = std::make_shared<int>(1);
     const std::weak_ptr<int> watch = memory;
     const auto gate = lane.gate();
-    lane.stream->hold(std::move(memory));
+    stream.hold(std::move(memory));
+    passed();
     gate->open();
     cudaStreamSynchronize(lane.raw->get());
     std::this_thread::sleep_for(1ms);  // longer than it pauses once it was told "not yet"
@@ -392,10 +393,43 @@ TEST(cuda_stream_lets_go_at_each_kind_of_call) {
     call();
     CHECK(watch.expired());
   };
-  lets_go([&lane] { (void)lane.stream->record(); });
-  lets_go([&lane] { lane.stream->wait(Event()); });
-  lets_go([&lane] { (void)lane.stream->idle(); });
-  lets_go([&lane] { lane.stream->hold(std::make_shared<int>(1)); });
+  // On a lane, the next record says what it waits for, and a later one that this has happened.
+  const auto record = [&lane] { (void)lane.stream->record(); };
+  lets_go(*lane.stream, record, record);
+  lets_go(*lane.stream, record, [&lane] { (void)lane.stream->idle(); });
+  // A caller's stream may be another one by then.
+  const auto caller = make_cuda_caller_stream([&lane]() -> void* { return lane.raw->get(); }, 0);
+  lets_go(*caller, [] {}, [&caller] { (void)caller->record(); });
+  lets_go(*caller, [] {}, [&caller] { (void)caller->idle(); });
+  lets_go(*caller, [] {}, [&caller] { caller->hold(std::make_shared<int>(1)); });
+}
+
+TEST(cuda_stream_holds_by_one_event_what_came_before_it) {
+  fake_cuda::reset();
+  const Lane lane;
+  const auto records = [] { return fake_cuda::calls("cudaEventRecord"); };
+  auto before = records();
+  std::vector<std::weak_ptr<int>> watches;
+  const auto hold = [&] {
+    auto memory = std::make_shared<int>(1);
+    watches.push_back(memory);
+    lane.stream->hold(std::move(memory));
+  };
+  for (int i = 0; i < 3; ++i) {
+    hold();
+  }
+  CHECK_EQ(records() - before, 0);
+  lane.stream->synchronize();
+  CHECK_EQ(records() - before, 1);
+  // One that nobody records gets an event all the same.
+  before = records();
+  for (int i = 0; i < 100; ++i) {
+    hold();
+    (void)lane.stream->idle();
+    std::this_thread::sleep_for(100us);
+  }
+  CHECK(records() - before >= 4 && records() - before <= 10);
+  CHECK(std::count_if(watches.begin(), watches.end(), [](const auto& watch) { return !watch.expired(); }) <= 40);
 }
 
 TEST(cuda_stream_lets_go_oldest_first_with_few_questions_a_call) {
@@ -408,6 +442,7 @@ TEST(cuda_stream_lets_go_oldest_first_with_few_questions_a_call) {
       freed.push_back(*old);
       delete old;
     }));
+    (void)lane.stream->record();
   }
   CHECK(freed.empty());
   gate->open();
@@ -417,9 +452,9 @@ TEST(cuda_stream_lets_go_oldest_first_with_few_questions_a_call) {
   for (; freed.size() < 40 && calls < 40; ++calls) {
     const auto before = fake_cuda::calls("cudaEventQuery");
     (void)lane.stream->record();
-    CHECK(fake_cuda::calls("cudaEventQuery") - before <= 4);
+    CHECK(fake_cuda::calls("cudaEventQuery") - before <= 2);
   }
-  CHECK_EQ(calls, 10);
+  CHECK_EQ(calls, 20);
   for (int i = 0; i < 40; ++i) {
     CHECK_EQ(freed.at(static_cast<std::size_t>(i)), i);
   }
@@ -427,6 +462,7 @@ TEST(cuda_stream_lets_go_oldest_first_with_few_questions_a_call) {
   const auto busy = lane.gate();
   for (int i = 0; i < 40; ++i) {
     lane.stream->hold(std::make_shared<int>(i));
+    (void)lane.stream->record();
   }
   std::this_thread::sleep_for(1ms);
   const auto before = fake_cuda::calls("cudaEventQuery");
@@ -692,9 +728,18 @@ TEST(cuda_stream_turns_errors_into_exceptions) {
       {"cudaStreamIsCapturing", [](Stream& stream) { (void)stream.record(); }},
       {"cudaEventCreateWithFlags", [](Stream& stream) { (void)stream.record(); }},
       {"cudaEventRecord", [](Stream& stream) { (void)stream.record(); }},
-      {"cudaEventRecord", [](Stream& stream) { stream.hold(std::make_shared<int>(1)); }},
+      {"cudaEventRecord",
+       [](Stream& stream) {
+         for (int i = 0; i < 20; ++i) {
+           stream.hold(std::make_shared<int>(i));
+         }
+       }},
       {"cudaStreamIsCapturing", [](Stream& stream) { stream.hold(std::make_shared<int>(1)); }},
-      {"cudaEventQuery", [](Stream& stream) { stream.hold(std::make_shared<int>(1)); }},
+      {"cudaEventQuery",
+       [](Stream& stream) {
+         stream.hold(std::make_shared<int>(1));
+         (void)stream.record();
+       }},
       {"cudaEventQuery", [](Stream& stream) { stream.synchronize(); }},
       {"cudaThreadExchangeStreamCaptureMode", [](Stream& stream) { stream.synchronize(); }},
       {"cudaStreamWaitEvent", [](Stream& stream) { stream.wait(stream.record()); }},
@@ -733,7 +778,8 @@ TEST(cuda_stream_that_cannot_follow_memory_never_frees_it) {
     watch = memory;
     lane.launch([data = memory.get()] { data[0] = 1; });
     fake_cuda::fail("cudaEventRecord", 1, cudaErrorLaunchFailure);
-    CHECK_THROWS(ErrorKind::kTransport, lane.stream->hold(std::move(memory)), "cudaEventRecord");
+    lane.stream->hold(std::move(memory));
+    CHECK_THROWS(ErrorKind::kTransport, lane.stream->record(), "cudaEventRecord");
     (void)lane.stream->record();
     CHECK(!watch.expired());
   }

@@ -293,6 +293,59 @@ TEST(nccl_a_thread_that_waits_inside_is_sent_away_though_kernels_wait_for_others
   CHECK_EQ(captured.text().find("does not come back"), std::string::npos);
 }
 
+TEST(nccl_an_abort_waits_for_the_revoke_before_it) {
+  fake_nccl::Rules rules;
+  rules.revoke_takes = 2500ms;  // longer than an abort waits for a thread that is inside
+  NcclJob job(2, rules);
+  CapturedStderr captured;
+  job.run_threads([&](int rank) {
+    NcclOptions options;
+    options.blocking = true;
+    const auto world = job.communicator(rank, "world", options);
+    DeviceVector<float> values(rank, 4, 1);
+    if (rank == 0) {
+      OpOptions hasty;
+      hasty.timeout = 300ms;
+      CHECK_THROWS(ErrorKind::kTimedOut, world->all_reduce(values.view(), ReduceOp::kSum, hasty),
+                   "NCCL is still at it when the time is up; did every rank come here?");
+    }
+    CHECK(eventually([&] { return world->aborted().has_value(); }, 20s));
+  });
+  CHECK_EQ(fake_nccl::calls("ncclCommRevoke"), 1);
+}
+
+TEST(nccl_a_lane_whose_operations_are_in_a_graph_holds_up_no_other_abort) {
+  NcclJob job(2);
+  std::atomic<int> left = 2;
+  job.expect_half_an_operation();
+  CapturedStderr captured;
+  job.run_threads([&](int rank) {
+    const auto a = job.communicator(rank, "a");
+    const auto b = job.communicator(rank, "b");
+    DeviceVector<float> values(rank, 4, 1);
+    for (const auto& lane : {a, b}) {
+      lane->all_reduce(values.view(), ReduceOp::kSum)->wait();
+      lane->barrier()->wait();
+    }
+    auto* stream = static_cast<cudaStream_t>(a->stream().native_handle());
+    CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+    (void)a->all_reduce(values.view(), ReduceOp::kSum);
+    cudaGraph_t graph = nullptr;
+    CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+    if (rank == 0) {
+      OpOptions hasty;
+      hasty.timeout = 300ms;
+      CHECK_THROWS(ErrorKind::kTimedOut, b->barrier(hasty)->wait(), "is not done");
+    }
+    CHECK(eventually([&] { return b->aborted().has_value(); }, 20s));
+    // Only a's communicator is there until its graph has gone, on both ranks.
+    CHECK(eventually([&] { return fake_nccl::live_communicators() == 2; }));
+    --left;
+    CHECK(eventually([&] { return left == 0; }));
+    CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
+  });
+}
+
 TEST(nccl_a_thread_that_no_revoke_sends_away_is_aborted_where_it_is) {
   NcclJob job(2);
   job.expect_violations();  // that it is aborted under the thread

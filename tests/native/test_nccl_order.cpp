@@ -181,6 +181,46 @@ TEST(nccl_first_operations_keep_the_host_until_the_peer_has_issued_its_half) {
   });
 }
 
+TEST(nccl_is_told_to_register_nothing_in_a_capture) {
+  for (const bool told : {true, false}) {
+    NcclJob job(2);
+    if (!told) {
+      job.expect_violations();
+    }
+    job.run([told](Communicator& world) {
+      // Memory that NCCL could register on one rank, and memory that it could not on the other.
+      const Buffer from_nccl = world.allocate(32);
+      DeviceVector<float> other(world.rank(), 8, 1);
+      BufferView view = other.view();
+      view.data = world.rank() == 0 ? from_nccl.view.data : view.data;
+      world.all_reduce(view, ReduceOp::kSum)->wait();
+      world.barrier()->wait();
+      auto* stream = static_cast<cudaStream_t>(world.stream().native_handle());
+      if (!told) {
+        ::setenv("NCCL_GRAPH_REGISTER", "1", 1);  // as somebody may have wished
+      }
+      CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+      (void)world.all_reduce(view, ReduceOp::kSum);
+      cudaGraph_t graph = nullptr;
+      CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+      cudaGraphExec_t executable = nullptr;
+      CHECK_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
+      CHECK_EQ(cudaGraphLaunch(executable, stream), cudaSuccess);
+      world.stream().synchronize();
+      CHECK_EQ(cudaGraphExecDestroy(executable), cudaSuccess);
+      CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
+      world.barrier()->wait();
+    });
+    ::setenv("NCCL_GRAPH_REGISTER", "0", 1);
+    const auto found = fake_nccl::violations();
+    CHECK_EQ(std::none_of(found.begin(), found.end(),
+                          [](const std::string& what) {
+                            return what.find("only some ranks have registered") != std::string::npos;
+                          }),
+             told);
+  }
+}
+
 TEST(nccl_operations_can_be_captured) {
   NcclJob job(2);
   job.run([](Communicator& world) {

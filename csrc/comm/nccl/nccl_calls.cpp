@@ -133,7 +133,7 @@ std::vector<Call> calls_of(const Operation& operation, std::size_t ranks, const 
   return is_empty ? std::vector<Call>() : calls;
 }
 
-void make_calls(Session& session, const std::vector<Call>& calls, StreamHandle stream, Deadline deadline,
+void make_calls(Session& session, std::vector<Call>& calls, StreamHandle stream, Deadline deadline,
                 const ErrorContext& what) {
   const std::lock_guard inside(session.api);
   if (session.is_aborted()) {
@@ -142,16 +142,15 @@ void make_calls(Session& session, const std::vector<Call>& calls, StreamHandle s
   if (session.comm == nullptr) {
     throw Error(ErrorKind::kClosed, str(what.operation, " on a closed communicator"), what);
   }
-  std::vector<Call> ready = calls;
   std::vector<std::unique_ptr<PreMulSum>> operators;  // until all is launched
-  for (Call& call : ready) {
+  for (Call& call : calls) {
     if (call.factor != nullptr) {
       operators.push_back(std::make_unique<PreMulSum>(session, call.dtype, call.factor));
       call.op = operators.back()->op();
     }
   }
-  const Result begun = ready.size() == 1 ? make(session.nccl, ready.front(), session.comm, stream)
-                                         : make_group(session.nccl, ready, session.comm, stream);
+  const Result begun = calls.size() == 1 ? make(session.nccl, calls.front(), session.comm, stream)
+                                         : make_group(session.nccl, calls, session.comm, stream);
   // Until NCCL says so the kernels may not be on the stream: an event recorded now could come before them.
   session.settle(begun, session.comm, deadline, what);
 }

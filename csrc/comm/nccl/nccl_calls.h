@@ -29,7 +29,7 @@ struct Call {
 
 // Makes `calls` on `stream`, as one group when there are several, and waits until NCCL has launched them. Throws
 // kTransport, kTimedOut, or why the session was aborted; the session is of no use then.
-void make_calls(Session& session, const std::vector<Call>& calls, StreamHandle stream, Deadline deadline,
+void make_calls(Session& session, std::vector<Call>& calls, StreamHandle stream, Deadline deadline,
                 const ErrorContext& what);
 
 }  // namespace hpcomm::nccl

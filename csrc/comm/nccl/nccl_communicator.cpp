@@ -76,6 +76,7 @@ class NcclCommunicator final : public Communicator {
   [[nodiscard]] Device device() const noexcept override { return {DeviceType::kCuda, session_->device}; }
   [[nodiscard]] bool averages_well() const noexcept override { return true; }
   [[nodiscard]] bool premultiplies() const noexcept override { return true; }
+  [[nodiscard]] bool take_behind() const noexcept override { return true; }
   // NVSwitches add (NVLS), and multiply by nothing: an average of floats is summed by the GPUs.
   [[nodiscard]] bool sums_faster() const noexcept override { return true; }
   [[nodiscard]] Buffer allocate(std::size_t bytes) override { return allocate(bytes, false); }
@@ -121,15 +122,21 @@ class NcclCommunicator final : public Communicator {
     return forked() || session_->idle_until(deadline) || session_->is_aborted();
   }
 
-  void close() override {
+  void begin_close() override {
     if (forked()) {
       return;
     }
     session_->refuse_more();
-    if (!session_->idle_until(deadline_after(timeout()))) {
-      return;  // aborted: the works say why; or the watchdog is about to
+    if (session_->idle_until(deadline_after(timeout()))) {
+      begin_end();
+    }  // else it was aborted: the works say why; or the watchdog is about to
+  }
+
+  void close() override {
+    begin_close();
+    if (is_ending_ && !forked()) {
+      end();
     }
-    end();
   }
 
   void abort(const Error& why) noexcept override {
@@ -166,6 +173,7 @@ class NcclCommunicator final : public Communicator {
       issue.poll = operation.options.poll != nullptr ? operation.options.poll : config().poll;
     }
     issue.keepalive = std::move(operation.options.keepalive);
+    issue.behind = operation.options.behind;
     const auto limit = operation.options.timeout.count() > 0 ? operation.options.timeout : timeout();
     issue.work = std::make_shared<NcclWork>(std::move(what), lane(), device(), limit);
     if (is_message(operation.kind)) {
@@ -182,6 +190,7 @@ class NcclCommunicator final : public Communicator {
       return work;
     }
     if (Group::current != nullptr && Group::current->owner == this) {
+      HPCOMM_ASSERT(issue.behind == nullptr, "a group is launched later");
       Group::current->add(std::move(issue));
       return work;
     }
@@ -227,11 +236,11 @@ class NcclCommunicator final : public Communicator {
     return made;
   }
 
- private:
   struct Issue {
     std::vector<Call> calls;
     NcclWorkPtr work;
     Keepalive keepalive;
+    const std::function<void()>* behind = nullptr;
     // Of a communicator that checks. Of messages, one for each of `calls`.
     std::vector<Issued> issued;
     void (*poll)() = nullptr;
@@ -326,12 +335,7 @@ class NcclCommunicator final : public Communicator {
       if (own) {
         issue.work->fail(*own);
         first = first ? first : own;
-        // The half of a sendrecv that fits is an operation of its own.
-        auto other = std::make_shared<NcclWork>(issue.work->what(), lane(), device(), issue.work->limit());
-        if (const auto& needed = issue.work->needed()) {
-          other->needs_only(*needed);
-        }
-        issue.work = std::move(other);
+        issue.work = issue.work->again();  // the half of a sendrecv that fits is an operation of its own
       }
     }
     return first;
@@ -354,17 +358,12 @@ class NcclCommunicator final : public Communicator {
     launch_fitting(issues);
     if (differs) {
       for (const Issue& issue : issues) {
-        await_end(issue.work);
+        try {
+          issue.work->wait();     // before its caller hears of the error, and lets go of its buffers
+        } catch (const Error&) {  // in a capture; or of less weight
+        }
       }
       throw Error(*differs);
-    }
-  }
-
-  // Before its caller hears of another error, and lets go of its buffers. What a graph captures is not under way.
-  static void await_end(const NcclWorkPtr& work) {
-    try {
-      work->wait();
-    } catch (const Error&) {  // the error that its caller hears is the one to look at
     }
   }
 
@@ -401,6 +400,11 @@ class NcclCommunicator final : public Communicator {
       if (turn.take_back() && !nccl_keeps_order_ && !cuda::is_capturing(handle())) {
         order_.before(stream());  // what others have issued meanwhile is before what comes next
       }
+      for (const Issue& issue : issues) {
+        if (issue.behind != nullptr && !issue.calls.empty()) {
+          (*issue.behind)();
+        }
+      }
       const Event launched = record(works, keepalives->empty() ? nullptr : keepalives);
       if (!nccl_keeps_order_ && !cuda::is_capturing(handle())) {
         order_.after(stream(), launched);
@@ -424,16 +428,14 @@ class NcclCommunicator final : public Communicator {
 
   // An event behind what was issued up to here, which ends `works`.
   Event record(const std::vector<NcclWorkPtr>& works, Keepalive held) {
-    const bool captured = cuda::is_capturing(handle());
     Event event = stream().record();
+    const bool captured = event.captured();
     for (const NcclWorkPtr& work : works) {
-      if (captured) {
-        work->captured(event);
-      } else {
-        work->launched(event);
-      }
+      captured ? work->captured(event) : work->launched(event);
     }
-    if (!captured) {
+    if (captured) {
+      session_->is_captured = true;
+    } else {
       session_->watch(works);
     }
     if (held != nullptr) {
@@ -444,16 +446,21 @@ class NcclCommunicator final : public Communicator {
 
   [[nodiscard]] cudaStream_t handle() const { return static_cast<cudaStream_t>(stream().native_handle()); }
 
-  // Waits, with a bound, until the communicator is gone. A second time it would wait in vain.
-  void end() {
-    if (std::exchange(has_ended_, true)) {
-      return;
-    }
+  void begin_end() {
+    is_ending_ = true;
     for (const SessionPtr& session : {session_, parent_}) {
       if (session != nullptr && session->begin_finalize()) {
         start_finalize(session);
       }
     }
+  }
+
+  // Waits, with a bound, until the communicator is gone. A second time it would wait in vain.
+  void end() {
+    if (std::exchange(has_ended_, true)) {
+      return;
+    }
+    begin_end();
     if (session_->wait_gone(Clock::now() + (session_->blocking ? kPeersFollow : kTeardown))) {
       scratch_ = {};
     } else if (session_->blocking && !session_->is_aborted()) {
@@ -473,6 +480,7 @@ class NcclCommunicator final : public Communicator {
   LaunchOrder& order_;
   const bool nccl_keeps_order_;
   Buffer scratch_;
+  bool is_ending_ = false;
   bool has_ended_ = false;
   std::optional<Agreement> agreement_;  // with HPCOMM_CHECK=1
 };

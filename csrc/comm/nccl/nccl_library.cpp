@@ -143,8 +143,11 @@ Config make_config(const Library& nccl, const NcclLimits& limits, bool launch_or
 }
 
 bool ask_for_launch_order() {
-  // Not overwritten: whoever sets it to 0 gets the order from events instead (launch_order.h).
+  // As hpcomm/nccl_variables.py, which says why, for programs without Python. Not overwritten: whoever sets the first
+  // to 0 gets the order from events instead (launch_order.h).
   ::setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0);
+  ::setenv("NCCL_LAUNCH_RACE_FATAL", "0", 0);
+  ::setenv("NCCL_GRAPH_REGISTER", "0", 0);
   const char* asked = std::getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
   return asked != nullptr && std::atoi(asked) != 0;
 }

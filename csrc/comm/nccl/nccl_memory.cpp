@@ -47,6 +47,7 @@ class Memory {
                   what);
     }
     session_->registered[data_] = handle;
+    is_enrolled_ = true;
   }
 
   ~Memory() {
@@ -82,6 +83,9 @@ class Memory {
  private:
   // False when it must not be freed: NCCL may still use it.
   [[nodiscard]] bool dismiss() {
+    if (!is_enrolled_) {
+      return true;
+    }
     const Deadline deadline = Clock::now() + std::chrono::seconds(10);
     for (; Clock::now() < deadline; std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
       const std::unique_lock inside(session_->api, std::try_to_lock);  // polled: sanitizers do not know timed locks
@@ -90,7 +94,7 @@ class Memory {
       }
       const auto entry = session_->registered.find(data_);
       if (entry == session_->registered.end()) {
-        return true;  // never registered, or the communicator is gone
+        return true;  // the communicator is gone
       }
       if (session_->comm == nullptr) {
         continue;  // it is being aborted
@@ -110,6 +114,7 @@ class Memory {
   const SessionPtr session_;
   void* data_ = nullptr;
   bool from_nccl_ = false;
+  bool is_enrolled_ = false;
 };
 
 }  // namespace
@@ -145,6 +150,7 @@ Buffer allocate(const SessionPtr& session, std::size_t bytes, bool registered) {
     return {{nullptr, 0, 0, DType::kUInt8, device}, nullptr};
   }
   const cuda::DeviceGuard guard(session->device);
+  const cuda::RelaxedCapture relaxed;  // a captured step may need a slot: the graph's owner keeps it
   auto memory = std::make_shared<Memory>(session, bytes);
   if (registered) {
     memory->enroll(bytes);

@@ -37,6 +37,8 @@ class Session : public std::enable_shared_from_this<Session> {
   const std::weak_ptr<Control> control;
   const std::uint32_t generation;  // fork_generation() of the process that owns it
 
+  std::atomic<bool> is_captured = false;  // operations of it are in graphs: NCCL ends it behind these
+
   std::mutex api;
   CommHandle comm = nullptr;          // under api; null before it is made and once it is gone
   std::map<void*, void*> registered;  // under api: memory and NCCL's handle for it

@@ -33,6 +33,12 @@ NcclWork::NcclWork(ErrorContext what, std::string lane, Device device, std::chro
 
 std::string NcclWork::name() const { return str(what_.operation, " #", what_.sequence); }
 
+std::shared_ptr<NcclWork> NcclWork::again() const {
+  auto other = std::make_shared<NcclWork>(what_, lane_, device_, limit_);
+  other->needed_ = needed_;
+  return other;
+}
+
 void NcclWork::launched(Event event) {
   const std::lock_guard lock(mutex_);
   event_ = std::move(event);

@@ -32,6 +32,9 @@ class NcclWork final : public Work {
   void needs_only(std::vector<int> members) { needed_ = std::move(members); }
   [[nodiscard]] const std::optional<std::vector<int>>& needed() const noexcept { return needed_; }
 
+  // Another one, of the same operation, not launched.
+  [[nodiscard]] std::shared_ptr<NcclWork> again() const;
+
   // By whoever issues it, one of the three.
   void launched(Event event);
   void captured(Event event);

@@ -89,18 +89,6 @@ bool is_waiting_inside(Session& session) {
   return session.is_launching();
 }
 
-// Revokes, so that the thread inside leaves. That waits for the kernels of the communicator, which may wait for those
-// of others: on a thread of its own. True in what is returned when it is over.
-std::shared_ptr<std::atomic<bool>> start_revoke(const SessionPtr& session) {
-  auto over = std::make_shared<std::atomic<bool>>(false);
-  run_detached("revoking an NCCL communicator of lane " + session->lane, std::function<void()>([session, over] {
-                 (void)cudaSetDevice(session->device);
-                 complain("ncclCommRevoke", *session, session->nccl.CommRevoke(session->comm, 0));
-                 over->store(true);
-               }));
-  return over;
-}
-
 void abort_together(const std::vector<SessionPtr>& sessions) {
   const Library& nccl = sessions.front()->nccl;
   std::vector<std::pair<Session*, CommHandle>> comms;
@@ -122,37 +110,44 @@ void abort_together(const std::vector<SessionPtr>& sessions) {
   }
 }
 
-void abort_now(const std::vector<SessionPtr>& sessions) {
+// Aborts them and tells who waits for them.
+void abort_and_end(const std::vector<SessionPtr>& sessions) {
   (void)cudaSetDevice(sessions.front()->device);
-  std::vector<SessionPtr> free;
-  std::vector<SessionPtr> entered;
-  std::vector<std::shared_ptr<std::atomic<bool>>> revokes;
-  for (const SessionPtr& session : sessions) {
-    if (session->nccl.CommRevoke != nullptr && is_waiting_inside(*session)) {
-      revokes.push_back(start_revoke(session));
-      entered.push_back(session);
-    } else {
-      free.push_back(session);
-    }
-  }
-  if (!free.empty()) {
-    abort_together(free);  // now the others' kernels end as well
-  }
-  if (!entered.empty()) {
-    const Deadline deadline = Clock::now() + kForeignCall;
-    for (const auto& over : revokes) {
-      while (!over->load() && Clock::now() < deadline) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      }
-    }
-    abort_together(entered);
-  }
+  abort_together(sessions);
   for (const SessionPtr& session : sessions) {
     {
       const auto inside = enter(*session);
       session->registered.clear();  // forgotten with the communicator: now it may be freed
     }
     session->gone();
+  }
+}
+
+// Revokes first, so that the thread inside leaves: an abort frees what it waits in, and what a revoke works on.
+void send_away_and_abort(const SessionPtr& session) {
+  (void)cudaSetDevice(session->device);
+  // Without the lock, which the thread inside has: only who ends a session changes its communicator.
+  complain("ncclCommRevoke", *session, session->nccl.CommRevoke(session->comm, 0));
+  abort_and_end({session});
+}
+
+// Those that may take long, on threads of their own: a revoke waits for the kernels of its communicator, which may wait
+// for those of others, and an abort for the graphs that have captured its operations.
+void abort_now(const std::vector<SessionPtr>& sessions) {
+  std::vector<SessionPtr> together;
+  for (const SessionPtr& session : sessions) {
+    if (session->nccl.CommRevoke != nullptr && is_waiting_inside(*session)) {
+      run_detached("revoking and aborting an NCCL communicator of lane " + session->lane,
+                   std::function<void()>([session] { send_away_and_abort(session); }));
+    } else if (session->is_captured && sessions.size() > 1) {
+      run_detached("aborting an NCCL communicator of lane " + session->lane + ", whose operations are in graphs",
+                   std::function<void()>([session] { abort_and_end({session}); }));
+    } else {
+      together.push_back(session);
+    }
+  }
+  if (!together.empty()) {
+    abort_and_end(together);
   }
 }
 

@@ -173,9 +173,31 @@ std::atomic<int>& aborting() {
   return the;
 }
 
+namespace {
+
+// Under host().mutex. Neither an abort nor an orderly end comes before the end of the graphs that captured operations.
+bool has_graphs(ncclComm& comm) {
+  std::erase_if(comm.captured, [](const auto& graph) { return graph.expired(); });
+  return !comm.captured.empty();
+}
+
+void await_graphs(ncclComm& comm) {
+  for (;; nap()) {
+    const std::lock_guard lock(host().mutex);
+    if (!has_graphs(comm)) {
+      return;
+    }
+  }
+}
+
+}  // namespace
+
 void abort_all(const std::vector<ncclComm_t>& comms) {
   ++aborting();
   for (ncclComm_t comm : comms) {
+    if (comm->revoking.load() > 0) {
+      violation("ncclCommAbort of a communicator that is being revoked: it frees what ncclCommRevoke uses");
+    }
     if (comm->inside.load() > 0) {
       violation("ncclCommAbort of a communicator that a thread is inside of: it frees what that thread uses");
     }
@@ -186,7 +208,8 @@ void abort_all(const std::vector<ncclComm_t>& comms) {
     for (;;) {
       {
         const std::lock_guard lock(host().mutex);
-        if (!rules().abort_hangs && comm->ended->load(std::memory_order_acquire) >= comm->launched) {
+        if (!rules().abort_hangs && !has_graphs(*comm) &&
+            comm->ended->load(std::memory_order_acquire) >= comm->launched) {
           comm->deferred.clear();
           bury(*comm);
           break;
@@ -364,6 +387,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
       lock.lock();
     }
   }
+  await_graphs(*comm);
   const std::lock_guard lock(host().mutex);
   if (comm->ended->load(std::memory_order_acquire) < comm->launched || !comm->deferred.empty()) {
     violation("ncclCommDestroy while operations run");
@@ -390,9 +414,12 @@ ncclResult_t ncclCommRevoke(ncclComm_t comm, int) {
   ENTER(ncclCommRevoke)
   CHECK_COMM(comm, ncclCommRevoke)
   comm->given_up->store(true);
+  ++comm->revoking;
+  std::this_thread::sleep_for(rules().revoke_takes);
   for (;; nap()) {  // as NCCL does: for the kernels of this communicator, which may be behind those of others
     const std::lock_guard lock(host().mutex);
     if (comm->dead || comm->ended->load(std::memory_order_acquire) >= comm->launched) {
+      --comm->revoking;
       return ncclSuccess;
     }
   }

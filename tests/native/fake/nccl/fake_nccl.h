@@ -6,6 +6,7 @@
 // lifetimes and failures; it says nothing about speed, topologies or numerics beyond a sum in rank order.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -36,8 +37,9 @@ struct Rules {
   bool allow_shared_device = false;  // several ranks of a communicator on one device
   bool mem_alloc_works = true;
   bool register_works = true;
-  bool abort_hangs = false;     // ncclCommAbort does not return
-  bool finalize_hangs = false;  // a finalisation never ends
+  bool abort_hangs = false;                   // ncclCommAbort does not return
+  bool finalize_hangs = false;                // a finalisation never ends
+  std::chrono::milliseconds revoke_takes{0};  // more than what it waits for
 };
 
 // Back to a healthy library with `rules`, no injected errors, counts at zero. What is left of before is forgotten.

@@ -107,7 +107,9 @@ struct ncclComm {
   bool launch_order = false;
   fake_nccl::SeenConfig config;
   std::atomic<bool> dead{false};
-  std::atomic<int> inside{0};  // threads that wait in it for peers
+  std::atomic<int> inside{0};                // threads that wait in it for peers
+  std::atomic<int> revoking{0};              // threads in ncclCommRevoke
+  std::vector<std::weak_ptr<int>> captured;  // under host().mutex: alive while their graphs are
   std::atomic<int> error{ncclSuccess};
   // Shared with kernels, which may outlive an abort that hangs.
   std::shared_ptr<std::atomic<bool>> given_up = std::make_shared<std::atomic<bool>>(false);

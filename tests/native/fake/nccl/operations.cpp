@@ -1,6 +1,8 @@
 // Operations of the fake NCCL: their arguments, groups, launches, and memory.
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
+#include <map>
 #include <thread>
 
 #include "native/fake/cuda/fake_cuda.h"
@@ -48,7 +50,12 @@ ncclResult_t launch_now(const Batch& batch) {
   Turnstile& device = turnstile(comm.device);
   const std::int64_t ticket = in_order ? device.ticket() : -1;
   std::int64_t own = -1;
-  if (!captured) {
+  std::shared_ptr<int> of_graph;
+  if (captured) {
+    of_graph = std::make_shared<int>(comm.rank);
+    const std::lock_guard lock(host().mutex);
+    comm.captured.push_back(of_graph);
+  } else {
     const std::lock_guard lock(host().mutex);
     own = comm.own_order->ticket();
     if (comm.last_stream != nullptr && comm.last_stream != batch.stream &&
@@ -60,7 +67,8 @@ ncclResult_t launch_now(const Batch& batch) {
   }
   auto kernel = [clique = comm.meeting->clique, rank = comm.rank, collectives = comm.collectives,
                  given_up = comm.given_up, order = comm.own_order, ended = comm.ended, &device, ticket, own, one,
-                 operations = batch.operations] {
+                 of_graph, operations = batch.operations] {
+    (void)of_graph;
     bool enters = own < 0 || order->enter(own, *given_up);
     const bool any = one && ticket < 0;
     if (ticket >= 0) {
@@ -193,14 +201,25 @@ ncclResult_t launch(Group& todo) {
 
 namespace {
 
-// Under host().mutex.
-bool is_registered(const ncclComm& comm, const void* address) {
-  const auto after = comm.registered.upper_bound(const_cast<void*>(address));
-  if (after == comm.registered.begin()) {
+bool is_within(const std::map<void*, std::size_t>& blocks, const void* address) {
+  const auto after = blocks.upper_bound(const_cast<void*>(address));
+  if (after == blocks.begin()) {
     return false;
   }
   const auto& [start, bytes] = *std::prev(after);
   return static_cast<const char*>(address) < static_cast<const char*>(start) + bytes;
+}
+
+// In a capture NCCL registers what it can, unless it is told not to.
+bool registers_in_captures() {
+  const char* const wish = std::getenv("NCCL_GRAPH_REGISTER");
+  return wish == nullptr || std::strcmp(wish, "0") != 0;
+}
+
+// Under host().mutex.
+bool is_registered(const ncclComm& comm, const void* address, bool captured) {
+  return is_within(comm.registered, address) ||
+         (captured && registers_in_captures() && is_within(host().allocations, address));
 }
 
 ncclResult_t issue(const char* function, ncclComm_t comm, cudaStream_t stream, Operation operation) {
@@ -238,9 +257,10 @@ ncclResult_t issue(const char* function, ncclComm_t comm, cudaStream_t stream, O
     }
   }
   if (bad == ncclSuccess && operation.count > 0) {
+    const bool captured = is_captured(stream);
     const std::lock_guard lock(host().mutex);
-    const bool input = operation.kind == Kind::kRecv || is_registered(*comm, operation.input);
-    const bool output = operation.kind == Kind::kSend || is_registered(*comm, operation.output);
+    const bool input = operation.kind == Kind::kRecv || is_registered(*comm, operation.input, captured);
+    const bool output = operation.kind == Kind::kSend || is_registered(*comm, operation.output, captured);
     operation.registered = input && output;
     if (input != output && operation.kind != Kind::kRecv && operation.kind != Kind::kSend) {
       violation(std::string(function) + " of which one buffer is registered and one is not");

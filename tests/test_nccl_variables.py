@@ -1,4 +1,4 @@
-"""NCCL reads one variable once: it is set when hpcomm is imported, and believed only where NCCL must have found it."""
+"""NCCL reads a variable once: import hpcomm sets some, and it believes only in what NCCL must have found."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import textwrap
 
 import pytest
 
+from hpcomm import nccl_variables
+
 # As a process in which torch has used the GPU; nobody has one here.
 _CUDA_IN_USE = "import torch; torch.cuda.is_initialized = lambda: True\n"
 
 
 def found(program: str, **variables: str) -> list[str]:
     """What a program prints that was started with these variables."""
-    code = textwrap.dedent(program) + "import os; print(launch_order.IN_TIME, os.environ[launch_order.VARIABLE])"
-    clean = {name: value for name, value in os.environ.items() if name != "NCCL_LAUNCH_ORDER_IMPLICIT"}
+    code = textwrap.dedent(program) + "import os; print(nccl_variables.ORDER_IN_TIME, os.environ[nccl_variables.ORDER])"
+    clean = {name: value for name, value in os.environ.items() if name not in nccl_variables.DEFAULTS}
     environment = {**clean, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
@@ -39,14 +41,21 @@ def found(program: str, **variables: str) -> list[str]:
 def test_it_is_in_time_where_nccl_cannot_have_been_used(
     before: str, given: dict[str, str], expected: list[str]
 ) -> None:
-    assert found(before + "from hpcomm import launch_order\n", **given) == expected
+    assert found(before + "from hpcomm import nccl_variables\n", **given) == expected
 
 
 def test_what_the_program_sets_late_is_not_believed() -> None:
     late = "import os; os.environ['NCCL_LAUNCH_ORDER_IMPLICIT'] = '1'\n"
-    assert found(_CUDA_IN_USE + late + "from hpcomm import launch_order\n") == ["False", "1"]
-    assert found(late + "from hpcomm import launch_order\n") == ["True", "1"]
+    assert found(_CUDA_IN_USE + late + "from hpcomm import nccl_variables\n") == ["False", "1"]
+    assert found(late + "from hpcomm import nccl_variables\n") == ["True", "1"]
 
 
 def test_to_import_hpcomm_is_enough() -> None:
-    assert found("import hpcomm\nfrom hpcomm import launch_order\n") == ["True", "1"]
+    assert found("import hpcomm\nfrom hpcomm import nccl_variables\n") == ["True", "1"]
+
+
+def test_what_the_user_has_set_stays() -> None:
+    program = "import hpcomm\nfrom hpcomm import nccl_variables\nimport os\n"
+    program += "print(os.environ['NCCL_LAUNCH_RACE_FATAL'], os.environ['NCCL_GRAPH_REGISTER'])\n"
+    assert found(program) == ["0", "0", "True", "1"]
+    assert found(program, NCCL_LAUNCH_RACE_FATAL="1", NCCL_GRAPH_REGISTER="1") == ["1", "1", "True", "1"]

@@ -1,0 +1,55 @@
+"""Sets what NCCL reads from the environment, before anything of this process can have called it.
+
+NCCL reads a variable once, in the first call of the process that needs it, whoever makes that: it may be torch's. What
+is set later changes nothing, and NCCL does not say what it read. What the user has set stays.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+__all__: list[str] = []
+
+# Kernels start in the order of issue. (From 2.31 on each communicator is told, and this is not needed.)
+ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+DEFAULTS = {
+    ORDER: "1",
+    # Where NCCL keeps that order, threads that launch on one device at the same time are an error of NCCL's by default,
+    # torch's own too. Such threads have no order here either; it is no reason to end a job.
+    "NCCL_LAUNCH_RACE_FATAL": "0",
+    # Memory of ncclMemAlloc is used in place inside captures, which is wrong where the other end has other memory.
+    "NCCL_GRAPH_REGISTER": "0",
+}
+
+
+def set_defaults() -> bool:
+    """Sets them; whether NCCL is asked for the order, and was before the process could have used it."""
+    # Who has not initialised CUDA has no NCCL communicator.
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
+    unused = cuda is None or not cuda.is_initialized()
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    return _says_yes(os.environ[ORDER]) and (unused or _says_yes(_at_the_start(ORDER)))
+
+
+def _at_the_start(name: str) -> str:
+    """The variable as the process was started with it: later changes do not show there."""
+    try:
+        text = Path("/proc/self/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+    given = dict(entry.partition("=")[::2] for entry in text.split("\0"))
+    return given.get(name, "")
+
+
+def _says_yes(value: str) -> bool:
+    try:
+        return int(value) != 0
+    except ValueError:
+        return False
+
+
+ORDER_IN_TIME = set_defaults()  # read by the native module
