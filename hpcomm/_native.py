@@ -18,7 +18,7 @@ def load() -> ModuleType:
     """The native module; loaded at the first call, so that `import hpcomm` stays free of work.
 
     Raises:
-        ImportError: torch is missing, the extension is not built, or it was built for another torch.
+        ImportError: torch is missing, the extension is not built, or built for another torch or of other sources.
     """
     import torch  # before _C: brings libtorch into the process, and its version is what we compare
 
@@ -36,6 +36,11 @@ def load() -> ModuleType:
         if error.name != "hpcomm._C":
             raise
         raise ImportError(_not_built(_build.PYTHON)) from None
+    except ImportError as error:
+        raise ImportError(
+            f"hpcomm's native module does not load: {error}. If its Python files are newer than it is, build it again: "
+            f"`make build` in a source tree; elsewhere:\n\n    {_rebuild_command()}\n"
+        ) from error
 
 
 def _mismatch(built: str, built_cuda: str, installed: str, installed_cuda: str) -> str:

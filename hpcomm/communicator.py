@@ -214,6 +214,17 @@ def over_shared_memory(
     return None
 
 
+@contextlib.contextmanager
+def while_waiting(purpose: str) -> Iterator[None]:
+    """A :class:`TimedOut` inside says what for."""
+    try:
+        yield
+    except TimedOut as error:
+        raise TimedOut(
+            f"{purpose}: {error}", rank=error.rank, peer=error.peer, operation=error.operation, sequence=error.sequence
+        ) from error
+
+
 def agree(
     control: Control, topic: str, lines: Sequence[str], *, timeout: float, ranks: Sequence[int] | None = None
 ) -> None:
@@ -224,7 +235,10 @@ def agree(
     """
     body = "\n".join(lines).encode()
     members = list(range(control.size)) if ranks is None else list(ranks)
-    everybody = [text.decode().split("\n") for text in control.exchange(members, ControlChannel.AGREE, body, timeout)]
+    with while_waiting(f"to compare the {topic} with the other ranks'"):
+        everybody = [
+            text.decode().split("\n") for text in control.exchange(members, ControlChannel.AGREE, body, timeout)
+        ]
     # Nobody raises before everybody knows: a rank that is told of another one's error in the middle of the exchange
     # could not say what the difference is. Whoever fails here has all the lines already.
     with contextlib.suppress(HpcommError):

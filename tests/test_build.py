@@ -243,6 +243,16 @@ def test_a_missing_module_says_how_to_build(monkeypatch: pytest.MonkeyPatch) -> 
         _native.load()
 
 
+@pytest.mark.usefixtures("_loads_again")
+def test_a_module_of_other_sources_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: str) -> None:
+        raise ImportError("initialization failed")
+
+    monkeypatch.setattr(_native.importlib, "import_module", fails)
+    with pytest.raises(ImportError, match=r"does not load: initialization failed\. .*newer than it is.*make build"):
+        _native.load()
+
+
 @pytest.mark.parametrize(
     ("built", "built_cuda", "installed", "installed_cuda", "fits"),
     [

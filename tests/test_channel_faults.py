@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import threading
 import time
 from typing import Any
 
@@ -311,3 +312,69 @@ def used_after_close() -> None:
 @pytest.mark.parametrize("env", [SHM, GLOO], ids=["shm", "gloo"])
 def test_a_channel_of_a_closed_mesh(env: dict[str, str]) -> None:
     ranks.run(2, used_after_close, env=env)
+
+
+def closed_under_a_recv() -> str:
+    mesh = hpcomm.init(dp=1, pp=2, timeout=60.0)
+    channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    channel.send("first").wait()
+    assert channel.recv() == "first"
+    told = []
+    if mesh.rank == 0:
+
+        def receive() -> None:
+            with pytest.raises(hpcomm.Closed) as caught:
+                channel.recv()
+            told.append(str(caught.value))
+
+        thread = threading.Thread(target=receive)
+        thread.start()
+        time.sleep(0.3)  # it waits by now; if not, this test has less to see
+        mesh.close()
+        # The peer, which is there for longer, does not end the wait, and no time-out does.
+        thread.join(20.0)
+        assert not thread.is_alive()
+    else:
+        time.sleep(3.0)
+        mesh.close()
+    return "".join(told)
+
+
+@pytest.mark.parametrize("env", [SHM, GLOO, ONE_SLOT], ids=["shm", "gloo", "one slot"])
+def test_a_recv_ends_when_its_own_mesh_is_closed(env: dict[str, str]) -> None:
+    assert "close" in ranks.run(2, closed_under_a_recv, env=env)[0]
+
+
+def went(work: Any) -> bool:
+    try:
+        work.wait()
+    except hpcomm.TimedOut:
+        return False
+    return True
+
+
+def too_late_for_some() -> list[float]:
+    """Sender: seconds are up for what has no room. Receiver: what it got, in order."""
+    with hpcomm.init(dp=1, pp=2, timeout=2.0) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        if mesh.rank == 1:
+            assert mesh.control.receive(0, 993, 60) == b"given up"
+            got: list[float] = []
+            with pytest.raises((hpcomm.TimedOut, hpcomm.PeerError)):
+                got.extend(float(channel.recv(0.5)[0][0]) for _ in range(12))
+            mesh.control.send(0, 994, b"seen")
+            return got
+        works = [channel.send([torch.full((50_000,), float(i)), torch.ones(3)]) for i in range(12)]
+        ended = [went(work) for work in works]
+        assert ended == sorted(ended, reverse=True), "one behind a refused one went"
+        mesh.control.send(1, 993, b"given up")
+        with pytest.raises(hpcomm.TimedOut):
+            channel.send(1)
+        assert mesh.control.receive(1, 994, 60) == b"seen"
+        return [float(i) for i, did in enumerate(ended) if did]
+
+
+def test_none_comes_in_the_place_of_one_whose_time_was_up() -> None:
+    sent, received = ranks.run(2, too_late_for_some, env=SHM)
+    assert sent == received
+    assert 1 <= len(sent) < 12

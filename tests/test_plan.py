@@ -192,6 +192,8 @@ def test_actions_are_what_a_runner_needs() -> None:
 def test_compile_refuses_lengths_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="activation_bytes has 2 sizes; 2 stages have 1 boundaries"):
         plan_of("1f1b", 2, 1, 4, activation_bytes=[8, 8])
+    with pytest.raises(ValueError, match="has an action of stage 999999991 and none of stage 1$"):
+        hpcomm.plan.compile(hpcomm.plan.parse("0F0 0B0 999999991F1"), pp=1, dp=1, num_microbatches=2)
     with pytest.raises(ValueError, match="device='tpu'"):
         plan_of("1f1b", 2, 1, 4, device="tpu")
     with pytest.raises(ValueError, match="forward_cost has 1 costs; there are 2 stages"):

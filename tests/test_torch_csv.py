@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -225,3 +226,14 @@ def test_what_torch_cannot_express_is_refused() -> None:
     tied = hpcomm.plan.compile("gpipe", pp=2, num_microbatches=1, ties=[([0, 1], 8)])
     with pytest.raises(ValueError, match="the plan reduces tie 0"):
         plan_to_csv(tied)
+
+
+@pytest.mark.parametrize("read", [table_from_csv, plan_from_csv])
+def test_lines_may_end_in_any_way(read: Callable[[str], Any]) -> None:
+    text = "0F0,0B0\n1F0,1B0\n" if read is table_from_csv else "0F0,0B0\n"
+    assert str(read(text.replace("\n", "\r"))) == str(read(text.replace("\n", "\r\n"))) == str(read(text))
+
+
+def test_what_is_no_csv_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="this is no CSV"):
+        table_from_csv('0F0,"' + "0" * 200_000)  # more than a cell may have

@@ -233,6 +233,10 @@ void Inbound::check(std::uint64_t sequence, Deadline deadline) const {
     throw Error(ErrorKind::kClosed, name() + ": the channel was closed before the message came",
                 communicator.context("recv", peer, sequence));
   }
+  if (const Control& control = communicator.control(); control.has_left(control.rank())) {
+    throw Error(ErrorKind::kClosed, name() + ": this rank's mesh was closed before the message came",
+                communicator.context("recv", peer, sequence));
+  }
   if (Clock::now() >= deadline) {
     throw Error(ErrorKind::kTimedOut, name() + ": no message came in time; is the peer still computing?",
                 communicator.context("recv", peer, sequence));

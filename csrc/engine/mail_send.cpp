@@ -42,27 +42,25 @@ class MailSend final : public SendRoute {
         nullptr, [waiting = state.waiting](const void*) { waiting->fetch_sub(1, std::memory_order_release); });
     const auto queued = std::make_shared<Outgoing>(std::move(message));
     return host_.run_in_order(queued->what, [state = state_, queued, counted, lends, &host = host_](Deadline deadline) {
-      const auto look = [&state, &host] {
-        try {
-          state->refusal->check_on_lane();
-        } catch (const Error& refused) {
-          host.abort(refused);
-          throw;
+      const auto look = [&state] { state->refusal->check_on_lane(); };
+      try {
+        std::optional<LoanPool::Loan> loan;
+        if (lends) {
+          loan = state->wait_for_loan(*queued, host, deadline, look);
         }
-      };
-      std::optional<LoanPool::Loan> loan;
-      if (lends) {
-        loan = state->wait_for_loan(*queued, host, deadline, look);
-      }
-      const WorkPtr work = state->issue(*queued, loan, nullptr);
-      while (!work->wait_until(std::min(deadline, roughly_after(kLook)))) {
-        look();
-        if (Clock::now() >= deadline) {
-          throw Error(
-              ErrorKind::kTimedOut,
-              str(queued->what.operation, " #", queued->what.sequence, ": the receiver did not take it in time"),
-              queued->what);
+        const WorkPtr work = state->issue(*queued, loan, nullptr);
+        while (!work->wait_until(std::min(deadline, roughly_after(kLook)))) {
+          look();
+          if (Clock::now() >= deadline) {
+            throw Error(
+                ErrorKind::kTimedOut,
+                str(queued->what.operation, " #", queued->what.sequence, ": the receiver did not take it in time"),
+                queued->what);
+          }
         }
+      } catch (const Error& error) {
+        host.abort(error);  // of those behind it, none may come in its place
+        throw;
       }
     });
   }

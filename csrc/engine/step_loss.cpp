@@ -6,14 +6,17 @@
 
 namespace hpcomm {
 
-StepLoss::StepLoss(std::shared_ptr<Communicator> communicator)
-    : communicator_(std::move(communicator)), sums_(std::make_shared<Sums>()), factor_(std::make_shared<double>(1.0)) {}
+StepLoss::StepLoss(std::shared_ptr<Communicator> communicator, bool evaluates)
+    : communicator_(std::move(communicator)),
+      evaluates_(evaluates),
+      sums_(std::make_shared<Sums>()),
+      factor_(std::make_shared<double>(1.0)) {}
 
 void StepLoss::issue(double loss_sum, double weight_sum, bool accumulate) {
   HPCOMM_REQUIRE(work_ == nullptr || work_->done(), "the loss of the previous step is still being reduced");
   sums_->loss = loss_sum;
   sums_->weight = weight_sum;
-  sums_->reducing = accumulate ? 0 : 1;
+  sums_->reducing = evaluates_ ? kEvaluation : (accumulate ? 0 : 1);
   OpOptions options;
   options.keepalive = sums_;
   const BufferView numbers{&sums_->loss, 3 * sizeof(double), 3, DType::kFloat64, {}};
@@ -24,9 +27,17 @@ void StepLoss::issue(double loss_sum, double weight_sum, bool accumulate) {
                                    ranks = communicator_->size()] {
     try {
       reduced->wait();
-      if (sums->reducing != 0 && sums->reducing != ranks) {
+      const int evaluating = static_cast<int>(sums->reducing) / kEvaluation;
+      const int reducing = static_cast<int>(sums->reducing) % kEvaluation;
+      if (evaluating != 0 && evaluating != ranks) {
         throw Error(ErrorKind::kSchemaMismatch,
-                    str(sums->reducing, " of ", ranks,
+                    str(evaluating, " of ", ranks,
+                        " ranks evaluate, the others train; call step() or eval_step() on every rank"),
+                    reduced->what());
+      }
+      if (reducing != 0 && reducing != ranks) {
+        throw Error(ErrorKind::kSchemaMismatch,
+                    str(reducing, " of ", ranks,
                         " ranks reduce their gradients in this step, the others accumulate; pass the same reduce= on "
                         "every rank"),
                     reduced->what());

@@ -13,8 +13,9 @@ namespace hpcomm {
 
 class StepLoss {
  public:
-  // `communicator` spans all ranks whose gradients belong together, on a lane of its own.
-  explicit StepLoss(std::shared_ptr<Communicator> communicator);
+  // `communicator` spans all ranks whose gradients belong together, on a lane of its own. `evaluates`: of steps without
+  // gradients, in which all ranks have to be.
+  explicit StepLoss(std::shared_ptr<Communicator> communicator, bool evaluates = false);
 
   // Issues the reduction. `loss_sum` and `weight_sum` are this rank's part: zero where no loss was computed.
   // With `accumulate`, the step's gradients are kept for a later step, whose factor then covers both.
@@ -35,11 +36,14 @@ class StepLoss {
   struct Sums {
     double loss = 0;
     double weight = 0;
-    double reducing = 0;     // ranks that reduce in this step: all or none
+    double reducing = 0;     // ranks that reduce in this step, all or none, and kEvaluation for each that evaluates
     double kept_weight = 0;  // of steps whose gradients wait for a later reduction
   };
 
+  static constexpr int kEvaluation = 1 << 20;  // more than there are ranks
+
   std::shared_ptr<Communicator> communicator_;
+  const bool evaluates_;
   std::shared_ptr<Sums> sums_;
   std::shared_ptr<double> factor_;
   WorkPtr work_;

@@ -113,7 +113,7 @@ void bind_engine(py::module_& module) {
   // Whoever issues may wait for other ranks, and holds the Reducer's lock meanwhile.
   using WithoutLock = py::call_guard<py::gil_scoped_release>;
   py::class_<TensorLoss>(module, "StepLoss")
-      .def(py::init(&make_tensor_loss), py::arg("communicator"))
+      .def(py::init(&make_tensor_loss), py::arg("communicator"), py::arg("evaluates") = false)
       .def("issue", &TensorLoss::issue, py::arg("loss_sum"), py::arg("weight_sum"), py::arg("accumulate") = false,
            WithoutLock())
       .def("forget", &TensorLoss::forget)

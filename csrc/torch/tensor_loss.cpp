@@ -17,7 +17,7 @@ namespace {
 
 class HostLoss final : public TensorLoss {
  public:
-  explicit HostLoss(std::shared_ptr<Communicator> communicator) : loss_(std::move(communicator)) {}
+  HostLoss(std::shared_ptr<Communicator> communicator, bool evaluates) : loss_(std::move(communicator), evaluates) {}
 
   void issue(const at::Tensor& loss_sum, double weight_sum, bool accumulate) override {
     loss_.issue(loss_sum.item<double>(), weight_sum, accumulate);
@@ -71,9 +71,9 @@ class DeviceLoss final : public TensorLoss {
 
 }  // namespace
 
-std::unique_ptr<TensorLoss> make_tensor_loss(std::shared_ptr<Communicator> communicator) {
+std::unique_ptr<TensorLoss> make_tensor_loss(std::shared_ptr<Communicator> communicator, bool evaluates) {
   if (communicator->device().type == DeviceType::kCpu) {
-    return std::make_unique<HostLoss>(std::move(communicator));
+    return std::make_unique<HostLoss>(std::move(communicator), evaluates);
   }
   return std::make_unique<DeviceLoss>(communicator);
 }

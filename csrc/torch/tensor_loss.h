@@ -23,7 +23,8 @@ class TensorLoss {
   [[nodiscard]] virtual Event ready() const = 0;
 };
 
-// `communicator` spans all ranks whose gradients belong together, on a lane of its own.
-[[nodiscard]] std::unique_ptr<TensorLoss> make_tensor_loss(std::shared_ptr<Communicator> communicator);
+// `communicator` spans all ranks whose gradients belong together, on a lane of its own. `evaluates`: of steps without
+// gradients; ranks that do not agree on that are told, on a CPU.
+[[nodiscard]] std::unique_ptr<TensorLoss> make_tensor_loss(std::shared_ptr<Communicator> communicator, bool evaluates);
 
 }  // namespace hpcomm

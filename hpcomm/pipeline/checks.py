@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,12 +13,16 @@ from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline.chain import layers_of, skips_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hpcomm.mesh import Mesh
+    from hpcomm.plan.table import ComputeAction
 
 __all__: list[str] = []
 
 _INPUTS = ("all", "first")
 _POLICIES = ("slack", "eager", "end")
+_REDUCED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def require_arguments(
@@ -30,7 +35,7 @@ def require_arguments(
         raise InvalidArgument(f"Pipeline: the axes must be ordered pp, dp, tp in this version, got {tuple(mesh.shape)}")
     if num_microbatches < 1:
         raise InvalidArgument(f"Pipeline: num_microbatches={num_microbatches}; at least 1")
-    if bucket_cap_mb <= 0:
+    if not 0 < bucket_cap_mb < math.inf:
         raise InvalidArgument(f"Pipeline: bucket_cap_mb={bucket_cap_mb}; a positive size")
     if reduce not in _POLICIES:
         raise InvalidArgument(f"Pipeline: reduce={reduce!r}; use one of {', '.join(_POLICIES)}")
@@ -47,11 +52,18 @@ def require_arguments(
                 "make it with sparse=False"
             )
     parameters: dict[str, object] = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        if is_traceable_wrapper_subclass(parameter):
+    for name, wrapped in parameters.items():
+        if is_traceable_wrapper_subclass(wrapped):
             raise InvalidArgument(
-                f"Pipeline: parameter {name} is a {type(parameter).__name__}; the parameters of a stage must be plain "
+                f"Pipeline: parameter {name} is a {type(wrapped).__name__}; the parameters of a stage must be plain "
                 "tensors, whole on each of its ranks"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in _REDUCED:
+            raise InvalidArgument(
+                f"Pipeline: parameter {name} is {parameter.dtype}; gradients are reduced as "
+                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _REDUCED)}: freeze it, or hold its real "
+                "and imaginary parts"
             )
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, torch.Tensor) and tensor.device not in {
@@ -63,6 +75,32 @@ def require_arguments(
                 f"Pipeline: {name} is on {tensor.device}, the mesh on {mesh.device}; build the model there, "
                 "on the CPU, or on meta"
             )
+
+
+def require_names(**lists: Sequence[str | int] | None) -> None:
+    """Raises InvalidArgument for a string where a list of names is due: it would be taken for its characters."""
+    for argument, names in lists.items():
+        if isinstance(names, str):
+            raise InvalidArgument(f"Pipeline: {argument}={names!r} is a string; pass a list, [{names!r}]")
+
+
+def require_own_statistics(stages: Sequence[torch.nn.Module], placement: Sequence[int]) -> None:
+    """Raises InvalidArgument for a layer that several ranks would have, each with statistics of its own."""
+    owners: dict[int, int] = {}
+    for stage, (module, rank) in enumerate(zip(stages, placement, strict=True)):
+        for name, layer in module.named_modules():
+            if not isinstance(layer, torch.nn.modules.batchnorm._NormBase) or layer.running_mean is None:
+                continue
+            if owners.setdefault(id(layer), rank) != rank:
+                raise InvalidArgument(
+                    f"Pipeline: {name} ({type(layer).__name__}) is in stage {stage} and in one of another rank; its "
+                    "parameters would stay tied, its running statistics would not: give each place a layer of its own"
+                )
+
+
+def long_name(action: ComputeAction) -> str:
+    """``3F0``: the forward of microbatch 0 in stage 3."""
+    return f"{action.stage}{action.kind}{action.microbatch}"
 
 
 def describe(model: torch.nn.Module, stages: list[torch.nn.Module]) -> list[str]:

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline import chain
+from hpcomm.pipeline.parameters import broadcast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +36,10 @@ class LocalModel:
         self.mesh = mesh
         self._placement = list(placement)
         self._names = [entry.name for entry in owned]
-        self._shapes = [{k: (v.shape, v.dtype) for k, v in stage.state_dict().items()} for stage in modules]
+        self._shapes = [
+            {k: (v.shape, v.dtype) if isinstance(v, torch.Tensor) else None for k, v in stage.state_dict().items()}
+            for stage in modules
+        ]
         self.stages = {stage: modules[stage].to(mesh.device) for stage in here}
         self.module = next(iter(self.stages.values())) if len(here) == 1 else chain.joined(list(self.stages.values()))
         # Of the local parameters: the name in the model, and the first stage that owns it.
@@ -80,16 +85,25 @@ class LocalModel:
         self.module.load_state_dict({name: value for name, value in state.items() if name in mine})
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole model's state on every rank, copied from its stages (collective over ``mesh.pp``)."""
+        """The whole model's state on every rank, copied from its stages (collective over ``mesh.pp``).
+
+        Raises:
+            InvalidArgument: a layer has extra state that is no tensor (``get_extra_state()``); each rank's
+                :meth:`state_dict` has its own.
+        """
         whole: dict[str, torch.Tensor] = {}
-        for stage, shapes in enumerate(self._shapes):
+        for stage, kinds in enumerate(self._shapes):
             mine = self.stages[stage].state_dict() if stage in self.stages else {}
-            for name, (shape, dtype) in shapes.items():
+            for name, kind in kinds.items():
+                if kind is None:
+                    raise InvalidArgument(
+                        f"full_state_dict(): {name} is no tensor, and is not sent; use each rank's state_dict()"
+                    )
                 value = (
                     mine[name].detach().clone().contiguous()
                     if name in mine
-                    else torch.empty(shape, dtype=dtype, device=self.mesh.device)
+                    else torch.empty(kind[0], dtype=kind[1], device=self.mesh.device)
                 )
-                self.mesh.pp.broadcast(value, self._placement[stage])
+                broadcast(self.mesh.pp, value, self._placement[stage])
                 whole[name] = value
         return whole

@@ -49,14 +49,16 @@ def start_equal(mesh: Mesh, module: torch.nn.Module, owned: Sequence[Owned], pla
     """
     with torch.no_grad():
         for value in module.state_dict().values() if mesh.dp.size > 1 else ():
-            _broadcast(mesh.dp, value)
+            if isinstance(value, torch.Tensor):  # or a layer's extra state, which each has made for itself
+                broadcast(mesh.dp, value, 0)
         for entry in owned:
             if len({placement[stage] for stage in entry.stages}) > 1:
                 ranks = sorted({placement[s] * mesh.dp.size + r for s in entry.stages for r in range(mesh.dp.size)})
-                _broadcast(mesh.lane(ranks, "gradient"), entry.parameter)
+                broadcast(mesh.lane(ranks, "gradient"), entry.parameter, 0)
 
 
-def _broadcast(lane: Communicator, value: torch.Tensor) -> None:
+def broadcast(lane: Communicator, value: torch.Tensor, root: int) -> None:
+    """``value`` of rank ``root`` on all ranks of ``lane``, in place; of any dtype."""
     dense = value.detach().contiguous()
-    lane.broadcast(dense, 0)
-    value.copy_(dense)
+    lane.broadcast(dense.reshape(-1).view(torch.uint8), root)
+    value.detach().copy_(dense)

@@ -16,10 +16,10 @@ from hpcomm import _C
 from hpcomm.channel import require_schema
 from hpcomm.communicator import agree
 from hpcomm.control_channels import ControlChannel
-from hpcomm.errors import InvalidArgument
+from hpcomm.errors import InvalidArgument, SchemaMismatch
 from hpcomm.pipeline import chain, sharing
 from hpcomm.pipeline.adapt import as_chain, split_of
-from hpcomm.pipeline.checks import describe, require_arguments
+from hpcomm.pipeline.checks import describe, long_name, require_arguments, require_names, require_own_statistics
 from hpcomm.pipeline.failure import TellPeers
 from hpcomm.pipeline.links import links_of, loaders_of
 from hpcomm.pipeline.local import LocalModel
@@ -65,7 +65,7 @@ class Pipeline(LocalModel):
             file of ``torch.distributed.pipelining``.
         num_microbatches: parts of a replica's batch along dimension 0.
         loss_fn: ``loss_fn(output, target)``: the mean loss of a microbatch, weighted by its number of samples; or a
-            pair ``(sum, weight)``.
+            pair ``(sum, weight)``. None where only outputs are wanted, of :meth:`eval_step`.
         stages_per_rank: of a named schedule; its own number by default.
         split_at: layers (name or index) that begin stages 1, 2, ...; balanced by parameter counts if None.
         balance: a :class:`hpcomm.Balance`: cut by measured times and memory instead. ``print(pipe.cut)`` shows the cut.
@@ -98,7 +98,7 @@ class Pipeline(LocalModel):
         *,
         mesh: Mesh,
         num_microbatches: int,
-        loss_fn: LossFn,
+        loss_fn: LossFn | None,
         schedule: ScheduleLike = "1f1b",
         stages_per_rank: int | None = None,
         split_at: Sequence[str | int] | None = None,
@@ -114,18 +114,20 @@ class Pipeline(LocalModel):
         deterministic: bool = False,
         costs: CostModel | None = None,
     ) -> None:
-        options = (
-            f"{num_microbatches=} {stages_per_rank=} split_at={split_at and list(split_at)} {reduce=} {schema=} "
-            f"{bucket_cap_mb=} {inputs=} keywords={sorted(keywords)} whole={sorted(whole)} {seed=} {deterministic=} "
-            f"balance={balance is not None} init_fn={init_fn is not None}"
-        )
-        # A rank that cannot go on says so in the agreement: the others must not wait for it in a later one.
-        problem: InvalidArgument | None = None
+        # A rank that cannot go on says so in the agreement, whatever it is: the others must not wait in a later one.
+        problem: Exception | None = None
+        options = ""
         modules: list[torch.nn.Module] = []
         plain = Schedule([], [])
         starts: list[int] = []
         whole_model: torch.nn.Module = torch.nn.Sequential()
         try:
+            require_names(split_at=split_at, keywords=keywords, whole=whole)
+            options = (
+                f"{num_microbatches=} {stages_per_rank=} split_at={split_at and list(split_at)} {reduce=} {schema=} "
+                f"{bucket_cap_mb=} {inputs=} keywords={sorted(keywords)} whole={sorted(whole)} {seed=} "
+                f"{deterministic=} balance={balance is not None} init_fn={init_fn is not None}"
+            )
             split_at = split_of(model, split_at)
             whole_model = as_chain(model)
             require_arguments(whole_model, mesh, num_microbatches, bucket_cap_mb, reduce, inputs)
@@ -133,17 +135,23 @@ class Pipeline(LocalModel):
             plain = schedule_of(schedule, mesh.shape["pp"], num_microbatches, stages_per_rank)
             starts = starts_of(whole_model, plain.stages, split_at)
             modules = stages_at(whole_model, starts)
+            require_own_statistics(modules, plain.placement)
             require_initialisable(whole_model, init_fn)
             if balance is not None and split_at is not None:
                 raise InvalidArgument("Pipeline: split_at says where to cut, balance asks for it; pass one of them")
-        except InvalidArgument as error:
+        except Exception as error:  # noqa: BLE001 - raised below, when the others have heard of it
             problem = error
-        agree(
-            mesh.control,
-            "model or the arguments of Pipeline",
-            [options, f"schedule={plain.table}", f"problem: {problem}", *describe(whole_model, modules)],
-            timeout=mesh.timeout,
-        )
+        rows = [f"schedule, rank {rank}: {' '.join(map(long_name, row))}" for rank, row in enumerate(plain.table)]
+        words = f"problem: {problem if isinstance(problem, InvalidArgument) else repr(problem)}".replace("\n", " ")
+        try:
+            agree(
+                mesh.control,
+                "model or the arguments of Pipeline",
+                [words, options, *rows, *describe(whole_model, modules)],
+                timeout=mesh.timeout,
+            )
+        except SchemaMismatch as mismatch:
+            raise mismatch from problem
         if problem is not None:
             raise problem
         layers: list[LayerProfile] = []
@@ -252,6 +260,8 @@ class Pipeline(LocalModel):
         with self._telling_peers(runner):
             if not self._schedule.trains:
                 raise InvalidArgument("step(): the schedule has no backwards; use eval_step()")
+            if self._loss_fn is None:
+                raise InvalidArgument("step(): the Pipeline was made with loss_fn=None: there is nothing to train on")
             if identity(self.module) != self._identity:
                 raise InvalidArgument(
                     "the stage's parameters changed since the Pipeline was made (replaced, frozen, unfrozen or "
@@ -292,6 +302,8 @@ class Pipeline(LocalModel):
 
     def loss_of(self, output: Any, target: Any) -> Loss:
         """The weighted loss of any output, as the last stage computes it for a microbatch."""
+        if self._loss_fn is None:
+            raise InvalidArgument("loss_of(): the Pipeline was made with loss_fn=None")
         return evaluate(self._loss_fn, output, target)
 
     # --- Plans ---
@@ -441,7 +453,7 @@ class Pipeline(LocalModel):
     def _evaluator(self) -> Runner:
         plan = plan_together(self.mesh, self._schedule.forwards(), self._wishes)
         # A loss of its own: the training steps' one remembers the weights of accumulated gradients.
-        loss = _C.StepLoss(scalar_lane(plan, self.mesh))
+        loss = _C.StepLoss(scalar_lane(plan, self.mesh), evaluates=True)
         return self._runner_of(plan, None, loss)
 
     def _draws(self) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcomm import _C
-from hpcomm.communicator import agree
+from hpcomm.communicator import agree, while_waiting
 from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import DeadlockError, InvalidArgument, SchemaMismatch
 from hpcomm.plan.compile import compile as compile_plan
@@ -108,7 +108,8 @@ def plan_together(mesh: Mesh, schedule: Schedule, wishes: Wishes) -> StepPlan:
         for peer in range(1, world):
             control.send(peer, ControlChannel.PLAN, text.encode())
     else:
-        text = control.receive(0, ControlChannel.PLAN, mesh.timeout).decode()
+        with while_waiting("for the plan of this Pipeline's steps or evaluations"):
+            text = control.receive(0, ControlChannel.PLAN, mesh.timeout).decode()
         if text.startswith("!"):
             problem = text[1:]
         else:

@@ -95,7 +95,11 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
         table = schedule
         if not any(table):
             raise ValueError("the schedule has no computations")
-        num_stages = max((action.stage + 1 for actions in table for action in actions), default=pp)
+        named = {action.stage for actions in table for action in actions}
+        num_stages = max(named) + 1
+        if num_stages > len(named):
+            missing = next(stage for stage in range(len(named) + 1) if stage not in named)
+            raise ValueError(f"the schedule has an action of stage {num_stages - 1} and none of stage {missing}")
         per_rank = -(-num_stages // pp)
         placement = one_stage_each(pp, per_rank)[:num_stages] if stage_to_rank is None else list(stage_to_rank)
     num_stages = len(placement)

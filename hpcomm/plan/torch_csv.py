@@ -131,9 +131,16 @@ def _with_waits(row: list[str]) -> list[str]:
     return cells + [cell.replace("SEND", "WAIT_SEND") for cell in row if cell in waiting]
 
 
+def _rows(text: str) -> Iterator[list[str]]:
+    try:
+        yield from csv.reader(io.StringIO(text, newline=None))
+    except csv.Error as error:
+        raise ValueError(f"this is no CSV: {error}") from error
+
+
 def _read(text: str) -> Iterator[list[_Cell]]:
     # An empty line between others is a rank that does nothing; at the end of a file it is an editor's.
-    for number, row in enumerate(csv.reader(io.StringIO(text.rstrip()))):
+    for number, row in enumerate(_rows(text.rstrip())):
         cells: list[_Cell] = []
         for entry in row:
             pair = _PAIR.fullmatch(entry.strip())

@@ -1,0 +1,218 @@
+"""Pipelines that are refused: on every rank, at once and in words, whatever is wrong and on whichever rank."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from torch import nn
+
+import hpcomm
+
+LIMIT = 120.0  # seconds; no rank may wait so long for another one's error
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def layers(**changes: nn.Module) -> nn.Sequential:
+    return nn.Sequential(*(changes.get(f"at_{i}", nn.Linear(4, 4)) for i in range(4)))
+
+
+def loss(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def refused(model: nn.Module, kinds: tuple[type[Exception], ...], **options: Any) -> Exception:
+    begin = time.monotonic()
+    with hpcomm.init(dp=-1, pp=2, timeout=LIMIT) as mesh:
+        defaults: dict[str, Any] = {"num_microbatches": 4, "loss_fn": loss}
+        with pytest.raises(kinds) as caught:
+            hpcomm.Pipeline(model, mesh=mesh, **{**defaults, **options})
+        mesh.barrier()  # it is usable
+    assert time.monotonic() - begin < LIMIT / 2
+    return caught.value
+
+
+ON_RANK_1 = {
+    "num_microbatches": ("4", "TypeError"),
+    "bucket_cap_mb": (None, "TypeError"),
+    "keywords": (None, "TypeError"),
+    "schedule": ("/nowhere/there.csv", "No such file or directory: '/nowhere/there.csv'"),
+    "stages_per_rank": (0, "1 stages per rank, not 0"),
+}
+
+
+def wrong_on_rank_1(argument: str) -> tuple[str, bool]:
+    options = {argument: ON_RANK_1[argument][0]} if rank() == 1 else {}
+    error = refused(layers(), (hpcomm.SchemaMismatch,), **options)
+    return str(error), error.__cause__ is not None
+
+
+@pytest.mark.parametrize("argument", ON_RANK_1)
+def test_what_is_wrong_on_one_rank_is_told_on_all(argument: str) -> None:
+    (zero, other_cause), (one, own_cause) = ranks.run(2, wrong_on_rank_1, argument)
+    for words in (zero, one):
+        assert ON_RANK_1[argument][1] in words
+        assert "rank 0 has 'problem: None'" in words
+        assert len(words) < 1000
+    assert own_cause
+    assert not other_cause
+
+
+def other_schedules() -> str:
+    schedule = ("1f1b", "gpipe")[rank()]
+    return str(refused(layers(), (hpcomm.SchemaMismatch,), schedule=schedule, num_microbatches=64))
+
+
+def test_schedules_that_differ_are_told_by_a_row() -> None:
+    for words in ranks.run(2, other_schedules):
+        assert "schedule, rank 0: 0F0 0F1" in words
+        assert len(words) < 3000
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return (h * self.phase).real
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "complex": ({}, "parameter 3.phase is torch.complex64"),
+    "cap": ({"bucket_cap_mb": float("nan")}, "bucket_cap_mb=nan"),
+    "infinite cap": ({"bucket_cap_mb": float("inf")}, "bucket_cap_mb=inf"),
+    "split": ({"split_at": "2"}, r"split_at='2' is a string; pass a list"),
+    "keywords": ({"keywords": "mask"}, r"keywords='mask' is a string"),
+}
+
+
+def wrong_everywhere(case: str) -> str:
+    model = layers(at_3=Complex()) if case == "complex" else layers()
+    return str(refused(model, (hpcomm.InvalidArgument,), **WRONG[case][0]))
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_everywhere_is_said_in_words(case: str) -> None:
+    for words in ranks.run(2, wrong_everywhere, case):
+        assert WRONG[case][1] in words
+
+
+def shared_statistics() -> str:
+    norm = nn.BatchNorm1d(4)
+    return str(refused(layers(at_0=norm, at_3=norm), (hpcomm.InvalidArgument,)))
+
+
+def test_a_batch_norm_of_two_ranks_is_refused() -> None:
+    for words in ranks.run(2, shared_statistics):
+        assert "3 (BatchNorm1d) is in stage 1 and in one of another rank" in words
+
+
+def shared_without_statistics() -> None:
+    norm = nn.BatchNorm1d(4, track_running_stats=False)
+    with hpcomm.init(dp=-1, pp=2) as mesh:
+        pipe = hpcomm.Pipeline(layers(at_0=norm, at_3=norm), mesh=mesh, num_microbatches=2, loss_fn=loss)
+        pipe.step(torch.randn(8, 4))
+
+
+def test_one_without_statistics_is_not() -> None:
+    ranks.run(2, shared_without_statistics)
+
+
+class Odd(nn.Module):
+    """A layer with buffers of types that no transport sums, and with extra state."""
+
+    def __init__(self, *, extra: bool) -> None:
+        super().__init__()
+        self.extra = extra
+        self.register_buffer("counts", torch.tensor([1 << 31, rank()], dtype=torch.uint32))
+        self.register_buffer("phase", torch.full((2, 3), 1j * rank(), dtype=torch.complex64).T)
+        self.register_buffer("flag", torch.tensor(rank() == 0))
+
+    def get_extra_state(self) -> Any:
+        return {"a": 1} if self.extra else torch.tensor(3)
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == ({"a": 1} if self.extra else 3)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h
+
+
+def odd_state() -> None:
+    with hpcomm.init(dp=2, pp=2) as mesh:
+        for extra in (False, True):
+            model = layers(at_1=Odd(extra=extra), at_3=Odd(extra=False))
+            pipe = hpcomm.Pipeline(model, mesh=mesh, num_microbatches=2, loss_fn=loss)
+            pipe.step(torch.randn(8, 4))
+            # Of the first replica: ranks 0 and 2.
+            first = 2 * mesh.coordinate["pp"]
+            for name, value in pipe.state_dict().items():
+                if name.endswith("counts"):
+                    assert value.tolist() == [1 << 31, first]
+                elif name.endswith("phase"):
+                    assert value.tolist() == [[1j * first] * 2] * 3
+                elif name.endswith("flag"):
+                    assert value.item() is (first == 0)
+            if extra:
+                with pytest.raises(hpcomm.InvalidArgument, match=r"1\._extra_state is no tensor"):
+                    pipe.full_state_dict()
+            else:
+                whole = pipe.full_state_dict()
+                assert [whole[f"{i}.counts"].tolist()[1] for i in (1, 3)] == [0, 2]
+                assert [bool(whole[f"{i}.flag"]) for i in (1, 3)] == [True, False]
+                assert whole["3.phase"].tolist() == [[2j] * 2] * 3
+            mesh.barrier()
+
+
+def test_buffers_of_any_type_and_extra_state() -> None:
+    ranks.run(4, odd_state)
+
+
+def step_or_evaluation() -> str:
+    mesh = hpcomm.init(dp=2, pp=1, timeout=LIMIT)
+    pipe = hpcomm.Pipeline(nn.Sequential(nn.Linear(4, 4)), mesh=mesh, num_microbatches=2, loss_fn=loss)
+    pipe.eval_step(torch.randn(4, 4))
+    with pytest.raises((hpcomm.SchemaMismatch, hpcomm.PeerError)) as caught:
+        (pipe.step if mesh.rank == 0 else pipe.eval_step)(torch.randn(4, 4))
+    return str(caught.value)
+
+
+def test_replicas_that_train_and_evaluate_at_once_are_told() -> None:
+    assert any("1 of 2 ranks evaluate, the others train" in words for words in ranks.run(2, step_or_evaluation))
+
+
+def nothing_to_train_on() -> None:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        pipe = hpcomm.Pipeline(layers(), mesh=mesh, num_microbatches=2, loss_fn=None)
+        _, outputs = pipe.eval_step(torch.randn(4, 4), return_outputs=True)
+        assert (outputs is None) == (mesh.rank == 0)
+        for call in (lambda: pipe.loss_of(1, 2), lambda: pipe.step(torch.randn(4, 4))):
+            with pytest.raises(hpcomm.InvalidArgument, match="loss_fn=None"):
+                call()
+
+
+def test_a_pipeline_without_a_loss_only_evaluates() -> None:
+    ranks.run(2, nothing_to_train_on)
+
+
+def late() -> str:
+    mesh = hpcomm.init(dp=1, pp=2, timeout=1.0)
+    if mesh.rank == 0:
+        with pytest.raises(hpcomm.TimedOut) as caught:
+            hpcomm.Pipeline(layers(), mesh=mesh, num_microbatches=2, loss_fn=loss)
+        mesh.control.send(1, 991, b"told")
+        return str(caught.value)
+    assert mesh.control.receive(0, 991, LIMIT) == b"told"
+    return ""
+
+
+def test_a_time_out_says_what_was_waited_for() -> None:
+    assert "to compare the model or the arguments of Pipeline" in ranks.run(2, late)[0]
