@@ -176,6 +176,7 @@ class DdpReducer:
         limits: bytes of the first, second, ... bucket; the last one for all that follow.
         wire: dtype of the buckets, where gradients are to be cast.
         modules: of each parameter its module: small gradients go with a large one of the same module.
+        number: of the wrapper, the same on all ranks: what several of one lane reduce is told apart. -1: one alone.
         events: the profiler's events are called ``events:all_reduce`` and the like.
 
     Raises InvalidArgument; what went wrong on the lane comes out of the backward.
@@ -195,6 +196,7 @@ class DdpReducer:
         bucket_views: bool = False,
         shard: bool = False,
         check_finite: bool = False,
+        number: int = -1,
         events: str = "hpcomm",
         logger: c10d.Logger | None = None,
     ) -> None: ...

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpcomm.ddp.sharded import give_gradients
+from hpcomm.ddp.sharded import give_gradients, take_gradients
 from hpcomm.errors import InvalidArgument, NumericsMismatch
 
 if TYPE_CHECKING:
@@ -121,6 +121,15 @@ class GradScaler(torch.amp.GradScaler):
         give_gradients(optimizer)
         super()._check_inf_per_device(optimizer)
         return self._agree(optimizer)
+
+    def _maybe_opt_step(
+        self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> float | None:
+        found = any(flag.item() for flag in optimizer_state["found_inf_per_device"].values())
+        stepped = super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+        if found:
+            take_gradients(optimizer)
+        return stepped
 
     def _agree(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         found: dict[Any, Any] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import gc
+import re
 import weakref
 from typing import Any
 
@@ -230,3 +231,28 @@ def other_options(name: str, values: list[Any]) -> str:
 def test_an_option_that_differs_by_rank_is_named(name: str, values: list[Any], told: list[str]) -> None:
     for message in ranks.run(2, other_options, name, values):
         assert f"rank 0 has '{told[0]}', rank 1 has '{told[1]}'" in message
+
+
+def two_wrappers_in_two_orders() -> str:
+    mesh = hpcomm.init()
+    torch.manual_seed(0)
+    wrapped = [hpcomm.DistributedDataParallel(nn.Linear(4, 4), mesh=mesh) for _ in range(2)]
+    losses = [each(torch.ones(2, 4)).sum() for each in wrapped]
+    first, second = losses
+    with pytest.raises(hpcomm.SchemaMismatch) as caught:
+        (first if mesh.rank == 0 else second).backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("env", [{}, {"HPCOMM_CPU_TRANSPORT": "gloo", "HPCOMM_CHECK": "1"}], ids=["shm", "gloo"])
+def test_equal_wrappers_of_a_mesh_are_told_apart(env: dict[str, str]) -> None:
+    for words in ranks.run(2, two_wrappers_in_two_orders, env=env):
+        assert re.search(r"rank 0 issued all_reduce\(32 float32, \w+\) of wrapper 0, bucket 0", words)
+        assert re.search(r"rank 1 issued all_reduce\(32 float32, \w+\) of wrapper 1, bucket 0", words)
+
+
+def test_a_bucket_cannot_be_negative() -> None:
+    with hpcomm.init() as mesh:
+        for cap in (-1, float("nan"), float("inf")):
+            with pytest.raises(hpcomm.InvalidArgument, match=f"bucket_cap_mb={cap}"):
+                hpcomm.DistributedDataParallel(nn.Linear(4, 4), mesh=mesh, bucket_cap_mb=cap)

@@ -379,8 +379,25 @@ def misuse() -> None:
     logged = reused._get_ddp_logging_data()
     assert logged["has_error"] == 1
     assert "with name layer." in logged["error"]
+    heads = hpcomm.DistributedDataParallel(TwoHeads())
+    left, right = heads(x)
+    left.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="ready only once"):
+        right.sum().backward()
+    with pytest.raises(RuntimeError, match=r"All parameters of rank \d received theirs: its last backward ended with"):
+        heads(x)
     with pytest.raises(hpcomm.InvalidArgument, match="'auto'"):
         hpcomm.DistributedDataParallel(model(), bucket_cap_mb="large")
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = (nn.Linear(6, 6, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.trunk(x)
+        return self.left(x), self.right(x)
 
 
 def test_misuse_is_told_in_torchs_words() -> None:

@@ -169,3 +169,84 @@ def need_whole_parameters() -> None:
 
 def test_optimizers_that_need_whole_parameters_are_refused() -> None:
     ranks.run(2, need_whole_parameters)
+
+
+class Columns(nn.Module):
+    """Weights that are columns of a whole one, as a checkpoint with fused ones is split: with holes between their rows.
+
+    Args:
+        kept: they stay in the whole one's memory, where they alternate, else each has a copy of it.
+        last: which of them is the last in its bucket.
+    """
+
+    def __init__(self, kept: bool, last: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        whole = torch.randn(37, 15, dtype=torch.float64)
+        pieces = {"left": slice(0, 5), "middle": slice(5, 10), "right": slice(10, 15)}
+        for name in sorted(pieces, key=lambda name: name != last):
+            columns = (whole if kept else whole.clone())[:, pieces[name]]
+            self.register_parameter(name, nn.Parameter(columns))
+        self.across = nn.Parameter(torch.randn(5, 9, dtype=torch.float64).T[::2].T)  # by columns, with holes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert not self.left.is_contiguous() or self.left.stride() == (5, 1)
+        return (x @ self.left) * (x @ self.middle) + (x @ self.right) @ self.across.sum(1).diag()
+
+
+def columns() -> None:
+    with hpcomm.init() as mesh:
+        for kept in (False, True):
+            for last in ("left", "right"):
+                trains(mesh, optim.Adam, {"lr": 1e-2}, lambda kept=kept, last=last: Columns(kept, last))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_parameters_with_holes_are_divided(size: int) -> None:
+    ranks.run(size, columns)
+
+
+class Overlapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.randn(37, 15)
+        self.first, self.other = nn.Parameter(whole[:, :6]), nn.Parameter(whole[:, 10:])
+        self.second = nn.Parameter(whole[3:, 5:7])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.first).sum() + (x @ self.other).sum() + self.second.sum()
+
+
+def overlapping() -> None:
+    with hpcomm.init() as mesh:
+        wrapped = hpcomm.DistributedDataParallel(Overlapping(), mesh=mesh, shard_optimizer=True)
+        with pytest.raises(hpcomm.InvalidArgument, match="parameters first and second lie in the same memory"):
+            wrapped.make_optimizer(optim.SGD, wrapped.parameters(), lr=0.1)
+
+
+def test_columns_that_overlap_are_refused_by_name() -> None:
+    ranks.run(2, overlapping)
+
+
+def skipped_steps() -> None:
+    with hpcomm.init() as mesh:
+        torch.manual_seed(0)
+        net = nn.Linear(8, 8)
+        wrapped = hpcomm.DistributedDataParallel(net, mesh=mesh, shard_optimizer=True)
+        optimizer = wrapped.make_optimizer(optim.SGD, wrapped.parameters(), lr=0.1)
+        scaler = hpcomm.GradScaler(mesh, init_scale=1024.0)
+        for step in range(5):
+            before = net.weight.detach().clone()
+            infinite = step in (1, 2) and mesh.rank == 1
+            loss = wrapped(torch.randn(5, 8)).pow(2).sum() * (float("inf") if infinite else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            net.zero_grad()  # of the module inside: the gradients of a step that was skipped are gone without it
+            assert torch.equal(net.weight, before) == (step in (1, 2))
+            assert bool(torch.isfinite(net.weight).all())
+        assert scaler.get_scale() == 256.0
+
+
+def test_a_scaler_skips_steps_whoever_clears_the_gradients() -> None:
+    ranks.run(2, skipped_steps)

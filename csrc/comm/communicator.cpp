@@ -66,7 +66,8 @@ std::vector<Issued> Communicator::issued_by(const Operation& operation) const {
   return {{what, -1, false,
            words_of_collective(name, view.count, to_string(view.dtype),
                                reduces ? std::optional(operation.op) : std::nullopt,
-                               operation.kind == Kind::kBroadcast ? operation.peer : -1)}};
+                               operation.kind == Kind::kBroadcast ? operation.peer : -1) +
+               words_of_label(reduces ? operation.options.label() : -1)}};
 }
 
 Communicator::Operation Communicator::Operation::sending() const {

@@ -22,6 +22,10 @@ std::string words_of_collective(const char* operation, std::uint64_t count, cons
   return words + ")";
 }
 
+std::string words_of_label(std::int32_t label) {
+  return label < 0 ? "" : str(" of wrapper ", label >> 16, ", bucket ", label & 0xffff);
+}
+
 std::string who_issued_what(const std::vector<int>& ranks, const std::vector<std::string>& words) {
   std::vector<std::pair<std::string, std::string>> sides;
   for (std::size_t r = 0; r < words.size(); ++r) {

@@ -17,6 +17,8 @@ namespace hpcomm {
 // "all_reduce(4 float32, sum)", "broadcast(4 float32, root 1)". `root` is -1 where there is none.
 [[nodiscard]] std::string words_of_collective(const char* operation, std::uint64_t count, const char* dtype,
                                               std::optional<ReduceOp> op, int root);
+// " of wrapper 1, bucket 0": OpOptions::label(); empty for -1.
+[[nodiscard]] std::string words_of_label(std::int32_t label);
 
 // "rank 0, 2 issued barrier; rank 1 issued all_reduce(4 float32, sum)": equal ones together. `words` are those of
 // `ranks`, in their order.

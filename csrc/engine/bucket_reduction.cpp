@@ -53,9 +53,11 @@ Layout part(const Layout& layout, const Run& run) {
 
 class Issue {
  public:
-  Issue(Communicator& communicator, const BucketReduction& reduction, std::vector<RunCheck>* checks)
+  Issue(Communicator& communicator, const BucketReduction& reduction, std::uint64_t number,
+        std::vector<RunCheck>* checks)
       : communicator_(communicator),
         reduction_(reduction),
+        number_(number),
         layout_(reduction.bucket->layout),
         checks_(checks),
         casts_(!layout_.entries().empty() && layout_.entries().front().wire != layout_.entries().front().dtype) {
@@ -116,6 +118,8 @@ class Issue {
     options.inline_when_idle = reduction_.in_caller;
     options.poll = reduction_.poll;
     options.behind = behind;
+    options.owner_number = reduction_.owner_number;
+    options.part = static_cast<std::uint16_t>(number_);
     const DType dtype = reduction_.bucket->dtype;
     BufferView view = reduction_.memory;
     view.dtype = dtype;
@@ -211,6 +215,7 @@ class Issue {
 
   Communicator& communicator_;
   const BucketReduction& reduction_;
+  const std::uint64_t number_;  // of the bucket
   const Layout& layout_;
   std::vector<RunCheck>* checks_;
   bool casts_;
@@ -224,7 +229,7 @@ WorkPtr issue(Communicator& communicator, const BucketReduction& reduction, std:
               std::vector<RunCheck>* checks) {
   HPCOMM_ASSERT(reduction.entries.size() == reduction.bucket->layout.entries().size(), "one contribution per entry");
   HPCOMM_ASSERT(!reduction.make_check || checks != nullptr, "checks need a place");
-  Issue steps(communicator, reduction, checks);
+  Issue steps(communicator, reduction, number, checks);
   steps.make_checks();
   // The gradients are the backward's, which may still run.
   communicator.stream().wait(communicator.compute()->record());

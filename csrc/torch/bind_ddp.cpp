@@ -72,18 +72,20 @@ void bind_ddp(py::module_& module) {
                        const std::vector<std::string>& names, const std::vector<int>& order,
                        const std::vector<std::size_t>& limits, const std::optional<at::ScalarType>& wire,
                        const std::vector<int>& modules, bool find_unused, bool bucket_views, bool shard,
-                       bool check_finite, const std::string& events, const std::shared_ptr<c10d::Logger>& logger) {
+                       bool check_finite, int number, const std::string& events,
+                       const std::shared_ptr<c10d::Logger>& logger) {
              const BucketPlan plan = plan_of(params, order, limits, wire, modules);
              auto reducer = released_without_gil(std::make_shared<DdpReducer>(
                  std::move(communicator), params, names, plan,
-                 DdpOptions{find_unused, bucket_views, shard, check_finite, events}, log_into(logger)));
+                 DdpOptions{find_unused, bucket_views, shard, check_finite, number, events}, log_into(logger)));
              reducer->attach();
              return reducer;
            }),
            py::arg("communicator"), py::arg("params"), py::arg("names"), py::arg("order"), py::arg("limits"),
            py::kw_only(), py::arg("wire") = py::none(), py::arg("modules") = std::vector<int>(),
            py::arg("find_unused") = false, py::arg("bucket_views") = false, py::arg("shard") = false,
-           py::arg("check_finite") = false, py::arg("events") = "hpcomm", py::arg("logger") = py::none())
+           py::arg("check_finite") = false, py::arg("number") = -1, py::arg("events") = "hpcomm",
+           py::arg("logger") = py::none())
       .def(
           "meet",
           [](DdpReducer& reducer, py::function meet) {

@@ -69,6 +69,10 @@ std::string DdpReducer::unready() const {
       indices += str(indices.empty() ? "" : " ", i);
     }
   }
+  if (count == 0) {
+    return str("\nAll parameters of rank ", communicator_->rank(),
+               " received theirs: its last backward ended with an error.");
+  }
   const char* const more = count > kMostNamed ? " ..." : "";
   return str("\nParameters which did not receive grad for rank ", communicator_->rank(), ": ", names, more,
              "\nParameter indices which did not receive grad for rank ", communicator_->rank(), ": ", indices, more);

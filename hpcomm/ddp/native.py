@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcomm import _C
+from hpcomm.control_channels import ControlChannel
 from hpcomm.ddp.choice import Under
 from hpcomm.ddp.lane import order_channel, said_by_first
 from hpcomm.ddp.meeting import Meeting
@@ -100,6 +101,7 @@ class NativeReducer:
             bucket_views=bucket_views,
             shard=shard,
             check_finite=check_finite,
+            number=channel - ControlChannel.WRAPPER,
             events=events,
             logger=logger,
         )

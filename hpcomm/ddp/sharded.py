@@ -24,6 +24,7 @@ __all__: list[str] = []
 
 _LINE = 64  # bytes
 _GIVE = "_hpcomm_give_gradients"  # of an optimizer that make() made
+_TAKE = "_hpcomm_take_gradients"
 _MEMBERS = "_hpcomm_members"  # of the same: its whole parameters, by group
 
 # Of torch's: they look at a parameter's shape or norm, or at all of them. Others may as well, which nobody can tell.
@@ -42,6 +43,13 @@ def give_gradients(optimizer: torch.optim.Optimizer) -> None:
     give = getattr(optimizer, _GIVE, None)
     if give is not None:
         give()
+
+
+def take_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """The gradients that such an optimizer has will not be stepped: a loss scaler has found infinities in them."""
+    take = getattr(optimizer, _TAKE, None)
+    if take is not None:
+        take()
 
 
 class ShardedParameters:
@@ -76,16 +84,19 @@ class ShardedParameters:
             self._move(bucket, [parameters[index] for index in members])
 
     def _require_own_memory(self) -> None:
-        """Parameters that share memory would be moved apart, and trained apart."""
-        end, last = 0, ""
-        for parameter in sorted(self._parameters, key=torch.Tensor.data_ptr):
-            if parameter.numel() > 0 and parameter.data_ptr() < end:
+        """Parameters that share memory would be moved apart, and trained apart. Columns of one tensor may alternate."""
+        together: list[torch.nn.Parameter] = []
+        end = 0
+        for parameter in sorted((p for p in self._parameters if p.numel() > 0), key=torch.Tensor.data_ptr):
+            if parameter.data_ptr() >= end:
+                together.clear()
+            together.append(parameter)
+            end = max(end, parameter.data_ptr() + _extent(parameter))
+            if len(together) > 1 and (other := _overlapped(together, end)) is not None:
                 raise InvalidArgument(
-                    f"parameters {last} and {self._names[id(parameter)]} lie in the same memory, which shard_optimizer "
-                    "would move apart: use one torch.nn.Parameter in both places"
+                    f"parameters {self._names[id(other)]} and {self._names[id(parameter)]} lie in the same memory, "
+                    "which shard_optimizer would move apart: use one torch.nn.Parameter in both places"
                 )
-            if parameter.data_ptr() + parameter.nbytes > end:
-                end, last = parameter.data_ptr() + parameter.nbytes, self._names[id(parameter)]
 
     def _move(self, bucket: int, members: list[torch.nn.Parameter]) -> None:
         dtype = members[0].dtype.to_real()  # complex numbers lie in it as pairs, as in the bucket of gradients
@@ -101,7 +112,7 @@ class ShardedParameters:
             each = numbers.numel() // self._lane.size
             begin, end = self._lane.rank * each, (self._lane.rank + 1) * each
             place = self._places[id(parameter)] = offset // parameter.dtype.itemsize
-            view = numbers.as_strided(parameter.shape, parameter.stride(), place)
+            view = numbers.as_strided(parameter.shape, _dense_strides(parameter), place)
             with torch.no_grad():
                 view.copy_(parameter)
             parameter.data = view
@@ -165,6 +176,7 @@ class ShardedParameters:
         setattr(made, "add_param_group", add)  # noqa: B010
         setattr(made, "__deepcopy__", refuse)  # noqa: B010
         setattr(made, _GIVE, lambda: self._give_gradients(stepped))
+        setattr(made, _TAKE, lambda: self._take(stepped))
         setattr(made, _MEMBERS, members)
         made.register_step_pre_hook(lambda own, args, kwargs: self._before_step(own, stepped, args, kwargs))
         made.register_step_post_hook(lambda own, *_: self._after_step(own, stepped))
@@ -362,7 +374,8 @@ class ShardedParameters:
             raise InvalidArgument(
                 f"{most} backwards were reduced since the last step or zero_grad() of these parameters, and "
                 "with shard_optimizer=True only the last one's gradients are left: accumulate in no_sync() and reduce "
-                "once, or add up the losses"
+                "once, or add up the losses. (zero_grad() of the wrapper or of its optimizer counts; that of the "
+                "module inside is not seen)"
             )
         used = self._reducer.used_by()
         by_hand = self._reducer.reductions_by_hand
@@ -382,6 +395,37 @@ class ShardedParameters:
             each = flat.numel() // self._lane.size
             begin = self._lane.rank * each
             self._lane.all_gather(flat, flat[begin : begin + each])
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from its first number to its last one, gaps included."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.dtype.itemsize
+
+
+def _overlapped(tensors: list[torch.nn.Parameter], end: int) -> torch.nn.Parameter | None:
+    """The first of ``tensors`` but the last with a number where the last one has one; they end before ``end``."""
+    begin = tensors[0].data_ptr()
+    last = tensors[-1]
+    taken = torch.zeros(end - begin, dtype=torch.bool)
+
+    def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+        each = tensor.dtype.itemsize
+        strides = [stride * each for stride in tensor.stride()]
+        return taken.as_strided((*tensor.shape, each), (*strides, 1), tensor.data_ptr() - begin)
+
+    bytes_of(last).fill_(True)
+    return next((tensor for tensor in tensors[:-1] if bool(bytes_of(tensor).any())), None)
+
+
+def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Its own, or those of a contiguous tensor where it has holes: as torch lays out gradients."""
+    step = 1
+    for stride, size in sorted((t, s) for s, t in zip(tensor.shape, tensor.stride(), strict=True) if s != 1):
+        if stride != step:
+            return torch.empty(tensor.shape, device="meta").stride()
+        step *= size
+    return tensor.stride()
 
 
 def _description(tensor: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -98,6 +99,8 @@ class DistributedDataParallel(_StockDDP):
             raise InvalidArgument("DistributedDataParallel: pass mesh= or process_group=, not both")
         if isinstance(bucket_cap_mb, str) and bucket_cap_mb != "auto":
             raise InvalidArgument(f"DistributedDataParallel: bucket_cap_mb={bucket_cap_mb!r}; a number or 'auto'")
+        if isinstance(bucket_cap_mb, (int, float)) and not 0 <= bucket_cap_mb < math.inf:
+            raise InvalidArgument(f"DistributedDataParallel: bucket_cap_mb={bucket_cap_mb}; not negative, and finite")
         if grad_dtype not in (None, torch.bfloat16, torch.float16):
             raise InvalidArgument(f"DistributedDataParallel: grad_dtype={grad_dtype}; torch.bfloat16 or torch.float16")
         if shard_optimizer and grad_dtype is not None:

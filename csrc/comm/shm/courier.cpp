@@ -10,8 +10,10 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include "base/error.h"
@@ -69,6 +71,10 @@ bool equal(const KeyWord& a, const KeyWord& b) {
   return difference == 0;
 }
 
+control::Fd spare_file() {
+  return control::Fd::open([] { return ::eventfd(0, EFD_CLOEXEC); });
+}
+
 }  // namespace
 
 KeyWord random_key_word() {
@@ -87,6 +93,7 @@ Courier::Courier() : generation_(fork_generation()), key_word_(random_key_word()
   address_ = "hpcomm-" + address_;
   listener_ = open_socket(SOCK_NONBLOCK);
   stop_ = control::Fd::open([] { return ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); });
+  spare_ = spare_file();
   sockaddr_un address;
   const socklen_t length = fill(address, address_);
   if (!listener_.valid() || !stop_.valid() ||
@@ -127,11 +134,23 @@ void Courier::serve() {
     if (fds[1].revents != 0) {
       return;
     }
-    const auto connection =
-        control::Fd::open([this] { return ::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC); });
+    const auto accept = [this] { return ::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC); };
+    auto connection = control::Fd::open(accept);
+    if (!connection.valid() && (errno == EMFILE || errno == ENFILE)) {
+      // The peer waits for an answer, and the listener would call again at once: this takes one file for a moment.
+      spare_ = {};
+      connection = control::Fd::open(accept);
+      if (!connection.valid()) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));  // another thread has it
+      }
+    }
     if (connection.valid() && same_user(connection.get())) {
       limit(connection.get(), std::chrono::milliseconds(500));
       answer(connection);
+    }
+    connection = {};
+    if (!spare_.valid()) {
+      spare_ = spare_file();
     }
   }
 }

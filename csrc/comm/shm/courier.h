@@ -47,6 +47,7 @@ class Courier {
   std::string address_;
   control::Fd listener_;
   control::Fd stop_;
+  control::Fd spare_;  // given up for a moment where the process may open no more
   std::mutex mutex_;
   std::map<std::uint64_t, control::Fd> offered_;
   Thread thread_;  // last: it starts when everything above exists

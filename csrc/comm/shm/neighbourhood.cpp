@@ -36,11 +36,15 @@ constexpr auto kPoll = std::chrono::milliseconds(50);
 // Between the end of a process and what Control says of it.
 constexpr auto kNews = std::chrono::milliseconds(200);
 
-std::string boot_id() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string id;
-  std::getline(file, id);
-  return id;
+// Read once: later the process may open no more files.
+const std::string& boot_id() {
+  static const std::string& the = *new std::string([] {
+    std::ifstream file("/proc/sys/kernel/random/boot_id");
+    std::string id;
+    std::getline(file, id);
+    return id;
+  }());
+  return the;
 }
 
 // Of this process, as one '1' or '0' for each core of the host.

@@ -26,8 +26,8 @@ struct Descriptor {
   std::uint8_t dtype = 0;
   std::uint8_t op = 0;
   std::uint8_t located = 0;  // the line carries a Location; not compared
-  std::int32_t root = -1;
-  std::uint64_t count = 0;  // elements of the input
+  std::int32_t root = -1;    // of a reduction, its label
+  std::uint64_t count = 0;   // elements of the input
 
   [[nodiscard]] bool agrees(const Descriptor& other) const noexcept {
     return kind == other.kind && dtype == other.dtype && op == other.op && root == other.root && count == other.count;

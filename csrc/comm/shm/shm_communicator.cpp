@@ -186,7 +186,7 @@ class ShmCommunicator final : public HostCommunicator {
     }
     descriptor.dtype = static_cast<std::uint8_t>(operation.input.dtype);
     descriptor.op = static_cast<std::uint8_t>(operation.op);
-    descriptor.root = operation.peer;
+    descriptor.root = operation.peer >= 0 ? operation.peer : operation.options.label();
     descriptor.count = operation.input.count;
     return descriptor;
   }
@@ -212,7 +212,8 @@ class ShmCommunicator final : public HostCommunicator {
     const bool reduces = kind == Operation::Kind::kAllReduce || kind == Operation::Kind::kReduceScatter;
     return words_of_collective(operation_name(kind), descriptor.count, dtype ? to_string(*dtype) : "unknown",
                                reduces ? std::optional(static_cast<ReduceOp>(descriptor.op)) : std::nullopt,
-                               kind == Operation::Kind::kBroadcast ? descriptor.root : -1);
+                               kind == Operation::Kind::kBroadcast ? descriptor.root : -1) +
+           words_of_label(reduces ? descriptor.root : -1);
   }
 
   // Null for an empty message, which is not sent: neither end of this contract expects it.
