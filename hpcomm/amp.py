@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpcomm.ddp.sharded import give_gradients, take_gradients
+from hpcomm.ddp.sharded import give_gradients, is_divided, take_gradients
 from hpcomm.errors import InvalidArgument, NumericsMismatch
 
 if TYPE_CHECKING:
@@ -125,9 +125,10 @@ class GradScaler(torch.amp.GradScaler):
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
-        found = any(flag.item() for flag in optimizer_state["found_inf_per_device"].values())
+        flags = optimizer_state["found_inf_per_device"].values() if is_divided(optimizer) else ()
+        skips = any(flag.item() for flag in flags)
         stepped = super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-        if found:
+        if skips:
             take_gradients(optimizer)
         return stepped
 

@@ -221,7 +221,11 @@ def while_waiting(purpose: str) -> Iterator[None]:
         yield
     except TimedOut as error:
         raise TimedOut(
-            f"{purpose}: {error}", rank=error.rank, peer=error.peer, operation=error.operation, sequence=error.sequence
+            f"time was up while waiting {purpose}: {error}",
+            rank=error.rank,
+            peer=error.peer,
+            operation=error.operation,
+            sequence=error.sequence,
         ) from error
 
 

@@ -237,8 +237,7 @@ class Mesh:
         """What was issued ends with its result: a communicator that is dropped would end it with an error, and an NCCL
         communicator the whole job.
         """
-        # In the order in which they were made, alike on all ranks: NCCL's ends wait for each other.
-        for end in ("begin_close", "close"):  # all of them wait for a late peer at once
+        for end in ("begin_close", "close"):  # NCCL's ends wait for the peers': for a late one all of them at once
             for communicator in (*self._lanes.values(), self.world):
                 if self.control.failure() is not None:
                     return  # that has ended what was issued

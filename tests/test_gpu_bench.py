@@ -329,6 +329,8 @@ def test_nccl_alone_is_called_as_it_declares_its_functions(tmp_path: Path, monke
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "nccl.c"], check=True, timeout=60)
     monkeypatch.setenv("FAKE_NCCL_LOG", str(log))
     alone = NcclAlone(Job(CPU), str(library))
+    alone.close()  # there is nothing to end yet
+    alone.connect()
     alone.all_reduce(torch.ones(256))
     alone.exchange(torch.full((3,), 1.5), torch.full((3,), 2.5), peer=1)
     with pytest.raises(NcclError, match="^ncclAllReduce: invalid usage$"):

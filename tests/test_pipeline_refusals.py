@@ -44,25 +44,33 @@ ON_RANK_1 = {
     "bucket_cap_mb": (None, "TypeError"),
     "keywords": (None, "TypeError"),
     "schedule": ("/nowhere/there.csv", "No such file or directory: '/nowhere/there.csv'"),
+    "model": (None, "no words for this"),
     "stages_per_rank": (0, "1 stages per rank, not 0"),
 }
 
 
-def wrong_on_rank_1(argument: str) -> tuple[str, bool]:
-    options = {argument: ON_RANK_1[argument][0]} if rank() == 1 else {}
-    error = refused(layers(), (hpcomm.SchemaMismatch,), **options)
-    return str(error), error.__cause__ is not None
+class Unspeakable(nn.Identity):
+    """Fails where ranks compare their models."""
+
+    def extra_repr(self) -> str:
+        raise RuntimeError("no words for this")
+
+
+def wrong_on_rank_1(argument: str) -> tuple[str, str]:
+    options = {argument: ON_RANK_1[argument][0]} if rank() == 1 and argument != "model" else {}
+    model = layers(at_1=Unspeakable()) if rank() == 1 and argument == "model" else layers()
+    error = refused(model, (hpcomm.SchemaMismatch,) if rank() == 0 else (Exception,), **options)
+    return str(error), type(error).__name__
 
 
 @pytest.mark.parametrize("argument", ON_RANK_1)
 def test_what_is_wrong_on_one_rank_is_told_on_all(argument: str) -> None:
-    (zero, other_cause), (one, own_cause) = ranks.run(2, wrong_on_rank_1, argument)
-    for words in (zero, one):
-        assert ON_RANK_1[argument][1] in words
-        assert "rank 0 has 'problem: None'" in words
-        assert len(words) < 1000
-    assert own_cause
-    assert not other_cause
+    (zero, _), (one, own) = ranks.run(2, wrong_on_rank_1, argument)
+    assert ON_RANK_1[argument][1] in zero
+    assert "rank 0 has 'problem: None'" in zero
+    assert len(zero) < 1000
+    assert ON_RANK_1[argument][1] in f"{own}: {one}"
+    assert own != "SchemaMismatch"
 
 
 def other_schedules() -> str:
@@ -127,29 +135,37 @@ def test_one_without_statistics_is_not() -> None:
 
 
 class Odd(nn.Module):
-    """A layer with buffers of types that no transport sums, and with extra state."""
+    """A layer with buffers of types that no transport sums, conjugated ones among them."""
 
-    def __init__(self, *, extra: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.extra = extra
         self.register_buffer("counts", torch.tensor([1 << 31, rank()], dtype=torch.uint32))
         self.register_buffer("phase", torch.full((2, 3), 1j * rank(), dtype=torch.complex64).T)
+        self.register_buffer("mirror", torch.full((2,), 1j * rank(), dtype=torch.complex64).conj())
         self.register_buffer("flag", torch.tensor(rank() == 0))
-
-    def get_extra_state(self) -> Any:
-        return {"a": 1} if self.extra else torch.tensor(3)
-
-    def set_extra_state(self, state: Any) -> None:
-        assert state == ({"a": 1} if self.extra else 3)
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         return h
 
 
+class Extra(Odd):
+    """Its state is made when it is asked for: no tensor, or one of another size on each rank."""
+
+    def __init__(self, extra: str) -> None:
+        super().__init__()
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return torch.ones(1 + rank()) if self.extra == "tensor" else {"a": 1}
+
+    def set_extra_state(self, _: Any) -> None:
+        pass
+
+
 def odd_state() -> None:
     with hpcomm.init(dp=2, pp=2) as mesh:
-        for extra in (False, True):
-            model = layers(at_1=Odd(extra=extra), at_3=Odd(extra=False))
+        for extra in ("", "tensor", "dict"):
+            model = layers(at_1=Extra(extra) if extra else Odd(), at_3=Odd())
             pipe = hpcomm.Pipeline(model, mesh=mesh, num_microbatches=2, loss_fn=loss)
             pipe.step(torch.randn(8, 4))
             # Of the first replica: ranks 0 and 2.
@@ -159,10 +175,12 @@ def odd_state() -> None:
                     assert value.tolist() == [1 << 31, first]
                 elif name.endswith("phase"):
                     assert value.tolist() == [[1j * first] * 2] * 3
+                elif name.endswith("mirror"):
+                    assert value.tolist() == [-1j * first] * 2
                 elif name.endswith("flag"):
                     assert value.item() is (first == 0)
             if extra:
-                with pytest.raises(hpcomm.InvalidArgument, match=r"1\._extra_state is no tensor"):
+                with pytest.raises(hpcomm.InvalidArgument, match=r"1\._extra_state is extra state"):
                     pipe.full_state_dict()
             else:
                 whole = pipe.full_state_dict()

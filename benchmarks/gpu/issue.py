@@ -37,14 +37,21 @@ def run(job: Job) -> None:
 
 def nccl_alone(job: Job, library: str = LIBRARY) -> NcclAlone | None:
     """None without a GPU, and where it fails on any rank: that is no failure of what is measured."""
+    if not job.on_gpu:
+        return None
     alone, words = None, ""
-    if job.on_gpu:
+    for step in ("load", "connect"):  # all ranks do the second, or none
         try:
-            alone = NcclAlone(job, library)
+            if step == "load":
+                alone = NcclAlone(job, library)
+            elif alone is not None:
+                alone.connect()
         except (NcclError, OSError, AttributeError) as error:  # no such library, no such function
             words = str(error)
-        if not job.all_well(alone is not None):
+        if not job.all_well(not words):
             job.report.note(f"NCCL alone is left out: {words or 'it failed on another rank'}")
+            if alone is not None:
+                alone.close()
             return None
     return alone
 

@@ -33,22 +33,27 @@ class NcclError(RuntimeError):
 class NcclAlone:
     """Operations on float32 tensors of this rank's device, issued on the current stream.
 
-    Raises :class:`NcclError` with NCCL's words. All ranks of ``job`` make one at the same time; close it before the
-    process ends, on all of them.
+    Raises OSError without the library, :class:`NcclError` with NCCL's words. :meth:`connect` on all ranks at the same
+    time; close it before the process ends.
     """
 
     def __init__(self, job: Job, library: str = LIBRARY) -> None:
+        self._job = job
         self._nccl = ctypes.CDLL(library)
         self._nccl.ncclGetErrorString.restype = ctypes.c_char_p
         self._comm = ctypes.c_void_p()
-        self._stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream if job.on_gpu else None)
-        unique = UniqueId()
+        self._unique = UniqueId()
         if job.rank == 0:
-            self._call("ncclGetUniqueId", ctypes.byref(unique))
+            self._call("ncclGetUniqueId", ctypes.byref(self._unique))
+
+    def connect(self) -> None:
+        """Makes the communicator, by the id of rank 0."""
+        job, unique = self._job, self._unique
         if job.ranks > 1:
             shared = [bytes(unique)]
             dist.broadcast_object_list(shared, device=torch.device("cpu"))  # over gloo
             unique = UniqueId.from_buffer_copy(shared[0])
+        self._stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream if job.on_gpu else None)
         self._call("ncclCommInitRank", ctypes.byref(self._comm), ctypes.c_int(job.ranks), unique,
                    ctypes.c_int(job.rank))  # fmt: skip
 

@@ -58,7 +58,8 @@ struct OpOptions {
   // Of a Mailbox's: its caller waits for it from here to its end, so that nobody else need look after it.
   bool awaited = false;
   // Of transports that take_behind(), outside of groups: called once, before the call returns and before the Work's
-  // event, unless nothing was launched. What it issues on stream() is part of the operation.
+  // event, unless nothing was launched (no elements, too). What it issues on stream() is part of the operation; what it
+  // throws ends the communicator as a failed launch does.
   const std::function<void()>* behind = nullptr;
   // False: an operation that has ended well when its call returns gives null in place of a Work, which costs to make.
   bool wants_work = true;

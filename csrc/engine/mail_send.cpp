@@ -61,6 +61,9 @@ class MailSend final : public SendRoute {
       } catch (const Error& error) {
         host.abort(error);  // of those behind it, none may come in its place
         throw;
+      } catch (const std::exception& error) {  // torch's, of a copy
+        host.abort(Error(ErrorKind::kTransport, error.what(), queued->what));
+        throw;
       }
     });
   }

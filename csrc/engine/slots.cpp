@@ -110,6 +110,7 @@ void SlotPool::Free::give_up(const Buffer& buffer) noexcept {
     try {
       if (stream != nullptr) {
         stream->hold(buffer.owner);
+        (void)stream->record();  // nobody may issue there any more
       }
     } catch (...) {  // the device is gone: the stream keeps it for ever
     }

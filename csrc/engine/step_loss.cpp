@@ -27,8 +27,8 @@ void StepLoss::issue(double loss_sum, double weight_sum, bool accumulate) {
                                    ranks = communicator_->size()] {
     try {
       reduced->wait();
-      const int evaluating = static_cast<int>(sums->reducing) / kEvaluation;
-      const int reducing = static_cast<int>(sums->reducing) % kEvaluation;
+      const auto evaluating = static_cast<std::int64_t>(sums->reducing) / kEvaluation;
+      const auto reducing = static_cast<std::int64_t>(sums->reducing) % kEvaluation;
       if (evaluating != 0 && evaluating != ranks) {
         throw Error(ErrorKind::kSchemaMismatch,
                     str(evaluating, " of ", ranks,

@@ -4,6 +4,7 @@
 // sums travel in one small all-reduce; 1 / weight is then read by the gradient lane when it packs.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 
 #include "comm/communicator.h"
@@ -40,7 +41,7 @@ class StepLoss {
     double kept_weight = 0;  // of steps whose gradients wait for a later reduction
   };
 
-  static constexpr int kEvaluation = 1 << 20;  // more than there are ranks
+  static constexpr std::int64_t kEvaluation = 1 << 20;  // more than there are ranks
 
   std::shared_ptr<Communicator> communicator_;
   const bool evaluates_;

@@ -26,12 +26,16 @@ namespace {
 using cuda::check;
 using cuda::DeviceGuard;
 
-// What streams were asked to hold. Lets go at later records, never by itself: there is no thread for it.
+// What streams were asked to hold. Lets go at later calls, never by itself: there is no thread for it.
 class HeldMemory {
  public:
   void add(Event passed, std::vector<Keepalive> memory) {
     const std::lock_guard lock(mutex_);
-    passing_.push_back({std::move(passed), std::move(memory)});
+    if (!passing_.empty() && passing_.back().passed == passed) {  // one question for both
+      std::move(memory.begin(), memory.end(), std::back_inserter(passing_.back().memory));
+    } else {
+      passing_.push_back({std::move(passed), std::move(memory)});
+    }
   }
 
   // To wait for the next event that is recorded behind this point: its record costs the host as much as a launch.
@@ -46,6 +50,12 @@ class HeldMemory {
   [[nodiscard]] std::vector<Keepalive> take_waiting() {
     const std::lock_guard lock(mutex_);
     return std::exchange(waiting_, {});
+  }
+
+  // What was taken and has not been passed, before what came meanwhile.
+  void put_back(std::vector<Keepalive> memory) {
+    const std::lock_guard lock(mutex_);
+    waiting_.insert(waiting_.begin(), std::make_move_iterator(memory.begin()), std::make_move_iterator(memory.end()));
   }
 
   // In a capture: no event may be asked about, so it stays until the capture is over. From then on the graph's owner
@@ -144,9 +154,12 @@ class CudaStream final : public Stream {
     const bool exiting = cudaGetDevice(&ignored) == cudaErrorCudartUnloading;
     const char* why = "there is no telling when it will";
     try {
-      if (auto waiting = held_->take_waiting(); !waiting.empty()) {
-        const DeviceGuard device(device_);
-        (void)record_for(std::move(waiting), handle());
+      if (held_->size() > 0) {
+        const DeviceGuard device(device_);  // which may fail: what waits stays held then
+        const cudaStream_t stream = handle();
+        if (auto waiting = held_->take_waiting(); !waiting.empty()) {
+          (void)record_for(std::move(waiting), stream);
+        }
       }
       held_->drain(Clock::now() + kPatience);
     } catch (...) {
@@ -259,9 +272,11 @@ class CudaStream final : public Stream {
       }
       held_->reap();
       const cuda::RelaxedCapture relaxed;
+      auto waiting = held_->take_waiting();  // before the question: what comes later may not have run
       const bool idle = cudaStreamQuery(stream) == cudaSuccess;
       if (!idle) {
         (void)cudaGetLastError();
+        held_->put_back(std::move(waiting));
       }
       return idle;
     } catch (...) {

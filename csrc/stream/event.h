@@ -57,6 +57,8 @@ class Event {
     while (!wait_until(Clock::now() + std::chrono::hours(1))) {
     }
   }
+  // The same point.
+  [[nodiscard]] bool operator==(const Event& other) const noexcept { return state_ == other.state_; }
 
  private:
   std::shared_ptr<const EventState> state_;

@@ -84,7 +84,7 @@ LaneBackend::C10dWork LaneBackend::issue_all(const Call& call, Tensors results, 
   options.keepalive = held;
   lane.wait(communicator_->compute()->record());
   WorkPtr last;
-  bool is_last = true;  // nothing is issued behind it
+  bool nothing_behind = false;
   const auto run = [&] {
     for (const Plan& plan : plans) {
       for (const at::Tensor& tensor : plan.held) {
@@ -105,14 +105,16 @@ LaneBackend::C10dWork LaneBackend::issue_all(const Call& call, Tensors results, 
     for (Plan& plan : plans) {
       std::move(plan.after.begin(), plan.after.end(), std::back_inserter(after));
     }
-    is_last = last != nullptr && after.empty();
+    // Of several, or of one that had nothing to do, the last tells nothing of the others.
+    nothing_behind = communicator_->device().type == DeviceType::kCuda && plans.size() == 1 && after.empty() &&
+                     last != nullptr && !last->event().empty();
     run_behind(lane, std::move(after));
   } catch (...) {
     lane.hold(held);  // some of it may be under way
     throw;
   }
   WorkPtr all = last;
-  if (!is_last || communicator_->device().type == DeviceType::kCpu) {
+  if (!nothing_behind) {
     const ErrorContext what = last != nullptr ? last->what() : communicator_->context("nothing", -1, 0);
     all = communicator_->follow(last, what, held);
   }

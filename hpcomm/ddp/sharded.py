@@ -45,11 +45,14 @@ def give_gradients(optimizer: torch.optim.Optimizer) -> None:
         give()
 
 
+def is_divided(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether :meth:`ShardedParameters.make` made it, for several ranks."""
+    return hasattr(optimizer, _TAKE)
+
+
 def take_gradients(optimizer: torch.optim.Optimizer) -> None:
     """The gradients that such an optimizer has will not be stepped: a loss scaler has found infinities in them."""
-    take = getattr(optimizer, _TAKE, None)
-    if take is not None:
-        take()
+    getattr(optimizer, _TAKE)()
 
 
 class ShardedParameters:
@@ -85,17 +88,19 @@ class ShardedParameters:
 
     def _require_own_memory(self) -> None:
         """Parameters that share memory would be moved apart, and trained apart. Columns of one tensor may alternate."""
-        together: list[torch.nn.Parameter] = []
+        entangled: list[list[torch.nn.Parameter]] = []
         end = 0
         for parameter in sorted((p for p in self._parameters if p.numel() > 0), key=torch.Tensor.data_ptr):
             if parameter.data_ptr() >= end:
-                together.clear()
-            together.append(parameter)
+                entangled.append([])
+            entangled[-1].append(parameter)
             end = max(end, parameter.data_ptr() + _extent(parameter))
-            if len(together) > 1 and (other := _overlapped(together, end)) is not None:
+        for group in entangled:
+            if len(group) > 1 and (pair := _overlapping(group)) is not None:
+                first, second = (self._names[id(parameter)] for parameter in pair)
                 raise InvalidArgument(
-                    f"parameters {self._names[id(other)]} and {self._names[id(parameter)]} lie in the same memory, "
-                    "which shard_optimizer would move apart: use one torch.nn.Parameter in both places"
+                    f"parameters {first} and {second} lie in the same memory, which shard_optimizer would move apart: "
+                    "use one torch.nn.Parameter in both places"
                 )
 
     def _move(self, bucket: int, members: list[torch.nn.Parameter]) -> None:
@@ -403,19 +408,23 @@ def _extent(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.dtype.itemsize
 
 
-def _overlapped(tensors: list[torch.nn.Parameter], end: int) -> torch.nn.Parameter | None:
-    """The first of ``tensors`` but the last with a number where the last one has one; they end before ``end``."""
+def _overlapping(tensors: list[torch.nn.Parameter]) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
+    """Two of them that have a number in the same place; None where they only alternate."""
     begin = tensors[0].data_ptr()
-    last = tensors[-1]
-    taken = torch.zeros(end - begin, dtype=torch.bool)
+    taken = torch.zeros(max(t.data_ptr() + _extent(t) for t in tensors) - begin, dtype=torch.bool)
 
     def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
         each = tensor.dtype.itemsize
         strides = [stride * each for stride in tensor.stride()]
         return taken.as_strided((*tensor.shape, each), (*strides, 1), tensor.data_ptr() - begin)
 
-    bytes_of(last).fill_(True)
-    return next((tensor for tensor in tensors[:-1] if bool(bytes_of(tensor).any())), None)
+    for number, tensor in enumerate(tensors):
+        if bool(bytes_of(tensor).any()):
+            taken.zero_()
+            bytes_of(tensor).fill_(True)
+            return next((other, tensor) for other in tensors[:number] if bool(bytes_of(other).any()))
+        bytes_of(tensor).fill_(True)
+    return None
 
 
 def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hpcomm.ddp import describe_parameters
 from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline.chain import layers_of, skips_of
+from hpcomm.pipeline.parameters import is_extra
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,13 +59,6 @@ def require_arguments(
                 f"Pipeline: parameter {name} is a {type(wrapped).__name__}; the parameters of a stage must be plain "
                 "tensors, whole on each of its ranks"
             )
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype not in _REDUCED:
-            raise InvalidArgument(
-                f"Pipeline: parameter {name} is {parameter.dtype}; gradients are reduced as "
-                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _REDUCED)}: freeze it, or hold its real "
-                "and imaginary parts"
-            )
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, torch.Tensor) and tensor.device not in {
             torch.device("cpu"),
@@ -84,8 +78,17 @@ def require_names(**lists: Sequence[str | int] | None) -> None:
             raise InvalidArgument(f"Pipeline: {argument}={names!r} is a string; pass a list, [{names!r}]")
 
 
-def require_own_statistics(stages: Sequence[torch.nn.Module], placement: Sequence[int]) -> None:
-    """Raises InvalidArgument for a layer that several ranks would have, each with statistics of its own."""
+def require_trainable(model: torch.nn.Module, stages: Sequence[torch.nn.Module], placement: Sequence[int]) -> None:
+    """Raises InvalidArgument for gradients that cannot be reduced, and for a layer that several ranks would have, each
+    with statistics of its own.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in _REDUCED:
+            raise InvalidArgument(
+                f"Pipeline: parameter {name} is {parameter.dtype}; gradients are reduced as "
+                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _REDUCED)}: freeze it, or hold its real "
+                "and imaginary parts"
+            )
     owners: dict[int, int] = {}
     for stage, (module, rank) in enumerate(zip(stages, placement, strict=True)):
         for name, layer in module.named_modules():
@@ -105,7 +108,7 @@ def long_name(action: ComputeAction) -> str:
 
 def describe(model: torch.nn.Module, stages: list[torch.nn.Module]) -> list[str]:
     """What ranks must agree on: parameters first, since they say most, then buffers, layers and the cut."""
-    state = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in model.state_dict().items() if hasattr(t, "shape")]
+    state = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in model.state_dict().items() if not is_extra(name)]
     layers = [line for name, child in model.named_children() for line in f"{name}: {child!r}".split("\n")]
     cuts = [f"stage {i}: {', '.join(name for name, _ in layers_of(s))}" for i, s in enumerate(stages)]
     return [*describe_parameters(model), *state, *layers, f"skips={skips_of(model)}", *cuts]

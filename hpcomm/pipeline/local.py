@@ -8,7 +8,7 @@ import torch
 
 from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline import chain
-from hpcomm.pipeline.parameters import broadcast
+from hpcomm.pipeline.parameters import broadcast, is_extra
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ class LocalModel:
         self._placement = list(placement)
         self._names = [entry.name for entry in owned]
         self._shapes = [
-            {k: (v.shape, v.dtype) if isinstance(v, torch.Tensor) else None for k, v in stage.state_dict().items()}
+            {name: None if is_extra(name) else (value.shape, value.dtype) for name, value in stage.state_dict().items()}
             for stage in modules
         ]
         self.stages = {stage: modules[stage].to(mesh.device) for stage in here}
@@ -88,8 +88,8 @@ class LocalModel:
         """The whole model's state on every rank, copied from its stages (collective over ``mesh.pp``).
 
         Raises:
-            InvalidArgument: a layer has extra state that is no tensor (``get_extra_state()``); each rank's
-                :meth:`state_dict` has its own.
+            InvalidArgument: a layer has extra state (``get_extra_state()``); each rank's :meth:`state_dict` has its
+                own.
         """
         whole: dict[str, torch.Tensor] = {}
         for stage, kinds in enumerate(self._shapes):
@@ -97,7 +97,7 @@ class LocalModel:
             for name, kind in kinds.items():
                 if kind is None:
                     raise InvalidArgument(
-                        f"full_state_dict(): {name} is no tensor, and is not sent; use each rank's state_dict()"
+                        f"full_state_dict(): {name} is extra state, which is not sent; use each rank's state_dict()"
                     )
                 value = (
                     mine[name].detach().clone().contiguous()

@@ -48,8 +48,8 @@ def start_equal(mesh: Mesh, module: torch.nn.Module, owned: Sequence[Owned], pla
         placement: the pipeline rank of every stage.
     """
     with torch.no_grad():
-        for value in module.state_dict().values() if mesh.dp.size > 1 else ():
-            if isinstance(value, torch.Tensor):  # or a layer's extra state, which each has made for itself
+        for name, value in module.state_dict().items() if mesh.dp.size > 1 else ():
+            if not is_extra(name):
                 broadcast(mesh.dp, value, 0)
         for entry in owned:
             if len({placement[stage] for stage in entry.stages}) > 1:
@@ -57,8 +57,13 @@ def start_equal(mesh: Mesh, module: torch.nn.Module, owned: Sequence[Owned], pla
                 broadcast(mesh.lane(ranks, "gradient"), entry.parameter, 0)
 
 
+def is_extra(name: str) -> bool:
+    """Of a state dict: what a layer's ``get_extra_state()`` has made for it. It is not the layer's own memory."""
+    return name.rpartition(".")[2] == torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+
+
 def broadcast(lane: Communicator, value: torch.Tensor, root: int) -> None:
     """``value`` of rank ``root`` on all ranks of ``lane``, in place; of any dtype."""
-    dense = value.detach().contiguous()
+    dense = value.detach().resolve_conj().resolve_neg().contiguous()
     lane.broadcast(dense.reshape(-1).view(torch.uint8), root)
     value.detach().copy_(dense)

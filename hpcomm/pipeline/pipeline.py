@@ -19,7 +19,7 @@ from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import InvalidArgument, SchemaMismatch
 from hpcomm.pipeline import chain, sharing
 from hpcomm.pipeline.adapt import as_chain, split_of
-from hpcomm.pipeline.checks import describe, long_name, require_arguments, require_names, require_own_statistics
+from hpcomm.pipeline.checks import describe, long_name, require_arguments, require_names, require_trainable
 from hpcomm.pipeline.failure import TellPeers
 from hpcomm.pipeline.links import links_of, loaders_of
 from hpcomm.pipeline.local import LocalModel
@@ -116,7 +116,7 @@ class Pipeline(LocalModel):
     ) -> None:
         # A rank that cannot go on says so in the agreement, whatever it is: the others must not wait in a later one.
         problem: Exception | None = None
-        options = ""
+        told: list[str] = []
         modules: list[torch.nn.Module] = []
         plain = Schedule([], [])
         starts: list[int] = []
@@ -126,7 +126,8 @@ class Pipeline(LocalModel):
             options = (
                 f"{num_microbatches=} {stages_per_rank=} split_at={split_at and list(split_at)} {reduce=} {schema=} "
                 f"{bucket_cap_mb=} {inputs=} keywords={sorted(keywords)} whole={sorted(whole)} {seed=} "
-                f"{deterministic=} balance={balance is not None} init_fn={init_fn is not None}"
+                f"{deterministic=} balance={balance is not None} init_fn={init_fn is not None} "
+                f"loss_fn={loss_fn is not None}"
             )
             split_at = split_of(model, split_at)
             whole_model = as_chain(model)
@@ -135,23 +136,24 @@ class Pipeline(LocalModel):
             plain = schedule_of(schedule, mesh.shape["pp"], num_microbatches, stages_per_rank)
             starts = starts_of(whole_model, plain.stages, split_at)
             modules = stages_at(whole_model, starts)
-            require_own_statistics(modules, plain.placement)
+            if plain.trains and loss_fn is not None:
+                require_trainable(whole_model, modules, plain.placement)
             require_initialisable(whole_model, init_fn)
             if balance is not None and split_at is not None:
                 raise InvalidArgument("Pipeline: split_at says where to cut, balance asks for it; pass one of them")
+            told = [
+                options,
+                *(f"schedule, rank {rank}: {' '.join(map(long_name, row))}" for rank, row in enumerate(plain.table)),
+                *describe(whole_model, modules),
+            ]
         except Exception as error:  # noqa: BLE001 - raised below, when the others have heard of it
             problem = error
-        rows = [f"schedule, rank {rank}: {' '.join(map(long_name, row))}" for rank, row in enumerate(plain.table)]
         words = f"problem: {problem if isinstance(problem, InvalidArgument) else repr(problem)}".replace("\n", " ")
         try:
-            agree(
-                mesh.control,
-                "model or the arguments of Pipeline",
-                [words, options, *rows, *describe(whole_model, modules)],
-                timeout=mesh.timeout,
-            )
-        except SchemaMismatch as mismatch:
-            raise mismatch from problem
+            agree(mesh.control, "model or the arguments of Pipeline", [words, *told], timeout=mesh.timeout)
+        except SchemaMismatch:
+            if problem is None:
+                raise
         if problem is not None:
             raise problem
         layers: list[LayerProfile] = []
@@ -293,6 +295,10 @@ class Pipeline(LocalModel):
                 self._evaluation = self._evaluator()
             with self._telling_peers(self._evaluation):
                 wants_loss = target is not None or not return_outputs
+                if wants_loss and self._loss_fn is None:
+                    raise InvalidArgument(
+                        "eval_step(): the Pipeline was made with loss_fn=None: pass return_outputs=True, and no target"
+                    )
                 # Who has the target knows; on other ranks the function is not called.
                 batch = self._batch(inputs, target, keywords, self._loss_fn if wants_loss else None)
                 batch.keep_outputs = return_outputs

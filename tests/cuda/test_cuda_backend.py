@@ -161,3 +161,30 @@ def test_stock_ddp_equals_one_process(device: str, world: int) -> None:
     for gradients in run(device, world, stock_ddp):
         for mine, param in zip(gradients, module.parameters(), strict=True):
             torch.testing.assert_close(mine, param.grad, rtol=1e-10, atol=1e-12)
+
+
+def empty_ones_last(device: str) -> None:
+    """What has nothing to do is over at once, and what was issued before it is not."""
+    rank, world = start(device)
+    total = sum(range(1, world + 1))
+    for _ in range(2):
+        large = torch.full((1 << 20,), float(rank + 1), device=device)
+        sleep(device, 5.0)
+        with dist._coalescing_manager(async_ops=True) as manager:
+            dist.all_reduce(large)
+            dist.all_reduce(torch.empty(0, device=device))
+        manager.wait()
+        assert bool((large == total).all())
+        # The last rank gets nothing.
+        sizes = [1 << 18] * (world - 1) + [0]
+        parts = [torch.full((size,), float(rank + 1), device=device) for size in sizes]
+        mine = torch.empty(sizes[rank], device=device)
+        sleep(device, 5.0)
+        dist.reduce_scatter(mine, parts)
+        assert bool((mine == total).all())
+    dist.destroy_process_group()
+
+
+@one_and_two
+def test_an_empty_operation_behind_others_hides_none(device: str, world: int) -> None:
+    run(device, world, empty_ones_last)

@@ -425,11 +425,68 @@ TEST(cuda_stream_holds_by_one_event_what_came_before_it) {
   before = records();
   for (int i = 0; i < 100; ++i) {
     hold();
-    (void)lane.stream->idle();
     std::this_thread::sleep_for(100us);
   }
   CHECK(records() - before >= 4 && records() - before <= 10);
   CHECK(std::count_if(watches.begin(), watches.end(), [](const auto& watch) { return !watch.expired(); }) <= 40);
+}
+
+TEST(cuda_stream_gets_through_a_backlog) {
+  // As operations of a lane: kernels hold, an event is recorded, and more is held until that.
+  fake_cuda::reset(1, 0);
+  const Lane lane;
+  std::atomic<int> alive = 0;
+  const auto memory = [&alive] {
+    ++alive;
+    return std::shared_ptr<int>(new int(0), [&alive](int* old) {
+      delete old;
+      --alive;
+    });
+  };
+  const auto operate = [&] {
+    lane.stream->hold(memory());
+    const Event event = lane.stream->record();
+    lane.stream->hold_until(memory(), event);
+  };
+  auto gate = lane.gate();
+  for (int i = 0; i < 30; ++i) {
+    operate();  // the host runs ahead
+  }
+  CHECK_EQ(alive.load(), 60);
+  gate->open();
+  cudaStreamSynchronize(lane.raw->get());
+  std::this_thread::sleep_for(1ms);
+  for (int i = 0; i < 40; ++i) {
+    operate();
+    cudaStreamSynchronize(lane.raw->get());
+  }
+  CHECK(alive <= 4);
+  // A quiet lane lets go when it is asked whether it is idle.
+  lane.stream->hold(memory());
+  cudaStreamSynchronize(lane.raw->get());
+  std::this_thread::sleep_for(1ms);
+  for (int i = 0; i < 4; ++i) {
+    CHECK(lane.stream->idle());
+  }
+  CHECK_EQ(alive.load(), 0);
+}
+
+TEST(cuda_stream_whose_end_fails_keeps_what_waits) {
+  for (const char* const function : {"cudaGetDevice", "cudaEventRecord"}) {
+    fake_cuda::reset(1, 0);
+    std::weak_ptr<int> watch;
+    CapturedStderr log;
+    {
+      const Lane lane;
+      auto memory = std::make_shared<int>(1);
+      watch = memory;
+      lane.stream->hold(std::move(memory));
+      // The first question is whether the process ends.
+      fake_cuda::fail(function, std::string(function) == "cudaGetDevice" ? 2 : 1, cudaErrorLaunchFailure);
+    }
+    CHECK(!watch.expired());
+    CHECK(log.text().find("kept for ever (1)") != std::string::npos);
+  }
 }
 
 TEST(cuda_stream_lets_go_oldest_first_with_few_questions_a_call) {

