@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hpcomm.ddp import describe_parameters
 from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline.chain import layers_of, skips_of
-from hpcomm.pipeline.parameters import is_extra
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,6 +103,11 @@ def require_trainable(model: torch.nn.Module, stages: Sequence[torch.nn.Module],
 def long_name(action: ComputeAction) -> str:
     """``3F0``: the forward of microbatch 0 in stage 3."""
     return f"{action.stage}{action.kind}{action.microbatch}"
+
+
+def is_extra(name: str) -> bool:
+    """Of a state dict: what a layer's ``get_extra_state()`` has made for it. It is not the layer's own memory."""
+    return name.rpartition(".")[2] == torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 def describe(model: torch.nn.Module, stages: list[torch.nn.Module]) -> list[str]:

@@ -8,7 +8,8 @@ import torch
 
 from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline import chain
-from hpcomm.pipeline.parameters import broadcast, is_extra
+from hpcomm.pipeline.checks import is_extra
+from hpcomm.pipeline.parameters import broadcast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

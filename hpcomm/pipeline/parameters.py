@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hpcomm.pipeline.checks import is_extra
+
 if TYPE_CHECKING:
     from hpcomm._C import Communicator
     from hpcomm.mesh import Mesh
@@ -55,11 +57,6 @@ def start_equal(mesh: Mesh, module: torch.nn.Module, owned: Sequence[Owned], pla
             if len({placement[stage] for stage in entry.stages}) > 1:
                 ranks = sorted({placement[s] * mesh.dp.size + r for s in entry.stages for r in range(mesh.dp.size)})
                 broadcast(mesh.lane(ranks, "gradient"), entry.parameter, 0)
-
-
-def is_extra(name: str) -> bool:
-    """Of a state dict: what a layer's ``get_extra_state()`` has made for it. It is not the layer's own memory."""
-    return name.rpartition(".")[2] == torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 def broadcast(lane: Communicator, value: torch.Tensor, root: int) -> None:

@@ -151,9 +151,8 @@ class Pipeline(LocalModel):
         words = f"problem: {problem if isinstance(problem, InvalidArgument) else repr(problem)}".replace("\n", " ")
         try:
             agree(mesh.control, "model or the arguments of Pipeline", [words, *told], timeout=mesh.timeout)
-        except SchemaMismatch:
-            if problem is None:
-                raise
+        except SchemaMismatch as mismatch:
+            raise mismatch from problem  # alike on every rank
         if problem is not None:
             raise problem
         layers: list[LayerProfile] = []
