@@ -149,6 +149,14 @@ class Odd(nn.Module):
         return h
 
 
+class Noted(Odd):
+    """Its state dict has an entry of another kind, as those of quantized layers have."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "_extra_note"] = {"bits": 8}
+
+
 class Extra(Odd):
     """Its state is made when it is asked for: no tensor, or one of another size on each rank."""
 
@@ -165,8 +173,9 @@ class Extra(Odd):
 
 def odd_state() -> None:
     with hpcomm.init(dp=2, pp=2) as mesh:
-        for extra in ("", "tensor", "dict"):
-            model = layers(at_1=Extra(extra) if extra else Odd(), at_3=Odd())
+        for extra in ("", "note", "tensor", "dict"):
+            odd = Noted() if extra == "note" else Extra(extra) if extra else Odd()
+            model = layers(at_1=odd, at_3=Odd())
             pipe = hpcomm.Pipeline(model, mesh=mesh, num_microbatches=2, loss_fn=loss)
             pipe.step(torch.randn(8, 4))
             # Of the first replica: ranks 0 and 2.
@@ -181,7 +190,7 @@ def odd_state() -> None:
                 elif name.endswith("flag"):
                     assert value.item() is (first == 0)
             if extra:
-                with pytest.raises(hpcomm.InvalidArgument, match=r"1\._extra_state is extra state"):
+                with pytest.raises(hpcomm.InvalidArgument, match=r"1\._extra_(state|note) is extra state"):
                     pipe.full_state_dict()
             else:
                 whole = pipe.full_state_dict()

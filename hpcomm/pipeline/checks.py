@@ -105,14 +105,15 @@ def long_name(action: ComputeAction) -> str:
     return f"{action.stage}{action.kind}{action.microbatch}"
 
 
-def is_extra(name: str) -> bool:
-    """Of a state dict: what a layer's ``get_extra_state()`` has made for it. It is not the layer's own memory."""
-    return name.rpartition(".")[2] == torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+def is_extra(name: str, value: object) -> bool:
+    """Of a state dict: no tensor, or one that a layer has made for it (``get_extra_state()``), not its own memory."""
+    made = name.rpartition(".")[2] == torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+    return made or not isinstance(value, torch.Tensor)
 
 
 def describe(model: torch.nn.Module, stages: list[torch.nn.Module]) -> list[str]:
     """What ranks must agree on: parameters first, since they say most, then buffers, layers and the cut."""
-    state = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in model.state_dict().items() if not is_extra(name)]
+    state = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in model.state_dict().items() if not is_extra(name, t)]
     layers = [line for name, child in model.named_children() for line in f"{name}: {child!r}".split("\n")]
     cuts = [f"stage {i}: {', '.join(name for name, _ in layers_of(s))}" for i, s in enumerate(stages)]
     return [*describe_parameters(model), *state, *layers, f"skips={skips_of(model)}", *cuts]

@@ -38,7 +38,10 @@ class LocalModel:
         self._placement = list(placement)
         self._names = [entry.name for entry in owned]
         self._shapes = [
-            {name: None if is_extra(name) else (value.shape, value.dtype) for name, value in stage.state_dict().items()}
+            {
+                name: None if is_extra(name, value) else (value.shape, value.dtype)
+                for name, value in stage.state_dict().items()
+            }
             for stage in modules
         ]
         self.stages = {stage: modules[stage].to(mesh.device) for stage in here}

@@ -51,7 +51,7 @@ def start_equal(mesh: Mesh, module: torch.nn.Module, owned: Sequence[Owned], pla
     """
     with torch.no_grad():
         for name, value in module.state_dict().items() if mesh.dp.size > 1 else ():
-            if not is_extra(name):
+            if not is_extra(name, value):
                 broadcast(mesh.dp, value, 0)
         for entry in owned:
             if len({placement[stage] for stage in entry.stages}) > 1:
