@@ -570,13 +570,36 @@ std::map<std::string, std::uint64_t> count_calls() {
   return calls;
 }
 
+// Of all ranks between two moments, while they stand still.
+class CountedCalls {
+ public:
+  explicit CountedCalls(const NcclJob& job) : job_(job) {}
+  void begin(int rank) { take(rank, 1, before_); }
+  void end(int rank) { take(rank, 3, after_); }
+  [[nodiscard]] double each(const char* name, double times) const {
+    return static_cast<double>(after_.at(name) - before_.at(name)) / times;
+  }
+
+ private:
+  void take(int rank, std::uint64_t meeting, std::map<std::string, std::uint64_t>& calls) {
+    job_.meet(rank, meeting);
+    if (rank == 0) {
+      calls = count_calls();
+    }
+    job_.meet(rank, meeting + 1);
+  }
+
+  const NcclJob& job_;
+  std::map<std::string, std::uint64_t> before_;
+  std::map<std::string, std::uint64_t> after_;
+};
+
 }  // namespace
 
 TEST(engine_cuda_a_message_takes_few_calls_of_the_runtime) {
   constexpr int kMessages = 20;
   const NcclJob job(2);
-  std::map<std::string, std::uint64_t> before;
-  std::map<std::string, std::uint64_t> after;
+  CountedCalls calls(job);
   job.run_threads([&](int rank) {
     const Gpu gpu(job, rank);
     const auto lane = gpu.lane("up");
@@ -597,11 +620,7 @@ TEST(engine_cuda_a_message_takes_few_calls_of_the_runtime) {
       for (int message = 0; message < 2 + kMessages; ++message) {
         if (message == 2) {
           gpu.synchronize();
-          job.meet(rank, 1);
-          if (rank == 0) {
-            before = count_calls();
-          }
-          job.meet(rank, 2);
+          calls.begin(rank);
         }
         if (sender) {
           (void)sender->send(schema, sources, nullptr, message);
@@ -609,16 +628,12 @@ TEST(engine_cuda_a_message_takes_few_calls_of_the_runtime) {
           gpu.wait(receiver->recv(message).work);
         }
       }
-      job.meet(rank, 3);
-      if (rank == 0) {
-        after = count_calls();
-      }
-      job.meet(rank, 4);
+      calls.end(rank);
       gpu.synchronize();
     }
     lane->close();
   });
-  const auto a_message = [&](const char* name) { return static_cast<double>(after[name] - before[name]) / kMessages; };
+  const auto a_message = [&](const char* name) { return calls.each(name, kMessages); };
   // The sender's pack and both ends' NCCL.
   CHECK(a_message("fake_cuda_enqueue") < 3.2);
   // The sender: what its tensors come behind, and the end of the send. The receiver: the end of the receipt, and what
@@ -633,8 +648,7 @@ TEST(engine_cuda_a_bucket_takes_few_calls_of_the_runtime) {
   constexpr int kRanks = 2;
   constexpr int kSteps = 8;
   const NcclJob job(kRanks);
-  std::map<std::string, std::uint64_t> before;
-  std::map<std::string, std::uint64_t> after;
+  CountedCalls calls(job);
   job.run_threads([&](int rank) {
     const Gpu gpu(job, rank);
     const auto lane = gpu.lane("gradient");
@@ -645,11 +659,7 @@ TEST(engine_cuda_a_bucket_takes_few_calls_of_the_runtime) {
     }
     for (int step = 0; step < 2 + kSteps; ++step) {
       if (step == 2) {
-        job.meet(rank, 1);
-        if (rank == 0) {
-          before = count_calls();
-        }
-        job.meet(rank, 2);
+        calls.begin(rank);
       }
       reducer.arm({nullptr, 0.5}, {});
       for (std::size_t p = gradients.size(); p-- > 0;) {
@@ -659,17 +669,13 @@ TEST(engine_cuda_a_bucket_takes_few_calls_of_the_runtime) {
         gpu.wait(work);
       }
     }
-    job.meet(rank, 3);
-    if (rank == 0) {
-      after = count_calls();
-    }
-    job.meet(rank, 4);
+    calls.end(rank);
     gpu.synchronize();
     lane->close();
   });
   // Two of the three buckets are packed and unpacked, one is reduced where it lies.
   const double buckets = static_cast<double>(model.plan.buckets.size()) * kSteps * kRanks;
-  const auto a_bucket = [&](const char* name) { return static_cast<double>(after[name] - before[name]) / buckets; };
+  const auto a_bucket = [&](const char* name) { return calls.each(name, buckets); };
   CHECK(a_bucket("fake_cuda_enqueue") < 2.4);
   CHECK(a_bucket("cudaEventRecord") < 2.1);  // the gradients, and the end of it all
   CHECK(a_bucket("cudaStreamWaitEvent") < 2.1);
