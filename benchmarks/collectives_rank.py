@@ -35,7 +35,7 @@ import hpcomm
 from benchmarks import collectives_table as report
 from benchmarks.harness import environment
 from benchmarks.launch import adopt_mpi_environment
-from benchmarks.operations import DTYPES, OPERATIONS, Case, Operation, count_of, count_wrong, sizes
+from benchmarks.operations import DTYPES, OPERATIONS, Buffers, Case, Operation, count_of, count_wrong, sizes
 from benchmarks.peers import Mpich, Peer, Step, UnavailableError, UnsupportedError, make_peer
 
 BLOCK = 0.02  # seconds
@@ -110,8 +110,11 @@ class Rank:
     def _samples(self, case: Case, peers: Sequence[Peer]) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
         """Seconds per operation of the slowest rank, and iterations of the block, by peer and round."""
         steps: dict[str, Step] = {}
+        common: Buffers | None = None
         for peer in peers:
-            buffers = case.buffers(peer.empty)
+            buffers = common if common and not peer.own_memory else case.buffers(peer.empty)
+            if not peer.own_memory:
+                common = buffers
             step = peer.step(case, buffers)
             steps[peer.name] = Fresh(buffers.input, step) if self._arguments["fresh"] else step
         if case.size >= LIMIT_FROM:

@@ -40,6 +40,7 @@ class Peer(ABC):
     """A library that can run the operations of :mod:`benchmarks.operations`."""
 
     name: str
+    own_memory = False  # whether it wants memory of another kind than the other libraries
 
     def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory as this library's users would have it."""
@@ -96,6 +97,7 @@ class HpcommZero(Hpcomm):
     """The same on memory that the communicator allocated."""
 
     name = "hpcomm-zero"
+    own_memory = True
 
     def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
         return self._world.allocate([length], dtype)
