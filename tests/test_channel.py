@@ -1,14 +1,11 @@
-"""Channel: trees between two ranks, both ways, changing and frozen schemas, wire types, slots, wrong use."""
+"""Channel: trees between two ranks, both ways, changing and frozen schemas, wire types, wrong use."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
 import signal
 import threading
-import time
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -16,7 +13,6 @@ import pytest
 import ranks
 import torch
 from refusals import send_until_told
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpcomm
 from hpcomm import channel as channel_module
@@ -343,43 +339,6 @@ def test_a_frozen_schema() -> None:
     ranks.run(2, frozen)
 
 
-def received_memory_is_reused() -> int:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
-        addresses = set()
-        for i in range(20):
-            if mesh.rank == 0:
-                channel.send(torch.full((1 << 16,), float(i))).wait()
-            else:
-                kept = channel.recv()
-                addresses.add(kept.data_ptr())
-                assert bool((kept == i).all())
-                del kept
-        return len(addresses)
-
-
-def test_received_memory_is_reused_when_its_tensors_are_gone() -> None:
-    assert ranks.run(2, received_memory_is_reused)[1] <= 2
-
-
-def kept_messages() -> None:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
-        if mesh.rank == 0:
-            for i in range(30):
-                channel.send(torch.full((1 << 12,), float(i))).wait()
-        else:
-            kept = [channel.recv() for _ in range(30)]
-            for i, tensor in enumerate(kept):  # a slot is never lent twice
-                assert bool((tensor == i).all())
-    del channel
-    assert mesh.rank == 0 or bool((kept[7] == 7).all())  # messages outlive the channel and the mesh
-
-
-def test_messages_that_are_kept_stay_as_they_are() -> None:
-    ranks.run(2, kept_messages)
-
-
 class Hollow(torch.Tensor):
     """A tensor around another one, as a DTensor is."""
 
@@ -441,61 +400,6 @@ def two_channels() -> None:
 
 def test_several_channels_on_one_communicator() -> None:
     ranks.run(3, two_channels)
-
-
-class Operations(TorchDispatchMode):
-    """The names of all tensor operations, also of those that C++ calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def no_operations() -> None:
-    """Whatever reads a value (item, tolist, nonzero) is an operation: without one there is nothing to wait for."""
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
-        with Operations() as probe:
-            torch.ones(1).item()
-        assert any("_local_scalar_dense" in name for name in probe.names)  # it would be seen
-        for i in range(6):
-            tree = {"a": torch.full((3 + i % 2,), 1.0), "b": torch.ones(100_000), "c": (torch.tensor(2), "text", i)}
-            with Operations() as seen:
-                work = channel.send(tree)
-                got = channel.recv()
-                work.wait()
-            assert seen.names == []
-            assert torch.equal(got["a"], tree["a"])
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_message_takes_no_tensor_operation(transport: str) -> None:
-    ranks.run(2, no_operations, env=TRANSPORTS[transport])
-
-
-def bounded_memory() -> None:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, slots=3, direct_from=1 << 30)
-        tree = [torch.full((1 << 18,), 10.0**mesh.rank), torch.ones(10)]  # 1 MB, packed
-        if mesh.rank == 0:
-            works = [channel.send(tree) for _ in range(20)]
-            assert channel._sender.slot_bytes <= 3 * ((1 << 20) + 256)
-            mesh.world.barrier()  # nobody has received anything yet
-            for work in works:
-                work.wait()
-            assert channel._sender.slot_bytes <= 3 * ((1 << 20) + 256)
-        else:
-            mesh.world.barrier()
-            for _ in range(20):
-                assert bool((channel.recv()[0] == 1.0).all())
-
-
-def test_a_sender_that_is_ahead_takes_no_more_memory() -> None:
-    ranks.run(2, bounded_memory)
 
 
 def mixed_lengths() -> None:
@@ -584,38 +488,6 @@ def test_an_interrupted_recv_over_gloo_may_be_repeated() -> None:
     ranks.run(2, interrupted, env=TRANSPORTS["gloo"])
 
 
-def made_beforehand() -> None:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, slots=2, slot_bytes=10_000)
-        before = channel._sender.slot_bytes
-        assert before == 2 * 10_064
-        for i in range(10):
-            channel.send([torch.full((100,), float(i)), torch.zeros(1)])
-            assert channel.recv()[0][7] == i
-        assert channel._sender.slot_bytes == before
-
-
-def test_slots_of_a_known_size_are_made_with_the_channel() -> None:
-    ranks.run(2, made_beforehand)
-
-
-def in_place_on_what_was_received() -> None:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
-        mine = [torch.full((4,), 10.0**mesh.rank), torch.zeros(2)]
-        work = channel.send(mine)
-        got = channel.recv()
-        work.wait()
-        got[0].mul_(3)
-        mesh.world.barrier()
-        assert torch.equal(mine[0], torch.full((4,), 10.0**mesh.rank))  # it is not the sender's tensor
-        assert torch.equal(got[0], torch.full((4,), 3 * 10.0 ** (1 - mesh.rank)))
-
-
-def test_what_was_received_may_be_written() -> None:
-    ranks.run(2, in_place_on_what_was_received)
-
-
 def another_message_than_expected() -> None:
     mesh = hpcomm.init(dp=1, pp=2)
     channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
@@ -642,117 +514,6 @@ def another_message_than_expected() -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_another_message_than_expected_is_told_to_both(transport: str) -> None:
     ranks.run(2, another_message_than_expected, env=TRANSPORTS[transport])
-
-
-def dropped_with_messages_under_way() -> None:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        # Through a slot or a header; from where they lie; and one of those ahead of small ones, which are gone before.
-        for counts in ([10] * 3, [3_000_000] * 3, [3_000_000, 10, 10]):
-            channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
-            if mesh.rank == 0:
-                for i, count in enumerate(counts):
-                    channel.send(torch.full((count,), float(i)))
-                gone = weakref.ref(channel)
-                del channel
-                assert gone() is None
-                mesh.world.barrier()  # the receiver has not begun
-            else:
-                mesh.world.barrier()
-                for i, count in enumerate(counts):
-                    assert torch.equal(channel.recv(), torch.full((count,), float(i)))
-            mesh.world.barrier()
-        until = time.monotonic() + 10
-        while channel_module._parting and time.monotonic() < until:
-            time.sleep(0.01)
-            channel_module.forget_parted()
-        assert not channel_module._parting
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_channel_that_is_dropped_sends_what_was_issued(transport: str) -> None:
-    ranks.run(2, dropped_with_messages_under_way, env=TRANSPORTS[transport])
-
-
-def leaves_at_once(count: int) -> None:
-    """Nobody waits for the Work: autograd's sends give it to nobody."""
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
-        mesh.world.barrier()
-        if mesh.rank == 0:
-            for i in range(3):
-                channel.send([torch.full((count,), float(i)), torch.ones(300)])
-        else:
-            time.sleep(0.2)  # the sender is at its end by now, where nothing holds it
-            for i in range(3):
-                assert torch.equal(channel.recv()[0], torch.full((count,), float(i)))
-
-
-@pytest.mark.parametrize("count", [10, 3_000_000])
-@pytest.mark.parametrize("env", [*TRANSPORTS.values(), {"HPCOMM_EMULATE": "nccl"}], ids=[*TRANSPORTS, "one slot"])
-def test_what_was_sent_arrives_though_the_sender_leaves_at_once(env: dict[str, str], count: int) -> None:
-    ranks.run(2, leaves_at_once, count, env=env)
-
-
-def both_leave() -> None:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
-        channel.send(torch.ones(3_000_000))
-        channel.send([torch.ones(300), torch.ones(400)])
-
-
-@pytest.mark.parametrize("env", [*TRANSPORTS.values(), {"HPCOMM_EMULATE": "nccl"}], ids=[*TRANSPORTS, "one slot"])
-def test_messages_that_nobody_receives_hold_nobody(env: dict[str, str]) -> None:
-    ranks.run(2, both_leave, env=env)
-
-
-def one_receiver_has_left() -> None:
-    with hpcomm.init(dp=1, pp=3) as mesh:
-        channels = {peer: hpcomm.Channel(mesh.pp, peer) for peer in ((1, 2) if mesh.rank == 0 else (0,))}
-        mesh.world.barrier()
-        if mesh.rank == 0:
-            for peer, channel in channels.items():
-                channel.send([torch.full((3_000_000,), 10.0**peer), torch.ones(300)])
-        elif mesh.rank == 2:
-            while not mesh.control.has_left(1):
-                time.sleep(0.01)
-            time.sleep(0.5)  # rank 0 has seen it as well, and knows of nothing else to do
-            assert torch.equal(channels[0].recv()[0], torch.full((3_000_000,), 100.0))
-
-
-@pytest.mark.parametrize("env", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_a_receiver_that_has_left_takes_no_message_from_others(env: dict[str, str]) -> None:
-    ranks.run(3, one_receiver_has_left, env=env)
-
-
-def round_in_a_ring() -> None:
-    with hpcomm.init(dp=1, pp=3) as mesh:
-        pairs = [pair for pair in ((0, 1), (0, 2), (1, 2)) if mesh.rank in pair]
-        channels = {sum(pair) - mesh.rank: hpcomm.Channel(mesh.pp, sum(pair) - mesh.rank) for pair in pairs}
-        mesh.world.barrier()
-        channels[(mesh.rank + 1) % 3].send([torch.ones(3_000_000), torch.ones(300)])
-
-
-@pytest.mark.parametrize("env", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_ranks_that_each_wait_for_the_next_one_leave(env: dict[str, str]) -> None:
-    ranks.run(3, round_in_a_ring, env=env)
-
-
-def interrupted_while_leaving() -> None:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
-        mesh.world.barrier()
-        if mesh.rank == 0:
-            channel.send([torch.ones(3_000_000), torch.ones(300)])
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        else:
-            mesh.control.receive(0, 999, 20)  # what never comes; nor is the message received
-
-
-def test_ctrl_c_ends_the_wait_of_a_rank_that_leaves_and_is_told() -> None:
-    outcomes = ranks.run(2, interrupted_while_leaving, expect_failure=True)
-    assert outcomes[0].exception == "KeyboardInterrupt", outcomes[0]
-    assert outcomes[1].exception == "PeerError", outcomes[1]
-    assert "KeyboardInterrupt" in outcomes[1].message
 
 
 def frozen_names_the_leaf() -> None:

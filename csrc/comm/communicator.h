@@ -48,10 +48,10 @@ struct OpOptions {
   // The ranks agree by it on a collective that is made of several operations. Transports that compare calls never match
   // it with one that is a call of its own.
   bool opens_composed = false;
-  // Of reductions, for transports that compare what ranks issue: whose it is, a number from 0 on, and which part of
-  // theirs, equal on all ranks. Sums of equal size are otherwise alike.
-  std::int32_t owner_number = -1;
-  std::uint16_t part = 0;
+  // Of reductions, for transports that compare what ranks issue: the reducer that they belong to, a number from 0 on,
+  // and which of its buckets, equal on all ranks. Sums of equal size are otherwise alike.
+  std::int32_t reducer_id = -1;
+  std::uint16_t bucket = 0;
   // Of a Mailbox's sends: what follows under this tag means nothing without it. Its time-out ends the mailbox, as one
   // in the midst of a message does.
   bool must_precede = false;
@@ -64,9 +64,9 @@ struct OpOptions {
   // False: an operation that has ended well when its call returns gives null in place of a Work, which costs to make.
   bool wants_work = true;
 
-  // Both, as they are compared; -1 without an owner.
+  // Both, as they are compared; -1 without a reducer.
   [[nodiscard]] std::int32_t label() const noexcept {
-    return owner_number < 0 ? -1 : (owner_number & 0x7fff) << 16 | part;
+    return reducer_id < 0 ? -1 : (reducer_id & 0x7fff) << 16 | bucket;
   }
   [[nodiscard]] Keepalive owner() const { return keep != nullptr ? keep(held) : keepalive; }
   // For another thread, after the call has returned.

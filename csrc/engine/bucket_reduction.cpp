@@ -118,8 +118,8 @@ class Issue {
     options.inline_when_idle = reduction_.in_caller;
     options.poll = reduction_.poll;
     options.behind = behind;
-    options.owner_number = reduction_.owner_number;
-    options.part = static_cast<std::uint16_t>(number_);
+    options.reducer_id = reduction_.reducer_id;
+    options.bucket = static_cast<std::uint16_t>(number_);
     const DType dtype = reduction_.bucket->dtype;
     BufferView view = reduction_.memory;
     view.dtype = dtype;

@@ -40,7 +40,7 @@ struct BucketReduction {
   // The caller has nothing else to do: what needs no pack and finds its lane idle is reduced in the calling thread,
   // which saves two switches of threads.
   bool in_caller = false;
-  int owner_number = -1;     // as of OpOptions: who reduces it, where several share a lane
+  int reducer_id = -1;       // as of OpOptions, where several reducers share a lane
   void (*poll)() = nullptr;  // for that thread to call while it waits, as of OpOptions
   // If set: told on the lane, or by the caller, when it begins with this bucket, and when all is packed.
   std::function<void()> begun = {};

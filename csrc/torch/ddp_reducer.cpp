@@ -205,7 +205,7 @@ void DdpReducer::issue_bucket(std::size_t index, bool in_caller) {
   slot.event = begin_event(options_.shard ? "reduce_scatter" : "all_reduce", slot.flat);
   BucketReduction reduction = std::exchange(slot.complete, {});
   reduction.in_caller = in_caller;
-  reduction.owner_number = options_.number;
+  reduction.reducer_id = options_.number;
   reduction.poll = in_caller ? check_signals : nullptr;
   slot.work = issue(*communicator_, reduction, index, &slot.checks);
   if (slot.work->done()) {
