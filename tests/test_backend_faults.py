@@ -195,6 +195,71 @@ class LateListener:
         raise InterruptedError("here as well")
 
 
+def handled(name: str) -> None:
+    """A handler that communicates while a collective waits: what it issues is none of the collective's steps."""
+    dist.init_process_group("hpcomm", timeout=timedelta(seconds=20))
+    told: list[str] = []
+
+    def handler(*_: object) -> None:
+        with pytest.raises(hpcomm.InvalidArgument, match="by a signal handler") as caught:
+            dist.all_reduce(torch.ones(4))
+        told.append(str(caught.value))
+
+    dist.barrier()
+    if rank() == 1:
+        time.sleep(1)
+    else:
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    HANDLED[name]()
+    assert len(told) == (rank() == 0)
+    value = full(4)
+    dist.all_reduce(value)
+    assert bool((value == 14).all()), "the next one meets the next one"
+    dist.destroy_process_group()
+
+
+HANDLED: dict[str, Callable[[], object]] = {
+    "all_reduce": lambda: dist.all_reduce(full(4)),
+    "reduce": lambda: dist.reduce(full(4), 0),
+    "gather": lambda: dist.gather(full(4), [full(4)] * 2 if rank() == 0 else None, dst=0),
+    "scatter": lambda: dist.scatter(full(4), [full(4)] * 2 if rank() == 1 else None, src=1),
+    "all_to_all": lambda: dist.all_to_all([full(4)] * 2, [full(4)] * 2),
+    "all_gather, a list": lambda: dist.all_gather([full(4)] * 2, full(4)),
+}
+
+
+@pytest.mark.parametrize("name", HANDLED)
+def test_a_signal_handler_that_communicates_is_refused(name: str) -> None:
+    ranks.run(2, handled, name, env=SHM)
+
+
+def asked_for_alone() -> None:
+    """A message that nobody waits for, only asks for, and whose receiver gives the group up but lives on."""
+    dist.init_process_group("hpcomm", timeout=timedelta(seconds=20))
+    group = dist.new_group([0, 1])
+    dist.barrier()
+    if rank() == 0:
+        work = dist.isend(torch.zeros(4 << 20), 1, group=group)
+        assert work is not None
+        dist.barrier()
+        until = time.monotonic() + 10
+        while not work.is_completed() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert work.is_completed()
+        with pytest.raises(hpcomm.HpcommError, match="has (closed|given up) this communicator"):
+            work.wait()
+    else:
+        dist.barrier()
+        dist.destroy_process_group(group)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_message_that_is_only_asked_for_ends_with_its_receivers_group() -> None:
+    ranks.run(2, asked_for_alone, env=SHM)
+
+
 def until_interrupted() -> None:
     while not Path(os.environ["FOLDER"], "interrupted").exists():
         time.sleep(0.01)

@@ -340,6 +340,46 @@ def test_channels_that_cannot_be() -> None:
     ranks.run(2, wrong_channels)
 
 
+HELD: dict[str, Any] = {}
+
+
+@dataclasses.dataclass
+class Sly:
+    """Whoever reads its field changes what the message holds."""
+
+    value: int = 0
+
+
+def _change(_: Sly) -> int:
+    held = HELD["now"]
+    held.clear()
+    if HELD["grows"]:
+        fresh = {f"other {i}": torch.ones(3) for i in range(100)}
+        held.update(fresh) if isinstance(held, dict) else held.extend(fresh.values())
+    return 1
+
+
+def changes_while_it_is_sent() -> None:
+    Sly.value = property(_change, lambda *_: None)  # type: ignore[assignment,method-assign]
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        if mesh.rank == 0:
+            for grows in (False, True):
+                for kind in (list, dict):
+                    values = [torch.ones(3), Sly(), torch.ones(3), "end"]
+                    held = values if kind is list else dict(enumerate(values))
+                    HELD.update(now=held, grows=grows)
+                    with pytest.raises(hpcomm.InvalidArgument, match=f"a {kind.__name__} of it changed while it was"):
+                        channel.send({"a": held})
+            channel.send("whole").wait()
+        else:
+            assert channel.recv() == "whole"
+
+
+def test_a_message_that_changes_while_it_is_sent_is_refused() -> None:
+    ranks.run(2, changes_while_it_is_sent)
+
+
 # --- threads and signals ---------------------------------------------------------------------------------------------
 
 

@@ -386,6 +386,18 @@ def misuse() -> None:
         heads(x)
     with pytest.raises(hpcomm.InvalidArgument, match="'auto'"):
         hpcomm.DistributedDataParallel(model(), bucket_cap_mb="large")
+    for rows in (2, 700):
+        wrapped = hpcomm.DistributedDataParallel(model())
+        wrapped(torch.randn(2, 12, dtype=torch.float64)).sum().backward()
+        wrapped.zero_grad()
+        grown = next(wrapped.module.parameters())
+        grown.data = torch.zeros(rows, *grown.shape[1:], dtype=grown.dtype)
+        for parameter in wrapped.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(
+            hpcomm.InvalidArgument, match=rf"parameter \S+ or its gradient has {grown.numel()} elements"
+        ):
+            wrapped.start_reduction(0)
 
 
 class TwoHeads(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import TYPE_CHECKING
 
@@ -123,6 +124,70 @@ def loaded_by_the_first(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_only_the_first_stages_rank_loads(schedule: str) -> None:
     ranks.run(4, loaded_by_the_first, schedule)
+
+
+class Sometimes(nn.Module):
+    """Has no gradient where a replica leaves it out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(models.WIDTH, models.WIDTH)
+
+    def forward(self, x: torch.Tensor, use: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) if bool(use > 0) else x
+
+
+class First(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(models.WIDTH, models.WIDTH)
+
+    def forward(self, x: torch.Tensor, use: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tanh(self.inner(x)), use
+
+
+class Unpacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Sometimes()
+
+    def forward(self, both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return self.layer(*both)
+
+
+class Halves(nn.Sequential):
+    def forward(self, x: torch.Tensor, use: torch.Tensor) -> torch.Tensor:
+        return self[1](self[0](x, use))
+
+
+def left_out_at_first() -> None:
+    """The second stage has no gradient in the first step of replica 0, whose weight counts there as well."""
+    torch.manual_seed(3)
+    model = Halves(First(), Unpacked())
+    alone = copy.deepcopy(model)
+    data = [[(torch.randn(4, models.WIDTH), torch.randn(4, models.WIDTH)) for _ in range(2)] for _ in range(2)]
+    with hpcomm.init(dp=2, pp=2) as mesh:
+        pipe = hpcomm.Pipeline(
+            model, mesh=mesh, num_microbatches=2, loss_fn=nn.functional.mse_loss, whole=["use"], inputs="first",
+            keywords=["use"],
+        )  # fmt: skip
+        for step in range(2):
+            x, y = data[mesh.dp.rank][step]
+            used = torch.tensor(float(mesh.dp.rank == 1 or step == 1))
+            pipe.step(x, target=y, use=used, reduce=step == 1)
+        found = {name: p.grad for name, p, _ in pipe.owned_parameters()}
+    for replica in range(2):
+        for step in range(2):
+            x, y = data[replica][step]
+            used = torch.tensor(float(replica == 1 or step == 1))
+            (nn.functional.mse_loss(alone(x, used), y) / 4).backward()
+    expected = {name: p.grad for name, p in alone.named_parameters()}
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_replica_without_gradients_of_an_accumulating_step() -> None:
+    ranks.run(4, left_out_at_first)
 
 
 def accumulated() -> None:

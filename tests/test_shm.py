@@ -197,16 +197,18 @@ def forks() -> None:
     with hpcomm.init(dp=2) as mesh:
         mesh.dp.barrier()
         memory = mesh.dp.allocate((4,), torch.float32)
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                mesh.dp.barrier()
-            except hpcomm.Closed as error:
-                code = 0 if "forked child" in str(error) else 2
-            os._exit(code)
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 0
+        calls: list[Callable[[], object]] = [mesh.dp.barrier, lambda: mesh.dp.allocate((4,), torch.float32)]
+        for call in calls:
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    call()
+                except hpcomm.Closed as error:
+                    code = 0 if "forked child" in str(error) else 2
+                os._exit(code)
+            _, status = os.waitpid(child, 0)
+            assert os.waitstatus_to_exitcode(status) == 0
         memory.fill_(1)
         mesh.dp.all_reduce(memory)
         assert bool((memory == 2).all())
@@ -252,6 +254,60 @@ def leaves_in_a_child() -> None:
 
 def test_a_forked_child_may_leave_and_its_parent_goes_on() -> None:
     ranks.run(2, leaves_in_a_child)
+
+
+def among_signals(interval: float) -> int:
+    """A handler that does nothing, and a signal whenever one can come: profilers and data loaders send some."""
+    seen = 0
+
+    def count(*_: object) -> None:
+        nonlocal seen
+        seen += 1
+
+    before = signal.signal(signal.SIGALRM, count)
+    signal.setitimer(signal.ITIMER_REAL, interval, interval)
+    try:
+        with hpcomm.init(dp=2) as mesh:
+            assert mesh.dp.transport == "shm"
+            for i in range(30):
+                part = mesh.dp.split(0, mesh.rank, f"part {i}")
+                assert part.transport == "shm"
+                part.barrier()
+                part.close()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    return seen
+
+
+def test_signals_do_not_keep_ranks_from_sharing_memory() -> None:
+    assert min(ranks.run(2, among_signals, 0.0005, env=SHM)) > 0
+
+
+def one_without_memory(directory: str) -> tuple[str, list[str]]:
+    """Rank 1 may open no more files while the group is made: it alone cannot take the memory of the other."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with hpcomm.init(dp=2, timeout=20) as mesh, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if mesh.rank == 1:
+            spare = os.open(directory, os.O_RDONLY)
+            os.close(spare)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (spare, before[1]))
+        try:
+            with pytest.raises(hpcomm.TransportError, match=r"rank 1: .*Too many open files|: Too many open files"):
+                mesh.dp.split(0, mesh.rank, "part")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        mesh.barrier()
+        part = mesh.dp.split(0, mesh.rank, "another part")
+        value = torch.ones(4)
+        part.all_reduce(value)
+        assert bool((value == 2).all())
+        return part.transport, [str(warning.message) for warning in caught]
+
+
+def test_memory_that_one_rank_cannot_take_is_an_error_on_all(tmp_path: Path) -> None:
+    assert ranks.run(2, one_without_memory, str(tmp_path), env=SHM) == [("shm", [])] * 2
 
 
 def kept() -> torch.Tensor:

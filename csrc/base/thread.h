@@ -3,6 +3,7 @@
 
 #include <pthread.h>
 
+#include <csignal>
 #include <memory>
 #include <string>
 #include <thread>
@@ -11,6 +12,26 @@
 #include "base/fork.h"
 
 namespace hpcomm {
+
+// While it lives, signals that programs handle are for other threads: a thread that is started meanwhile leaves them to
+// those, for all its life. What it does itself (a fault) and samples of profilers still come to it.
+class SignalsElsewhere {
+ public:
+  SignalsElsewhere() {
+    sigset_t all;
+    sigfillset(&all);
+    for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS, SIGPROF}) {
+      sigdelset(&all, own);
+    }
+    pthread_sigmask(SIG_BLOCK, &all, &before_);
+  }
+  SignalsElsewhere(const SignalsElsewhere&) = delete;
+  SignalsElsewhere& operator=(const SignalsElsewhere&) = delete;
+  ~SignalsElsewhere() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+ private:
+  sigset_t before_{};
+};
 
 // std::thread cannot even be detached in a forked child: the C library has taken the memory of its parent's threads for
 // others there, or unmapped it.
@@ -21,8 +42,9 @@ class Thread {
   // `name` shows in /proc and in debuggers (15 characters).
   template <typename Function, typename... Arguments>
   explicit Thread(const std::string& name, Function&& function, Arguments&&... arguments)
-      : thread_(std::make_unique<std::thread>(std::forward<Function>(function), std::forward<Arguments>(arguments)...)),
-        generation_(fork_generation()) {
+      : generation_(fork_generation()) {
+    const SignalsElsewhere elsewhere;
+    thread_ = std::make_unique<std::thread>(std::forward<Function>(function), std::forward<Arguments>(arguments)...);
     pthread_setname_np(thread_->native_handle(), name.substr(0, 15).c_str());
   }
 

@@ -48,6 +48,9 @@ struct OpOptions {
   // The ranks agree by it on a collective that is made of several operations. Transports that compare calls never match
   // it with one that is a call of its own.
   bool opens_composed = false;
+  // A step of what HostCommunicator::run_in_order() runs in this thread. All else that the thread issues meanwhile
+  // comes from a handler of signals, and is refused: ranks would take it for the next step.
+  bool is_step = false;
   // Of reductions, for transports that compare what ranks issue: the reducer that they belong to, a number from 0 on,
   // and which of its buckets, equal on all ranks. Sums of equal size are otherwise alike.
   std::int32_t reducer_id = -1;

@@ -46,14 +46,17 @@ bool HostCommunicator::enter(const ErrorContext& what, const OpOptions& options,
   return false;
 }
 
-void HostCommunicator::require_open(const ErrorContext& what) const {
-  // First: a thread that is not there may hold the lock.
+void HostCommunicator::require_parent(const ErrorContext& what) const {
   if (forked()) {
     throw Error(ErrorKind::kClosed,
                 str(what.operation, " on lane ", lane(), " in a forked child: its parent's communicators have no ",
                     "threads here. Communicate from the process that called init(), or start workers by spawn"),
                 what);
   }
+}
+
+void HostCommunicator::require_open(const ErrorContext& what) const {
+  require_parent(what);  // first: a thread that is not there may hold the lock
   throw_if_aborted(what);
   if (closed_.load(std::memory_order_acquire)) {
     throw Error(ErrorKind::kClosed, str(what.operation, " on a closed communicator"), what);
@@ -63,11 +66,14 @@ void HostCommunicator::require_open(const ErrorContext& what) const {
 template <typename Body, typename MakeQueued>
 WorkPtr HostCommunicator::submit_body(ErrorContext what, const OpOptions& options, const Body& body,
                                       const MakeQueued& make_queued) {
-  // Nested issue (a task of this lane that sends what it has just packed) runs in place: it is next in order.
+  // A step of what runs here runs in place: it is next in order.
   const bool nested = in_operation();
   const bool on_lane = !nested && stream().is_current();
-  if (nested) {
-    require_composite(what);
+  if (nested && !options.is_step) {
+    throw Error(ErrorKind::kInvalidArgument,
+                str(what.operation, " on lane ", lane(), " was issued by a signal handler while another operation of ",
+                    "this communicator waits; set a flag in the handler and communicate afterwards"),
+                what);
   }
   if (nested || on_lane) {
     throw_if_aborted(what);
@@ -110,26 +116,7 @@ WorkPtr HostCommunicator::submit(Operation operation) {
 
 WorkPtr HostCommunicator::run_in_order(ErrorContext what, std::function<void(Deadline)> body,
                                        const OpOptions& options) {
-  const auto composite = [this, body = std::move(body)](Deadline deadline) {
-    const bool before = std::exchange(composite_, true);
-    try {
-      body(deadline);
-    } catch (...) {
-      composite_ = before;
-      throw;
-    }
-    composite_ = before;
-  };
-  return submit_body(std::move(what), options, composite, [&composite] { return composite; });
-}
-
-void HostCommunicator::require_composite(const ErrorContext& what) const {
-  if (!composite_) {
-    throw Error(ErrorKind::kInvalidArgument,
-                str(what.operation, " on lane ", lane(), " was issued by a signal handler while another operation of ",
-                    "this communicator waits; set a flag in the handler and communicate afterwards"),
-                what);
-  }
+  return submit_body(std::move(what), options, body, [&body] { return body; });
 }
 
 template <typename Body>

@@ -23,8 +23,9 @@ class HostCommunicator : public Communicator {
   [[nodiscard]] bool forked() const noexcept;
   [[nodiscard]] bool idle_until(Deadline deadline) const override;
 
-  // Runs `body` at its place in this communicator's order, as one operation named `what`: what it issues here runs in
-  // place. `body` is given the operation's deadline and may throw; options are read as for any operation.
+  // Runs `body` at its place in this communicator's order, as one operation named `what`: what it issues here, with
+  // OpOptions::is_step, runs in place. `body` is given the operation's deadline and may throw; options are read as for
+  // any operation.
   WorkPtr run_in_order(ErrorContext what, std::function<void(Deadline)> body, const OpOptions& options = {});
 
  protected:
@@ -44,6 +45,8 @@ class HostCommunicator : public Communicator {
   // Transports call it first in their destructor: no execute() runs or starts afterwards.
   void shut_down() noexcept;
   void require_open(const ErrorContext& what) const override;
+  // Throws kClosed in a forked child.
+  void require_parent(const ErrorContext& what) const;
   // Throws why the communicator was aborted, if it was, with `what` in front.
   void throw_if_aborted(const ErrorContext& what) const;
 
@@ -62,8 +65,6 @@ class HostCommunicator : public Communicator {
   // `body` runs here and now if it can; if not, what `make_queued()` returns runs on the lane.
   template <typename Body, typename MakeQueued>
   WorkPtr submit_body(ErrorContext what, const OpOptions& options, const Body& body, const MakeQueued& make_queued);
-  // A signal handler that communicates would find the operation that it interrupts half done.
-  void require_composite(const ErrorContext& what) const;
 
   const std::uint32_t generation_;
   mutable std::mutex mutex_;
@@ -74,7 +75,6 @@ class HostCommunicator : public Communicator {
   // Held by whoever executes: the lane's thread, or a caller for whom an operation runs inline.
   std::mutex running_;
   std::atomic<std::thread::id> runner_{};
-  bool composite_ = false;  // what the runner runs may issue operations; read and written by the runner alone
   std::uint64_t listener_ = 0;
 };
 

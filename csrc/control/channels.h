@@ -10,8 +10,7 @@ namespace hpcomm::control {
 inline constexpr std::uint64_t kMeetChannel = 2;
 inline constexpr std::uint64_t kReachChannel = 3;
 // What goes beside NearControl, through the Control below it:
-inline constexpr std::uint64_t kReadyChannel = 4;
-inline constexpr std::uint64_t kDetourChannel = 5;
+inline constexpr std::uint64_t kDetourChannel = 4;
 
 // From 16 to 2^16: the Python layer's (hpcomm/control_channels.py).
 inline constexpr std::uint64_t kFirstPythonChannel = 16;

@@ -1,4 +1,4 @@
-// One all-reduce of three numbers and one tiny kernel.
+// One all-reduce of four numbers and one tiny kernel.
 #include "engine/device_step_loss.h"
 
 #include <utility>
@@ -10,7 +10,7 @@ namespace hpcomm {
 DeviceStepLoss::DeviceStepLoss(std::shared_ptr<Communicator> communicator, Allocator& allocator)
     : communicator_(std::move(communicator)),
       memory_(allocator.allocate(kBytes)),
-      numbers_{memory_.view.data, 3 * sizeof(double), 3, DType::kFloat64, communicator_->device()} {
+      numbers_{memory_.view.data, 4 * sizeof(double), 4, DType::kFloat64, communicator_->device()} {
   clear(communicator_->stream(), memory_.view, memory_.owner);
   // The caller's first numbers come after the zeros.
   communicator_->compute()->wait(communicator_->stream().record());

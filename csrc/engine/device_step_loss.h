@@ -13,8 +13,9 @@ class DeviceStepLoss {
   // `communicator` spans all ranks whose gradients belong together, on a lane of its own.
   DeviceStepLoss(std::shared_ptr<Communicator> communicator, Allocator& allocator);
 
-  // float64[3]: loss sum, weight sum, and 1 on a rank that reduces its gradients in this step. The caller's stream
-  // writes this rank's part before issue(), and reads the sums over all ranks after ready().
+  // float64[4]: loss sum, weight sum, 1 on a rank that reduces its gradients in this step, and 1 on a rank that keeps
+  // gradients of steps before. The caller's stream writes this rank's part before issue(), and reads the sums over all
+  // ranks after ready().
   [[nodiscard]] const BufferView& numbers() const noexcept { return numbers_; }
   [[nodiscard]] const Keepalive& owner() const noexcept { return memory_.owner; }
 

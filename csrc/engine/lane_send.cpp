@@ -37,7 +37,13 @@ class LaneSend final : public SendRoute {
   WorkPtr send(Outgoing message) override {
     const Parcel& parcel = message.known->parcel;
     if (message.header && window_.take(parcel, message.header->sequence)) {
-      return send_behind_header(std::move(message));
+      const auto known = message.known;
+      try {
+        return send_behind_header(std::move(message));
+      } catch (...) {
+        window_.give_back(known->parcel);  // no receiver will
+        throw;
+      }
     }
     // The packed part, and behind it the large tensors that are no dense block.
     std::size_t bytes = parcel.packed.bytes();

@@ -1,4 +1,4 @@
-// One all-reduce of two numbers.
+// One all-reduce of four numbers.
 #include "engine/step_loss.h"
 
 #include <cmath>
@@ -12,14 +12,15 @@ StepLoss::StepLoss(std::shared_ptr<Communicator> communicator, bool evaluates)
       sums_(std::make_shared<Sums>()),
       factor_(std::make_shared<double>(1.0)) {}
 
-void StepLoss::issue(double loss_sum, double weight_sum, bool accumulate) {
+void StepLoss::issue(double loss_sum, double weight_sum, bool accumulate, bool keeps) {
   HPCOMM_REQUIRE(work_ == nullptr || work_->done(), "the loss of the previous step is still being reduced");
   sums_->loss = loss_sum;
   sums_->weight = weight_sum;
   sums_->reducing = evaluates_ ? kEvaluation : (accumulate ? 0 : 1);
+  sums_->keeping = keeps ? 1 : 0;
   OpOptions options;
   options.keepalive = sums_;
-  const BufferView numbers{&sums_->loss, 3 * sizeof(double), 3, DType::kFloat64, {}};
+  const BufferView numbers{&sums_->loss, 4 * sizeof(double), 4, DType::kFloat64, {}};
   const WorkPtr reduced = communicator_->all_reduce(numbers, ReduceOp::kSum, options);
   auto work = std::make_shared<HostWork>(reduced->what());
   // On the lane, so that the factor is there when ready() is, and the host never waits for it.
@@ -42,7 +43,7 @@ void StepLoss::issue(double loss_sum, double weight_sum, bool accumulate) {
                         "every rank"),
                     reduced->what());
       }
-      sums->kept_weight += sums->weight;
+      sums->kept_weight = (sums->keeping == 0 ? 0.0 : sums->kept_weight) + sums->weight;
       // Weights of zero (a batch of padding) must not turn zero gradients into NaN.
       *factor = sums->kept_weight == 0 ? 0.0 : 1.0 / sums->kept_weight;
       if (!accumulate) {

@@ -19,9 +19,11 @@ class StepLoss {
   explicit StepLoss(std::shared_ptr<Communicator> communicator, bool evaluates = false);
 
   // Issues the reduction. `loss_sum` and `weight_sum` are this rank's part: zero where no loss was computed.
-  // With `accumulate`, the step's gradients are kept for a later step, whose factor then covers both.
-  // Throws kInvalidArgument when the previous issue() has not ended.
-  void issue(double loss_sum, double weight_sum, bool accumulate);
+  // With `accumulate`, the step's gradients are kept for a later step, whose factor then covers both. `keeps`: does
+  // this rank still have gradients of such steps? Where no rank has, their weight is forgotten; one rank alone cannot
+  // know, since a step may give a part of the model none. Throws kInvalidArgument when the previous issue() has not
+  // ended.
+  void issue(double loss_sum, double weight_sum, bool accumulate, bool keeps = true);
 
   // The gradients of accumulating steps were dropped: the next factor covers its own step alone.
   void forget();
@@ -38,6 +40,7 @@ class StepLoss {
     double loss = 0;
     double weight = 0;
     double reducing = 0;     // ranks that reduce in this step, all or none, and kEvaluation for each that evaluates
+    double keeping = 0;      // ranks that keep gradients of steps before
     double kept_weight = 0;  // of steps whose gradients wait for a later reduction
   };
 

@@ -95,6 +95,8 @@ bool Window::take(const Parcel& parcel, std::uint64_t sequence) {
   return true;
 }
 
+void Window::give_back(const Parcel& parcel) noexcept { used_ -= is_short(parcel) ? cost(parcel) : 0; }
+
 void Window::ask(std::uint64_t sequence) noexcept {
   if (asks_ > 0 && asked_ != sequence + 1) {
     asked_ = sequence + 1;

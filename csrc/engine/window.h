@@ -21,6 +21,8 @@ class Window {
 
   // At the sender: takes room for message `sequence`; false when it has to go another way. May wait for a moment.
   [[nodiscard]] bool take(const Parcel& parcel, std::uint64_t sequence);
+  // What was taken for a message that could not be sent.
+  void give_back(const Parcel& parcel) noexcept;
   // At the receiver: message `sequence` is waited for. Says so if the last ones were long.
   void ask(std::uint64_t sequence) noexcept;
   // At the receiver: whether message `sequence` may come so.

@@ -237,9 +237,12 @@ void check_names(const StepPlan& plan) {
   for (int i = 0; i < std::ssize(plan.operations); ++i) {
     const Operation& op = plan.operations[i];
     Fingerprint hash;
-    for (const int field : {static_cast<int>(op.kind), op.stage, op.peer_stage, op.microbatch, op.bucket,
-                            static_cast<int>(op.payload), op.participants.front()}) {
+    for (const int field :
+         {static_cast<int>(op.kind), op.stage, op.peer_stage, op.microbatch, op.bucket, static_cast<int>(op.payload)}) {
       hash.add_int(static_cast<std::uint32_t>(field));
+    }
+    for (const int rank : op.participants) {
+      hash.add_int(static_cast<std::uint32_t>(rank));
     }
     order.emplace_back(hash.value(), i);
   }

@@ -136,6 +136,7 @@ OpOptions Step::options() const {
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline_ - Clock::now());
   options.timeout = std::max(left, std::chrono::milliseconds(1));
   options.poll = poll_;
+  options.is_step = true;
   return options;
 }
 

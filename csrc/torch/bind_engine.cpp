@@ -115,7 +115,7 @@ void bind_engine(py::module_& module) {
   py::class_<TensorLoss>(module, "StepLoss")
       .def(py::init(&make_tensor_loss), py::arg("communicator"), py::arg("evaluates") = false)
       .def("issue", &TensorLoss::issue, py::arg("loss_sum"), py::arg("weight_sum"), py::arg("accumulate") = false,
-           WithoutLock())
+           py::arg("keeps") = true, WithoutLock())
       .def("forget", &TensorLoss::forget)
       .def("wait", &TensorLoss::wait);
 

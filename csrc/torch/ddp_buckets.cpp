@@ -151,8 +151,8 @@ void DdpReducer::carry(int param, const at::Tensor& incoming) {
   const Layout::Entry& place = plan_.buckets[index].layout.entries()[entry];
   at::Tensor& gradient = params_[number].mutable_grad();
   if (!gradient.defined() || gradient.layout() != at::kStrided || gradient.requires_grad() ||
-      gradient.device() != params_[number].device() || gradient.scalar_type() != params_[number].scalar_type() ||
-      place.wire != place.dtype) {
+      gradient.numel() != kinds_[number].numel || gradient.device() != params_[number].device() ||
+      gradient.scalar_type() != params_[number].scalar_type() || place.wire != place.dtype) {
     return;
   }
   open(index);
@@ -213,6 +213,7 @@ Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const 
     held.push_back(slot.staged[entry].storage());
     return slot.staged[entry].data_ptr();
   };
+  require_size(number, param);
   if (!gradient.defined()) {
     slot.fates[entry] = Fate::kMissing;
     return {nullptr, casts ? staged() : nullptr, false};

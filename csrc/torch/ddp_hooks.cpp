@@ -58,25 +58,12 @@ struct DdpReducer::Accumulator {
   std::uintptr_t hook = 0;
 };
 
-namespace {
-
-std::vector<std::pair<c10::ScalarType, c10::Device>> kinds_of(const std::vector<at::Tensor>& params) {
-  std::vector<std::pair<c10::ScalarType, c10::Device>> kinds;
-  kinds.reserve(params.size());
-  for (const at::Tensor& param : params) {
-    kinds.emplace_back(param.scalar_type(), param.device());
-  }
-  return kinds;
-}
-
-}  // namespace
-
 DdpReducer::DdpReducer(std::shared_ptr<Communicator> communicator, std::vector<at::Tensor> params,
                        std::vector<std::string> names, BucketPlan plan, DdpOptions options, Log log)
     : communicator_(std::move(communicator)),
       params_(std::move(params)),
       names_(std::move(names)),
-      kinds_(kinds_of(params_)),
+      kinds_(params_.begin(), params_.end()),
       options_(options),
       log_(std::move(log)),
       alone_(communicator_->size() == 1 && !options.check_finite),
@@ -109,12 +96,21 @@ DdpReducer::~DdpReducer() {
 // rank's.
 void DdpReducer::require_unchanged() const {
   for (std::size_t i = 0; i < params_.size(); ++i) {
-    const auto& [type, device] = kinds_[i];
+    const auto& [type, device, numel] = kinds_[i];
+    require_size(i, params_[i]);
     HPCOMM_REQUIRE(params_[i].scalar_type() == type && params_[i].device() == device, "parameter ", names_[i], " is ",
                    c10::toString(params_[i].scalar_type()), " on ", params_[i].device().str(), " and was ",
                    c10::toString(type), " on ", device.str(), " in the first forward; convert the model before it is ",
                    "wrapped");
   }
+}
+
+// The bucket has room for what was wrapped.
+void DdpReducer::require_size(std::size_t param, const at::Tensor& tensor) const {
+  HPCOMM_REQUIRE(tensor.numel() == kinds_[param].numel, "parameter ", names_[param], " or its gradient has ",
+                 tensor.numel(), " elements, and had ", kinds_[param].numel,
+                 " when it was wrapped; wrap the model "
+                 "again after its parameters have changed their size");
 }
 
 // All nodes from which the outputs come, by one walk over the graph.

@@ -139,6 +139,13 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   class Hook;
   struct Accumulator;
 
+  // What a parameter must stay as.
+  struct Kind {
+    explicit Kind(const at::Tensor& param) : type(param.scalar_type()), device(param.device()), numel(param.numel()) {}
+    c10::ScalarType type;
+    c10::Device device;
+    std::int64_t numel;
+  };
   struct Place {
     std::size_t bucket = 0;
     std::size_t entry = 0;
@@ -196,6 +203,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void agree_on_used_of(std::size_t bucket);
   [[nodiscard]] WorkPtr sum_on_all(const at::Tensor& used, bool in_caller) const;
   void require_unchanged() const;
+  void require_size(std::size_t param, const at::Tensor& tensor) const;
   void report_not_finite();
   [[nodiscard]] std::string unready() const;
   void meet_once();
@@ -206,7 +214,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   const std::shared_ptr<Communicator> communicator_;
   const std::vector<at::Tensor> params_;
   const std::vector<std::string> names_;
-  const std::vector<std::pair<c10::ScalarType, c10::Device>> kinds_;  // of params_ when this was made
+  const std::vector<Kind> kinds_;  // of params_ when this was made
   const DdpOptions options_;
   const Log log_;
   const bool alone_;    // one rank: gradients are averages already

@@ -19,8 +19,8 @@ class HostLoss final : public TensorLoss {
  public:
   HostLoss(std::shared_ptr<Communicator> communicator, bool evaluates) : loss_(std::move(communicator), evaluates) {}
 
-  void issue(const at::Tensor& loss_sum, double weight_sum, bool accumulate) override {
-    loss_.issue(loss_sum.item<double>(), weight_sum, accumulate);
+  void issue(const at::Tensor& loss_sum, double weight_sum, bool accumulate, bool keeps) override {
+    loss_.issue(loss_sum.item<double>(), weight_sum, accumulate, keeps);
   }
   void forget() override { loss_.forget(); }
   [[nodiscard]] at::Tensor wait() override {
@@ -40,7 +40,7 @@ class DeviceLoss final : public TensorLoss {
   explicit DeviceLoss(const std::shared_ptr<Communicator>& communicator)
       : DeviceLoss(communicator, CommunicatorAllocator(communicator)) {}
 
-  void issue(const at::Tensor& loss_sum, double weight_sum, bool accumulate) override {
+  void issue(const at::Tensor& loss_sum, double weight_sum, bool accumulate, bool keeps) override {
     HPCOMM_REQUIRE(loss_sum.numel() == 1, "a loss has one element, this one has ", loss_sum.numel());
     if (loss_sum.is_cpu()) {
       numbers_.select(0, 0).fill_(
@@ -50,6 +50,7 @@ class DeviceLoss final : public TensorLoss {
     }
     numbers_.select(0, 1).fill_(weight_sum);
     numbers_.select(0, 2).fill_(accumulate ? 0.0 : 1.0);
+    numbers_.select(0, 3).fill_(keeps ? 1.0 : 0.0);
     loss_.issue(accumulate);
   }
   void forget() override { loss_.forget(); }
@@ -66,7 +67,7 @@ class DeviceLoss final : public TensorLoss {
       : loss_(communicator, allocator), numbers_(as_tensor(loss_.numbers(), loss_.owner())) {}
 
   DeviceStepLoss loss_;
-  at::Tensor numbers_;  // float64[3] over the device's memory
+  at::Tensor numbers_;  // float64[4] over the device's memory
 };
 
 }  // namespace

@@ -14,7 +14,8 @@ class TensorLoss {
  public:
   virtual ~TensorLoss() = default;
   // Issues the reduction of this rank's part: `loss_sum` has one element (on the device, or on the CPU).
-  virtual void issue(const at::Tensor& loss_sum, double weight_sum, bool accumulate) = 0;
+  // `accumulate` and `keeps` as of StepLoss.
+  virtual void issue(const at::Tensor& loss_sum, double weight_sum, bool accumulate, bool keeps) = 0;
   virtual void forget() = 0;
   // The loss: float64, 0-dim, on the device; NaN when the weights sum to zero. The host waits on CPU only.
   [[nodiscard]] virtual at::Tensor wait() = 0;

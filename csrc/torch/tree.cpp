@@ -166,14 +166,18 @@ class Flattener {
       fetch(PySequence_Fast_GET_ITEM(items, i));
     }
     for (Py_ssize_t i = 0; i < count; ++i) {
-      below(PySequence_Fast_GET_ITEM(items, i), depth, [i] { return str("[", i, "]"); });
+      require_unchanged(items, i < PySequence_Fast_GET_SIZE(items));
+      const auto item = py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(items, i));
+      below(item.ptr(), depth, [i] { return str("[", i, "]"); });
     }
+    require_unchanged(items, PySequence_Fast_GET_SIZE(items) == count);
   }
 
   void put_dict(PyObject* dict, int depth) {
+    const Py_ssize_t count = PyDict_Size(dict);
     put(Node::kDict);
-    put_count(PyDict_Size(dict));
-    make_room(PyDict_Size(dict), depth);
+    put_count(count);
+    make_room(count, depth);
     PyObject* key = nullptr;
     PyObject* value = nullptr;
     Py_ssize_t position = 0;
@@ -181,8 +185,21 @@ class Flattener {
       fetch(value);
     }
     position = 0;
+    Py_ssize_t put = 0;
     while (PyDict_Next(dict, &position, &key, &value) != 0) {
+      const auto kept_key = py::reinterpret_borrow<py::object>(key);
+      const auto kept_value = py::reinterpret_borrow<py::object>(value);
       put_entry(key, value, depth);
+      ++put;
+      require_unchanged(dict, PyDict_Size(dict) == count);
+    }
+    require_unchanged(dict, put == count);
+  }
+
+  // Fields may be properties, whose code runs here, and other threads run meanwhile.
+  static void require_unchanged(PyObject* node, bool is_unchanged) {
+    if (!is_unchanged) {
+      refuse(str("a ", Py_TYPE(node)->tp_name, " of it changed while it was sent"));
     }
   }
 

@@ -274,8 +274,8 @@ class Pipeline(LocalModel):
                 raise InvalidArgument("step(): deterministic=True sums one step's gradients; use more microbatches")
             if scaler is not None:
                 batch.scale, batch.unit = scaler.scale, self._unit_of(inputs, target)
-            if self._accumulating and all(p.grad is None for p in self.parameters()):
-                self._drop_accumulated()  # by the optimizer's zero_grad()
+            # Where no rank has any, an optimizer's zero_grad() has dropped them.
+            batch.keeps = self._accumulating and any(p.grad is not None for p in self.parameters())
             with self._random_numbers(batch), FreshGradients(self.module, keep=self._accumulating):
                 result = runner.step(batch)
         self.step_number += 1
@@ -377,7 +377,8 @@ class Pipeline(LocalModel):
     def zero_grad(self) -> None:
         """Drops all gradients, accumulated ones included."""
         self.module.zero_grad()
-        self._drop_accumulated()
+        self._accumulating = False
+        self._loss.forget()
 
     def train(self, mode: bool = True) -> Pipeline:
         """Training mode of the local stages (or evaluation mode)."""
@@ -489,7 +490,3 @@ class Pipeline(LocalModel):
     @staticmethod
     def _answer(result: StepResult, return_outputs: bool) -> Any:
         return (result.loss, join(result.outputs)) if return_outputs else result.loss
-
-    def _drop_accumulated(self) -> None:
-        self._accumulating = False
-        self._loss.forget()

@@ -50,6 +50,7 @@ class Batch:
     unit: float = 1.0  # losses and weights are counted in these
     scale: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda loss: loss)  # of the backward's start
     reduce: bool = True
+    keeps: bool = False  # gradients of steps that did not reduce
     keep_outputs: bool = False
 
 
@@ -330,7 +331,8 @@ class Runner:
                 else torch.zeros((), dtype=torch.float64)  # on the CPU: of no device that the host would wait for
             )
         training = self._reductions is not None
-        self._loss.issue(total, weight, training and not self._walk.batch.reduce)
+        batch = self._walk.batch
+        self._loss.issue(total, weight, training and not batch.reduce, batch.keeps)
 
 
 def _received(action: Action) -> tuple[bool, int, int, int]:

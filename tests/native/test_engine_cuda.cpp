@@ -104,6 +104,7 @@ TEST(engine_cuda_gradients_are_reduced_behind_the_backward) {
         numbers[0] = 10.0 * (rank + 1);
         numbers[1] = rank + 1;
         numbers[2] = accumulate ? 0 : 1;
+        numbers[3] = rank == 0 ? 1 : 0;
       });
       loss.issue(accumulate);
       if (accumulate) {

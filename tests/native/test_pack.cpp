@@ -770,15 +770,20 @@ TEST(clear_fills_zeros) {
 
 TEST(finish_loss_makes_the_factor) {
   const auto stream = make_caller_stream();
-  std::array<double, 4> sums{10, 3, 2, 0};
+  std::array<double, 5> sums{10, 3, 2, 0, 0};
   double factor = -1;
   finish_loss(*stream, sums.data(), &factor, true);
   CHECK_EQ(factor, 1.0 / 3);
-  CHECK_EQ(sums, (std::array<double, 4>{10, 3, 2, 3}));
+  CHECK_EQ(sums, (std::array<double, 5>{10, 3, 2, 0, 3}));
   sums[LossSums::kWeight] = 5;
-  finish_loss(*stream, sums.data(), &factor, false);
+  sums[LossSums::kKeeping] = 1;
+  finish_loss(*stream, sums.data(), &factor, true);
   CHECK_EQ(factor, 1.0 / 8);
-  CHECK_EQ(sums, (std::array<double, 4>{10, 5, 2, 0}));
+  CHECK_EQ(sums, (std::array<double, 5>{10, 5, 2, 1, 8}));
+  sums[LossSums::kKeeping] = 0;  // dropped on all ranks
+  finish_loss(*stream, sums.data(), &factor, false);
+  CHECK_EQ(factor, 1.0 / 5);
+  CHECK_EQ(sums, (std::array<double, 5>{10, 5, 2, 0, 0}));
   sums[LossSums::kWeight] = 0;
   finish_loss(*stream, sums.data(), &factor, false);
   CHECK_EQ(factor, 0.0);
@@ -793,12 +798,12 @@ TEST(finish_loss_waits_for_its_turn) {
       std::this_thread::yield();
     }
   });
-  auto sums = std::make_shared<std::array<double, 5>>();
-  const std::weak_ptr<std::array<double, 5>> watched = sums;
+  auto sums = std::make_shared<std::array<double, 6>>();
+  const std::weak_ptr<std::array<double, 6>> watched = sums;
   double* const data = sums->data();
-  finish_loss(*stream, data, data + 4, false, sums);
+  finish_loss(*stream, data, data + 5, false, sums);
   const auto factor = std::make_shared<double>(0);
-  stream->enqueue([data, factor] { *factor = data[4]; });
+  stream->enqueue([data, factor] { *factor = data[5]; });
   data[LossSums::kWeight] = 4;
   stream->hold(std::move(sums));
   CHECK(!watched.expired());

@@ -576,8 +576,8 @@ TEST(step_loss_weighs_all_ranks) {
 TEST(step_loss_accumulates_weights_until_a_reducing_step) {
   ThreadJob(2, 42).run([](const std::shared_ptr<Communicator>& world) {
     StepLoss loss(world);
-    const auto step = [&loss](double weight, bool accumulate) {
-      loss.issue(weight * 3, weight, accumulate);
+    const auto step = [&loss](double weight, bool accumulate, bool keeps = true) {
+      loss.issue(weight * 3, weight, accumulate, keeps);
       loss.work()->wait();
       CHECK_EQ(loss.value(), 3.0);  // the loss is of its own step alone
       return *loss.scale().factor;
@@ -589,6 +589,11 @@ TEST(step_loss_accumulates_weights_until_a_reducing_step) {
     CHECK_EQ(step(1, true), 1.0 / 2);
     loss.forget();
     CHECK_EQ(step(4, false), 1.0 / 8);
+    // One rank's part of the model had no gradient: those of the other count. Where none has any, they were dropped.
+    CHECK_EQ(step(1, true, false), 1.0 / 2);
+    CHECK_EQ(step(4, false, world->rank() == 0), 1.0 / 10);
+    CHECK_EQ(step(1, true, false), 1.0 / 2);
+    CHECK_EQ(step(4, false, false), 1.0 / 8);
   });
 }
 

@@ -655,8 +655,13 @@ TEST(shm_composites_take_a_place_in_the_order) {
       const WorkPtr both = host.run_in_order(
           world.context("twice", -1, 0),
           [&](Deadline) {
-            world.all_reduce(view_of(value), ReduceOp::kSum)->wait();
-            world.all_reduce(view_of(value), ReduceOp::kSum)->wait();
+            OpOptions step;
+            step.is_step = true;
+            world.all_reduce(view_of(value), ReduceOp::kSum, step)->wait();
+            // Whatever else runs in this thread meanwhile, as a handler of signals does, is none of its steps.
+            CHECK_THROWS(ErrorKind::kInvalidArgument, (void)world.all_reduce(view_of(value), ReduceOp::kSum),
+                         "all_reduce on lane world was issued by a signal handler");
+            world.all_reduce(view_of(value), ReduceOp::kSum, step)->wait();
           },
           options);
       world.all_reduce(view_of(value), ReduceOp::kSum)->wait();
@@ -667,6 +672,35 @@ TEST(shm_composites_take_a_place_in_the_order) {
         host.run_in_order(world.context("fail", -1, 0), [](Deadline) { throw Error(ErrorKind::kProtocol, "no"); }, {});
     CHECK_THROWS(ErrorKind::kProtocol, failed->wait(), "no");
   });
+}
+
+// All of them have it or none: one that went on without memory would be waited for.
+TEST(shm_memory_that_one_rank_cannot_have_is_nobodys) {
+  const ShmJob job(3);
+  run_ranks(3, [&job](int rank) {
+    const std::size_t bytes = rank == 1 ? std::size_t{1} << 20 : 4096;
+    const auto share = [&] { (void)job.neighbourhood(rank)->share("uneven", {0, 1, 2}, bytes, ShmJob::soon()); };
+    if (rank == 1) {
+      CHECK_THROWS(ErrorKind::kSchemaMismatch, share(), "rank 0 shares 4096 bytes, this rank expects 1048576");
+    } else {
+      CHECK_THROWS(ErrorKind::kTransport, share(), "rank 1: uneven: rank 0 shares 4096 bytes");
+    }
+    const auto whole = job.neighbourhood(rank)->share("even", {0, 1, 2}, 4096, ShmJob::soon());
+    whole->data()[rank] = 'x';
+  });
+}
+
+TEST(shm_a_wait_that_throws_leaves_no_sleeper_behind) {
+  shm::Bell bell;
+  const auto throws = []() -> bool { throw Error(ErrorKind::kTransport, "no memory"); };
+  int looks = 0;
+  const auto later = [&] { return ++looks > 1 ? throws() : false; };
+  shm::WaitPolicy asleep;
+  asleep.yields = std::chrono::microseconds(0);
+  CHECK_THROWS(ErrorKind::kTransport, (void)shm::wait_on(bell, asleep, {ShmJob::soon()}, throws), "no memory");
+  CHECK_THROWS(ErrorKind::kTransport, (void)shm::wait_on(bell, asleep, {Clock::now() + milliseconds(10)}, later),
+               "no memory");
+  CHECK_EQ(bell.sleepers.load(), 0U);
 }
 
 TEST(shm_stress_of_random_operations) {

@@ -58,6 +58,18 @@ inline void ring(Bell& bell) noexcept {
   }
 }
 
+// A thread that may be asleep, while it lives.
+class Sleeper {
+ public:
+  explicit Sleeper(Bell& bell) noexcept : bell_(bell) { bell_.sleepers.fetch_add(1, std::memory_order_seq_cst); }
+  Sleeper(const Sleeper&) = delete;
+  Sleeper& operator=(const Sleeper&) = delete;
+  ~Sleeper() { bell_.sleepers.fetch_sub(1, std::memory_order_seq_cst); }
+
+ private:
+  Bell& bell_;
+};
+
 // How long each phase lasts.
 struct WaitPolicy {
   int spins = 0;
@@ -138,15 +150,18 @@ template <typename Ready>
       vain += now - before < policy.vain ? 1 : 0;
       yields_end = has_progressed() ? now + policy.yields : yields_end;
     }
-    bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
-    const std::uint32_t rings = bell.rings.load(std::memory_order_seq_cst);
-    const bool now_ready = ready();
-    const bool stop = interrupted();
-    if (!now_ready && !stop) {
-      const Deadline next_look = patience.next_look != nullptr ? *patience.next_look : patience.deadline;
-      sleep_on(bell, rings, std::min({patience.deadline, next_look, next_poll}));
+    bool now_ready = false;
+    bool stop = false;
+    {
+      const Sleeper sleeper(bell);
+      const std::uint32_t rings = bell.rings.load(std::memory_order_seq_cst);
+      now_ready = ready();
+      stop = interrupted();
+      if (!now_ready && !stop) {
+        const Deadline next_look = patience.next_look != nullptr ? *patience.next_look : patience.deadline;
+        sleep_on(bell, rings, std::min({patience.deadline, next_look, next_poll}));
+      }
     }
-    bell.sleepers.fetch_sub(1, std::memory_order_seq_cst);
     if (now_ready || ready()) {
       return Waited::kReady;
     }

@@ -28,6 +28,8 @@ struct Request {
   std::uint64_t name;
 };
 
+constexpr auto kOnePeer = std::chrono::milliseconds(500);  // that asks for memory, while others wait
+
 [[noreturn]] void give_up(const std::string& what, int error) {
   throw Error(ErrorKind::kTransport, str("passing shared memory: ", what, ": ", std::strerror(error)));
 }
@@ -69,6 +71,22 @@ bool equal(const KeyWord& a, const KeyWord& b) {
     difference = static_cast<unsigned char>(difference | (a[i] ^ b[i]));
   }
   return difference == 0;
+}
+
+// What a system call says, other than that a signal came. With a limit to its wait it does not go on by itself,
+// whatever the handler asked for (signal(7)); each try has the whole limit, so there are none after `deadline`.
+template <typename Call>
+auto uninterrupted(Deadline deadline, const Call& call) {
+  for (;;) {
+    const auto result = call();
+    if (result >= 0 || errno != EINTR) {
+      return result;
+    }
+    if (Clock::now() >= deadline) {
+      errno = ETIMEDOUT;
+      return result;
+    }
+  }
 }
 
 control::Fd spare_file() {
@@ -145,7 +163,7 @@ void Courier::serve() {
       }
     }
     if (connection.valid() && same_user(connection.get())) {
-      limit(connection.get(), std::chrono::milliseconds(500));
+      limit(connection.get(), kOnePeer);
       answer(connection);
     }
     connection = {};
@@ -157,7 +175,8 @@ void Courier::serve() {
 
 void Courier::answer(const control::Fd& connection) {
   Request request{};
-  if (::recv(connection.get(), &request, sizeof request, 0) != sizeof request || !equal(request.key_word, key_word_)) {
+  const auto hear = [&] { return ::recv(connection.get(), &request, sizeof request, 0); };
+  if (uninterrupted(deadline_after(kOnePeer), hear) != sizeof request || !equal(request.key_word, key_word_)) {
     return;
   }
   char found = 0;
@@ -192,14 +211,16 @@ control::Fd Courier::fetch(const std::string& address, const KeyWord& key_word, 
     give_up("the peer's address", ENAMETOOLONG);
   }
   const socklen_t length = fill(target, address);
-  if (::connect(connection.get(), reinterpret_cast<const sockaddr*>(&target), length) != 0) {
+  const auto connect = [&] { return ::connect(connection.get(), reinterpret_cast<const sockaddr*>(&target), length); };
+  if (uninterrupted(deadline, connect) != 0) {
     give_up("connecting to the peer", errno);
   }
   if (!same_user(connection.get())) {
     give_up("the peer belongs to another user", EPERM);
   }
   const Request request{key_word, name};
-  if (::send(connection.get(), &request, sizeof request, MSG_NOSIGNAL) != sizeof request) {
+  const auto ask = [&] { return ::send(connection.get(), &request, sizeof request, MSG_NOSIGNAL); };
+  if (uninterrupted(deadline, ask) != sizeof request) {
     give_up("asking the peer", errno);
   }
   char found = 0;
@@ -210,7 +231,7 @@ control::Fd Courier::fetch(const std::string& address, const KeyWord& key_word, 
   message.msg_iovlen = 1;
   message.msg_control = ancillary.bytes;
   message.msg_controllen = sizeof ancillary.bytes;
-  const ssize_t got = ::recvmsg(connection.get(), &message, MSG_CMSG_CLOEXEC);
+  const ssize_t got = uninterrupted(deadline, [&] { return ::recvmsg(connection.get(), &message, MSG_CMSG_CLOEXEC); });
   if (got <= 0) {
     give_up("the peer's answer", got == 0 ? ECONNRESET : errno);
   }

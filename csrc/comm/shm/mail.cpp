@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <system_error>
 #include <utility>
 
 #include "base/error.h"
@@ -15,6 +16,9 @@
 namespace hpcomm::shm {
 
 namespace {
+
+// How often whoever drives looks for mails that nobody waits for, but whose time is up or whose peer has gone.
+constexpr auto kRound = std::chrono::milliseconds(50);
 
 class MailEvent final : public EventState {
  public:
@@ -90,10 +94,22 @@ bool ShmMailbox::drive(const Mail& mail, Deadline deadline, void (*poll)()) {
       arm();
     }
   };
-  const auto look = [this, &mail, &more, &close] {
+  int looks = 0;
+  Deadline next_round = Deadline::min();
+  const auto look = [this, &mail, &more, &close, &looks, &next_round] {
     close = Deadline::max();
     if (mail.done()) {
       return true;
+    }
+    // Who drives long enough does it for all mails.
+    if (++looks > policy_.spins && Clock::now() >= next_round) {
+      next_round = Clock::now() + kRound;
+      {
+        const Turn turn(*this);
+        miss(kAnySource);
+        expire();
+      }
+      report_broken();
     }
     const Turn turn(*this);
     progress();
@@ -332,19 +348,29 @@ ShmMailbox::Look ShmMailbox::wanted_look() const {
   return owes || pending_ > awaited_ ? Look::kSoon : Look::kLate;
 }
 
+// Before anything is sent or expected: nobody would drive it.
+void ShmMailbox::start() {
+  if (timer_.valid()) {
+    return;
+  }
+  timer_ = control::Fd::open([] { return ::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC); });
+  if (!timer_.valid()) {
+    throw Error(ErrorKind::kTransport, str("messages on lane ", setup_.lane, ": timerfd: ", std::strerror(errno)));
+  }
+  try {
+    thread_ = Thread("hpcomm:mail", [this] { pump(); });
+  } catch (const std::system_error& error) {
+    timer_ = {};
+    throw Error(ErrorKind::kTransport, str("messages on lane ", setup_.lane, ": a thread: ", error.what()));
+  }
+}
+
 void ShmMailbox::arm() {
   const Look wanted = wanted_look();
   if (armed_.load(std::memory_order_seq_cst) >= wanted) {
     return;
   }
   armed_.store(wanted, std::memory_order_seq_cst);
-  if (!timer_.valid()) {
-    timer_ = control::Fd::open([] { return ::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC); });
-    if (!timer_.valid()) {
-      throw Error(ErrorKind::kTransport, str("timerfd: ", std::strerror(errno)));
-    }
-    thread_ = Thread("hpcomm:mail", [this] { pump(); });
-  }
   const std::chrono::nanoseconds delay = wanted == Look::kSoon ? soon_ : kLate;
   const itimerspec once{{0, 0}, {0, static_cast<long>(delay.count())}};
   (void)::timerfd_settime(timer_.get(), 0, &once, nullptr);
@@ -367,17 +393,24 @@ void ShmMailbox::pump() {
         return true;  // somebody else does it
       }
       progress();
+      miss(kAnySource);
       close = next_close();
       return !pending();
     };
-    while (!idle() && !stopping_.load(std::memory_order_seq_cst)) {
-      const WaitPolicy asleep{0, std::chrono::microseconds(0)};
-      (void)wait_on(bell_, asleep,
-                    {Clock::now() + std::chrono::milliseconds(50), &stopping_, nullptr, nullptr, nullptr, &close},
-                    idle);
+    try {
+      while (!idle() && !stopping_.load(std::memory_order_seq_cst)) {
+        const WaitPolicy asleep{0, std::chrono::microseconds(0)};
+        (void)wait_on(bell_, asleep, {Clock::now() + kRound, &stopping_, nullptr, nullptr, nullptr, &close}, idle);
+        {
+          const Turn turn(*this);
+          expire();
+        }
+        report_broken();
+      }
+    } catch (const std::exception& error) {  // no memory, say: a message may be half done
       {
         const Turn turn(*this);
-        expire();
+        broken_ = Error(ErrorKind::kTransport, str("messages on lane ", setup_.lane, ": ", error.what()));
       }
       report_broken();
     }

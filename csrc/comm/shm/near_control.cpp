@@ -13,7 +13,6 @@ namespace hpcomm::shm {
 namespace {
 
 using control::kDetourChannel;
-using control::kReadyChannel;
 
 constexpr std::size_t kLine = 64;
 constexpr std::size_t kAllRings = std::size_t{8} << 20;
@@ -46,19 +45,13 @@ std::shared_ptr<NearControl> NearControl::over(std::shared_ptr<Control> below,
   const std::size_t ring_bytes = ring_bytes_for(ranks.size());
   std::shared_ptr<Segment> segment;
   if (ranks.size() > 1) {
-    const std::string name = "control messages of neighbours";
-    try {
-      segment = neighbourhood->share(name, ranks, segment_bytes(ranks.size(), ring_bytes), deadline);
+    try {  // all of them have it or none: a message that its receiver does not look for would be lost
+      segment = neighbourhood->share("control messages of neighbours", ranks, segment_bytes(ranks.size(), ring_bytes),
+                                     deadline);
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::kTransport) {
         throw;
       }
-    }
-    // All of them or none: a message that its receiver does not look for would be lost.
-    const auto answers = below->exchange(ranks, kReadyChannel, segment != nullptr ? "1" : "0", deadline);
-    neighbourhood->seal(name);
-    if (std::any_of(answers.begin(), answers.end(), [](const std::string& answer) { return answer != "1"; })) {
-      segment.reset();
     }
   }
   return std::shared_ptr<NearControl>(

@@ -241,36 +241,71 @@ std::shared_ptr<Segment> Neighbourhood::share(const std::string& name, const std
   HPCOMM_REQUIRE(!members.empty() && contains(members), "these ranks do not share memory");
   const std::uint64_t key = hash_of(name);
   const int leader = members.front();
-  if (control_->rank() == leader) {
-    std::shared_ptr<Segment> segment;
-    std::string trouble;
-    try {
-      segment = Segment::create(name, bytes);
-      courier_->publish(key, segment->descriptor());
-    } catch (const Error& error) {
-      trouble = error.what();
-    }
-    for (const int member : members) {
-      if (member != leader) {
-        control_->send(member, key, trouble);
+  const int self = control_->rank();
+  const auto hear = [&](int rank) {
+    while (poll != nullptr && Clock::now() < deadline) {
+      poll();
+      if (auto heard = control_->try_receive(rank, key, std::min(deadline, Clock::now() + kPoll))) {
+        return *std::move(heard);
       }
     }
-    if (!trouble.empty()) {
-      throw Error(ErrorKind::kTransport, trouble);
+    return control_->receive(rank, key, deadline);
+  };
+  const auto tell = [&](const std::string& words) {
+    for (const int member : members) {
+      if (member != leader) {
+        control_->send(member, key, words);
+      }
     }
-    return segment;
+  };
+  // What a rank cannot do is told as words, empty ones where all is well. The leader's come first; then each member
+  // tells the leader, who tells all what becomes of it: a member that went another way alone would be waited for.
+  std::shared_ptr<Segment> segment;
+  std::string trouble;
+  std::exception_ptr own;
+  const auto attempt = [&](const auto& step) {
+    try {
+      step();
+    } catch (const Error& error) {
+      trouble = str("rank ", self, ": ", error.what());
+      own = std::current_exception();
+    }
+  };
+  if (self == leader) {
+    attempt([&] {
+      segment = Segment::create(name, bytes);
+      courier_->publish(key, segment->descriptor());
+    });
+    tell(trouble);
+    if (trouble.empty()) {
+      for (const int member : members) {
+        const std::string heard = member != leader ? hear(member) : "";
+        trouble = trouble.empty() ? heard : trouble;
+      }
+      courier_->withdraw(key);
+      tell(trouble);
+    }
+  } else {
+    trouble = hear(leader);
+    if (trouble.empty()) {
+      attempt([&] { segment = adopt(name, leader, bytes, deadline); });
+      control_->send(leader, key, trouble);
+      trouble = hear(leader);
+    }
   }
-  std::optional<std::string> heard;
-  while (poll != nullptr && !heard && Clock::now() < deadline) {
-    poll();
-    heard = control_->try_receive(leader, key, std::min(deadline, Clock::now() + kPoll));
+  if (own != nullptr) {
+    std::rethrow_exception(own);
   }
-  const std::string trouble = heard ? *heard : control_->receive(leader, key, deadline);
   if (!trouble.empty()) {
-    throw Error(ErrorKind::kTransport, str("rank ", leader, ": ", trouble));
+    throw Error(ErrorKind::kTransport, trouble);
   }
+  return segment;
+}
+
+std::shared_ptr<Segment> Neighbourhood::adopt(const std::string& name, int leader, std::size_t bytes,
+                                              Deadline deadline) const {
   const Neighbour& neighbour = job_[static_cast<std::size_t>(leader)];
-  auto segment = Segment::adopt(Courier::fetch(neighbour.address, neighbour.key_word, key, deadline));
+  auto segment = Segment::adopt(Courier::fetch(neighbour.address, neighbour.key_word, hash_of(name), deadline));
   if (segment->size() < bytes) {
     throw Error(ErrorKind::kSchemaMismatch,
                 str(name, ": rank ", leader, " shares ", segment->size(), " bytes, this rank expects ", bytes,
@@ -278,8 +313,6 @@ std::shared_ptr<Segment> Neighbourhood::share(const std::string& name, const std
   }
   return segment;
 }
-
-void Neighbourhood::seal(const std::string& name) { courier_->withdraw(hash_of(name)); }
 
 void Neighbourhood::park(Keepalive memory) {
   std::lock_guard lock(parked_mutex_);

@@ -46,12 +46,11 @@ class Neighbourhood {
   [[nodiscard]] std::string why_not(int rank) const;
 
   // A segment of `bytes` that `members` (of the job, in group order; all in the neighbourhood) map. Made by the first
-  // of them. Collective over them; `name` is unique. Throws kTransport on all of them when there is no memory. `poll`,
+  // of them. Collective over them; `name` is unique. When it returns all of them have it, and nobody else can get it
+  // any more; where one of them cannot have it, there is no memory, say, all throw kTransport with its reason. `poll`,
   // if there is one, is called twenty times a second meanwhile, and may throw.
   [[nodiscard]] std::shared_ptr<Segment> share(const std::string& name, const std::vector<int>& members,
                                                std::size_t bytes, Deadline deadline, void (*poll)() = nullptr);
-  // After all members of share() have the segment: nobody else can get it from here on.
-  void seal(const std::string& name);
 
   // This rank's memory that neighbours can map.
   [[nodiscard]] Arena& arena() noexcept { return *arena_; }
@@ -98,6 +97,9 @@ class Neighbourhood {
   };
   [[nodiscard]] static Copied copy_from(const Neighbour& neighbour, std::uint64_t address, char* target,
                                         std::size_t bytes);
+  // What the leader of share() has published.
+  [[nodiscard]] std::shared_ptr<Segment> adopt(const std::string& name, int leader, std::size_t bytes,
+                                               Deadline deadline) const;
   [[nodiscard]] std::string try_to_read(Neighbour& neighbour, const std::string& page, Deadline deadline) const;
   [[nodiscard]] std::shared_ptr<Segment> segment_of(Neighbour& neighbour, std::uint32_t index, Deadline deadline);
   void require_alive(int rank, Deadline deadline) const;

@@ -82,7 +82,11 @@ class ShmCommunicator final : public HostCommunicator {
   [[nodiscard]] std::shared_ptr<PeerMemory> peer_memory() override {
     return std::make_shared<ShmPeerMemory>(neighbourhood_, ranks());
   }
-  [[nodiscard]] Buffer allocate(std::size_t bytes) override { return neighbourhood_->arena().allocate(bytes); }
+  // A child would be given what its parent is given, in the same memory.
+  [[nodiscard]] Buffer allocate(std::size_t bytes) override {
+    require_parent(context("allocate", -1, 0));
+    return neighbourhood_->arena().allocate(bytes);
+  }
 
  protected:
   [[nodiscard]] std::shared_ptr<Communicator> make_child(CommunicatorConfig child) override {
@@ -266,7 +270,7 @@ class ShmCommunicator final : public HostCommunicator {
     shm::ShmMailbox::check(own);
   }
 
-  // All ranks have the segment: the descriptor that others got it by can go.
+  // Returns when all ranks listen.
   void meet(Deadline deadline) {
     const shm::Patience patience{deadline, &interrupted_, nullptr, config().poll};
     try {
@@ -275,9 +279,6 @@ class ShmCommunicator final : public HostCommunicator {
       Operation operation;
       operation.kind = Operation::Kind::kBarrier;
       explain(operation, ended);
-    }
-    if (rank() == 0) {
-      neighbourhood_->seal(name());
     }
   }
 

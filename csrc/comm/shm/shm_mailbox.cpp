@@ -102,6 +102,7 @@ MailPtr ShmMailbox::send(const BufferView& buffer, int peer, std::uint64_t tag, 
     require_peer("send", peer);
     Peer& to = peer_at(peer);
     require_whole(context("send", peer, to.numbers));
+    start();
     pull(peer);  // a refusal, perhaps
     mail = make("send", buffer, peer, tag, options, to.numbers);
     if (const auto refused = to.refusals.find(tag); refused != to.refusals.end()) {
@@ -159,6 +160,7 @@ ShmMailbox::Held ShmMailbox::post(const BufferView& buffer, int peer, std::uint6
     const Turn turn(*this);
     require_peer("recv", peer == kAnySource ? static_cast<int>(setup_.rank == 0) : peer);
     require_whole(context("recv", peer, receives_));
+    start();
     mail = make("recv", buffer, peer, tag, options, receives_++);
     mail->at_most_ = at_most;
     if (!take_early(mail)) {

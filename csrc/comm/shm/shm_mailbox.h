@@ -251,6 +251,7 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   static constexpr std::chrono::nanoseconds kSoonest = std::chrono::microseconds(500);
   static constexpr std::chrono::nanoseconds kSlowest = std::chrono::milliseconds(2);
   static constexpr std::chrono::nanoseconds kLate = std::chrono::milliseconds(50);
+  void start();
   void arm();
   void pump();
   void report_broken();
