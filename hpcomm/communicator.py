@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 DEFAULT_TIMEOUT = 600.0  # seconds
+LONGEST_TIMEOUT = 2_000_000  # seconds: what milliseconds in an int can hold
 DEFAULT_HEARTBEAT_TIMEOUT = 20.0  # seconds
 LONGEST_HEARTBEAT_TIMEOUT = 86400.0  # seconds
 
@@ -53,9 +54,18 @@ def default_timeout(otherwise: float | None = None) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if seconds <= 0:
-        raise InvalidArgument(f"HPCOMM_TIMEOUT={text!r}: expected a positive number of seconds")
-    return seconds
+    return checked_timeout(seconds, f"HPCOMM_TIMEOUT={text!r}")
+
+
+def checked_timeout(seconds: float, what: str) -> float:
+    """``seconds``, if they can be a time limit; ``what`` says where they come from.
+
+    Raises:
+        InvalidArgument: they cannot.
+    """
+    if not isinstance(seconds, (int, float)) or not 0 < seconds <= LONGEST_TIMEOUT:
+        raise InvalidArgument(f"{what}: expected a number of seconds above 0, at most {LONGEST_TIMEOUT:,}")
+    return float(seconds)
 
 
 def heartbeat_timeout() -> float:

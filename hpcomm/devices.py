@@ -31,6 +31,8 @@ def pick_device(asked: str | torch.device | None) -> torch.device:
     except RuntimeError as error:
         raise InvalidArgument(f"device={wanted!r}: {error}") from None
     if device.type == "cpu":
+        if device.index:
+            raise InvalidArgument(f"device={wanted!r}: there is one CPU device, 'cpu'")
         return torch.device("cpu")
     if device.type != "cuda":
         raise InvalidArgument(f"device={wanted!r}: hpcomm serves CPU and CUDA tensors")

@@ -23,6 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 from hpcomm.channel import forget_parted, let_go
 from hpcomm.communicator import (
     agree,
+    checked_timeout,
     checking,
     cpu_transport,
     default_timeout,
@@ -345,12 +346,12 @@ def init(
             and each rank of the host has one of its own, else the CPU. A GPU becomes torch's current device.
 
     Raises:
-        InvalidArgument: the axes do not multiply to the number of ranks, torchrun's environment is incomplete, or the
-            device cannot be used.
+        InvalidArgument: the axes do not multiply to the number of ranks, torchrun's environment is incomplete or
+            holds no numbers, the device cannot be used, or ``timeout`` is no number of seconds above 0.
         SchemaMismatch: ranks passed different axes, or are on different kinds of device.
         TimedOut, RankFailed: a rank did not come.
     """
-    seconds = default_timeout() if timeout is None else timeout
+    seconds = default_timeout() if timeout is None else checked_timeout(timeout, f"init(): timeout={timeout!r}")
     rank, world = _job()
     if (dp, pp, tp) == (1, 1, 1):
         dp = -1
@@ -401,7 +402,14 @@ def _job() -> tuple[int, int]:
             f"the environment has {', '.join(present)} but not {', '.join(missing)}; start the program with torchrun, "
             "or unset all of them for a single process"
         )
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return _number("RANK"), _number("WORLD_SIZE")
+
+
+def _number(variable: str) -> int:
+    text = os.environ[variable]
+    if not text.strip().isdecimal():
+        raise InvalidArgument(f"{variable}={text!r} in the environment is no number; torchrun sets it")
+    return int(text)
 
 
 def _default_store() -> Store:

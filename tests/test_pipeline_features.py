@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pipeline_models as models
 import pytest
@@ -13,6 +13,7 @@ import torch
 import torch.utils.checkpoint
 from test_pipeline_schedules import CROSS, make
 from torch import nn
+from torch.distributed import checkpoint
 
 import hpcomm
 from hpcomm.pipeline.deferred import Deferral
@@ -75,6 +76,69 @@ def forward_only() -> None:
 
 def test_a_schedule_without_backwards() -> None:
     ranks.run(2, forward_only)
+
+
+# --- Checkpoints ------------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Sequential):
+    """The last layer has the weight of the first."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        super().__init__(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)), nn.Linear(8, 8, bias=False))
+        self[3].weight = self[0][0].weight
+
+
+def with_checkpoint(folder: str, dp: int, pp: int, begin: int) -> dict[str, torch.Tensor]:
+    """Steps ``begin`` to 5 of 5; begins with what is in the folder, and leaves there what it has after step 3."""
+    with hpcomm.init(dp=dp, pp=pp) as mesh:
+        pipe = hpcomm.Pipeline(Tied(begin), mesh=mesh, num_microbatches=4 // dp, loss_fn=nn.functional.mse_loss)
+        biases = [p for n, p in pipe.named_parameters() if n.endswith("bias")]
+        weights = [p for n, p in pipe.named_parameters() if n.endswith("weight")]
+        optimizer = torch.optim.AdamW([{"params": weights, "weight_decay": 0.2}, {"params": biases}], lr=0.05)
+        plan = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+
+        def whole() -> dict[str, Any]:
+            return {"model": pipe.state_dict(), "optimizer": pipe.optimizer_state_dict(optimizer)}
+
+        if begin > 0:
+            state = {**whole(), "step": 0}
+            checkpoint.load(state, checkpoint_id=folder)
+            pipe.load_state_dict(state["model"])
+            pipe.load_optimizer_state_dict(optimizer, state["optimizer"])
+            pipe.step_number = state["step"]
+            assert pipe.step_number == begin
+        data = torch.Generator().manual_seed(5)
+        for step in range(5):
+            x, y = torch.randn(8, 8, generator=data), torch.randn(8, 8, generator=data)
+            if step < begin:
+                continue
+            rows = slice(mesh.dp.rank * 8 // dp, (mesh.dp.rank + 1) * 8 // dp)
+            optimizer.zero_grad()
+            pipe.step(x[rows], target=y[rows])
+            optimizer.step()
+            plan.step()
+            if step == 2 and begin == 0:
+                checkpoint.save({**whole(), "step": pipe.step_number}, checkpoint_id=folder)
+        foreign = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=1.0)
+        with pytest.raises(hpcomm.InvalidArgument, match=r"of shape \(3,\) that is none of this rank's stages"):
+            pipe.optimizer_state_dict(foreign)
+        kept = pipe.optimizer_state_dict(optimizer)
+        name = next(iter(kept))
+        with pytest.raises(hpcomm.InvalidArgument, match=f"no state of parameter {name}"):
+            pipe.load_optimizer_state_dict(optimizer, {n: e for n, e in kept.items() if n != name})
+        return pipe.full_state_dict()
+
+
+def test_a_checkpoint_goes_on_on_any_mesh(tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    whole = ranks.run(2, with_checkpoint, folder, 1, 2, 0)[0]
+    for dp, pp in ((1, 2), (1, 1), (2, 2), (1, 4)):
+        found = ranks.run(dp * pp, with_checkpoint, folder, dp, pp, 3)[0]
+        assert found.keys() == whole.keys()
+        for name, value in whole.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=f"{name}, dp={dp} pp={pp}")
 
 
 # --- Schedules of the user --------------------------------------------------------------------------------------------

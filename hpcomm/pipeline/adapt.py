@@ -35,6 +35,11 @@ def as_chain(model: Model) -> torch.nn.Module:
     runs_in_order = isinstance(model, torch.nn.Sequential) and type(model).forward in _IN_ORDER
     if isinstance(model, torch.nn.Module) and (runs_in_order or isinstance(model, Section)):
         return model
+    if type(model).__module__.startswith("torch._dynamo"):  # not imported for a look: that takes a second
+        raise InvalidArgument(
+            "Pipeline: the model is what torch.compile() made of a whole one, which cannot be cut; compile its layers, "
+            "by layer.compile() or torch.compile(layer)"
+        )
     if not isinstance(model, torch.nn.Module):
         stages = list(model)
         if not stages or not all(isinstance(stage, torch.nn.Module) for stage in stages):

@@ -33,8 +33,8 @@ def require_arguments(
         raise InvalidArgument(f"Pipeline: tp={mesh.shape['tp']} is not supported in this version; use dp and pp")
     if tuple(mesh.shape) != ("pp", "dp", "tp"):
         raise InvalidArgument(f"Pipeline: the axes must be ordered pp, dp, tp in this version, got {tuple(mesh.shape)}")
-    if num_microbatches < 1:
-        raise InvalidArgument(f"Pipeline: num_microbatches={num_microbatches}; at least 1")
+    if not isinstance(num_microbatches, int) or num_microbatches < 1:
+        raise InvalidArgument(f"Pipeline: num_microbatches={num_microbatches!r}; a whole number, at least 1")
     if not 0 < bucket_cap_mb < math.inf:
         raise InvalidArgument(f"Pipeline: bucket_cap_mb={bucket_cap_mb}; a positive size")
     if reduce not in _POLICIES:

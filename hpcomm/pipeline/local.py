@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcomm.errors import InvalidArgument
-from hpcomm.pipeline import chain
+from hpcomm.pipeline import chain, optimizer_state
 from hpcomm.pipeline.checks import is_extra
 from hpcomm.pipeline.parameters import broadcast
 
@@ -87,6 +87,38 @@ class LocalModel:
         """
         mine = self.module.state_dict().keys()
         self.module.load_state_dict({name: value for name, value in state.items() if name in mine})
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+        """The state of this rank's ``optimizer`` by the plain model's names of parameters, for checkpoints that any
+        other mesh may load (``torch.distributed.checkpoint``): ``optimizer.state_dict()`` numbers parameters from 0 on
+        every rank.
+
+        Args:
+            optimizer: of this pipeline's :meth:`parameters`. One that has taken no step gets its first state, so that
+                there is what a checkpoint can be loaded into.
+
+        Returns:
+            By name, of a parameter that stages share its first one: ``"state"`` and the ``"options"`` of its group.
+
+        Raises:
+            InvalidArgument: the optimizer has parameters of others.
+        """
+        return optimizer_state.by_name(optimizer, self.module, self._own_names())
+
+    def load_optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Loads the local stages' part of ``state``, which :meth:`optimizer_state_dict` has given on this or another
+        mesh.
+
+        Raises:
+            InvalidArgument: the optimizer has parameters of others, ``state`` lacks one of its own, or parameters that
+                are in one group here had different options there.
+        """
+        optimizer_state.load(optimizer, self._own_names(), state)
+
+    def _own_names(self) -> dict[int, str]:
+        return {key: name for key, (name, _) in self._canonical.items()}
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's state on every rank, copied from its stages (collective over ``mesh.pp``).

@@ -132,6 +132,7 @@ class Pipeline(LocalModel):
             split_at = split_of(model, split_at)
             whole_model = as_chain(model)
             require_arguments(whole_model, mesh, num_microbatches, bucket_cap_mb, reduce, inputs)
+            chain.require_taken(chain.calls_of(whole_model, 0, chain.skips_of(whole_model)), [*keywords, *whole])
             require_schema(schema)
             plain = schedule_of(schedule, mesh.shape["pp"], num_microbatches, stages_per_rank)
             starts = starts_of(whole_model, plain.stages, split_at)

@@ -13,6 +13,7 @@ import torch
 
 from hpcomm import _C
 from hpcomm.control_channels import ControlChannel
+from hpcomm.errors import InvalidArgument
 from hpcomm.plan.serialize import to_json
 from hpcomm.seats import cores_of, is_crowded, seat
 from hpcomm.tree import tensors_of
@@ -37,7 +38,12 @@ ISSUE, STEP = (-1, "ISSUE"), (-1, "STEP")
 def recorder_for(plan: StepPlan, rank: int, *, on_cpu: bool) -> Recorder | None:
     """A recorder that writes to the folder ``HPCOMM_TRACE``; None where that is not set."""
     folder = os.environ.get("HPCOMM_TRACE")
-    return Recorder(Path(folder), plan, rank, on_cpu=on_cpu) if folder else None
+    if not folder:
+        return None
+    try:
+        return Recorder(Path(folder), plan, rank, on_cpu=on_cpu)
+    except OSError as error:
+        raise InvalidArgument(f"HPCOMM_TRACE={folder!r}: no folder that this rank can write to: {error}") from error
 
 
 class Times:
