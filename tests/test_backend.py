@@ -125,9 +125,7 @@ def every_reduction() -> None:
         values = torch.tensor([[3, 1, 6], [3, 5, 6], [3, 3, 0]])  # sums that three divides
         for dtype in SUMMED:
             for op, reduced in operations:
-                if (op in bitwise and dtype.is_floating_point) or (
-                    op == dist.ReduceOp.AVG and not dtype.is_floating_point
-                ):
+                if op in bitwise and dtype.is_floating_point:
                     continue
                 expected = reduced(values if op in bitwise else values.double()).to(dtype)
                 mine = values[rank].to(dtype)
@@ -147,6 +145,25 @@ def every_reduction() -> None:
 
 def test_every_reduction_of_every_dtype() -> None:
     ranks.run(3, every_reduction)
+
+
+def averages_of_integers() -> None:
+    """Rounded towards zero, as by NCCL: trainers ask for them wherever the backend is not called gloo."""
+    with world() as (rank, size):
+        assert size == 2
+        for dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
+            tensor = torch.tensor([-4, 4, 2, 100] if rank == 0 else [-3, 3, 3, 20], dtype=dtype)
+            dist.all_reduce(tensor, dist.ReduceOp.AVG)
+            same(tensor, torch.tensor([-3, 3, 2, 60], dtype=dtype))
+        tensor = torch.tensor([120 + 5 * rank], dtype=torch.uint8)
+        dist.all_reduce(tensor, dist.ReduceOp.AVG)
+        same(tensor, torch.tensor([122], dtype=torch.uint8))
+        with pytest.raises(hpcomm.InvalidArgument, match="no avg of bool"):
+            dist.all_reduce(torch.tensor([True]), dist.ReduceOp.AVG)
+
+
+def test_averages_of_integers() -> None:
+    ranks.run(2, averages_of_integers)
 
 
 def uneven_parts() -> None:

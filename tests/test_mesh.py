@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import ranks
@@ -129,6 +130,25 @@ def run_alone(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code], env={**clean, **env}, capture_output=True, text=True, timeout=60, check=False
     )
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "words"),
+    [
+        *(({"HPCOMM_TIMEOUT": text}, {}, "HPCOMM_TIMEOUT=") for text in ("nan", "inf", "1e300", "0", "-1", "soon")),
+        *(({}, {"timeout": seconds}, r"init\(\): timeout=") for seconds in (-1, 0, float("nan"), 1e300, "soon")),
+        ({}, {"device": "cpu:3"}, "there is one CPU device"),
+        ({"HPCOMM_DEVICE": "cpu:3"}, {}, "there is one CPU device"),
+        ({"RANK": "a", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, {}, "RANK='a' in the env"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], arguments: dict[str, Any], words: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(hpcomm.InvalidArgument, match=words):
+        hpcomm.init(**arguments)
 
 
 def test_a_plain_program_is_a_mesh_of_one() -> None:

@@ -244,3 +244,28 @@ def late() -> str:
 
 def test_a_time_out_says_what_was_waited_for() -> None:
     assert "to compare the model or the arguments of Pipeline" in ranks.run(2, late)[0]
+
+
+def refused_alone(options: dict[str, Any], words: str) -> None:
+    model = options.pop("model", layers)()
+    with hpcomm.init() as mesh, pytest.raises(hpcomm.InvalidArgument, match=words):
+        hpcomm.Pipeline(model, mesh=mesh, **{"num_microbatches": 4, "loss_fn": loss, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"whole": ["tabel"]}, "no layer of the model takes the keyword argument 'tabel'"),
+        ({"keywords": ["mask"]}, "no layer of the model takes the keyword argument 'mask'"),
+        ({"num_microbatches": 1.5}, "num_microbatches=1.5; a whole number"),
+        ({"model": lambda: torch.compile(layers())}, r"compile its layers, by layer\.compile\(\)"),
+    ],
+)
+def test_what_nobody_would_notice_is_refused(options: dict[str, Any], words: str) -> None:
+    refused_alone(dict(options), words)
+
+
+@pytest.mark.parametrize("folder", ["/dev/null", "/proc/there"])
+def test_a_trace_that_cannot_be_written_names_its_variable(monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    monkeypatch.setenv("HPCOMM_TRACE", folder)
+    refused_alone({}, f"HPCOMM_TRACE='{folder}': no folder")

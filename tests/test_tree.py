@@ -77,6 +77,7 @@ MODULES = (
     "pipeline.deferred",
     "pipeline.sharing",
     "pipeline.parameters",
+    "pipeline.optimizer_state",
     "pipeline.local",
     "pipeline.planning",
     "pipeline.board",

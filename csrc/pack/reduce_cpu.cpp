@@ -105,6 +105,8 @@ struct Table {
   template <Isa kIsa, typename T>
   constexpr void add_integer(DType dtype) {
     at(dtype, ReduceOp::kSum) = make<kIsa, std::make_unsigned_t<T>, Sum>();
+    using Divided = std::conditional_t<std::is_signed_v<T>, SignedSum, Sum>;
+    at(dtype, ReduceOp::kAverage) = make<kIsa, std::make_unsigned_t<T>, Divided, true>();
     at(dtype, ReduceOp::kProduct) = make<kIsa, std::make_unsigned_t<T>, Product>();
     at(dtype, ReduceOp::kMin) = make<kIsa, T, Min>();
     at(dtype, ReduceOp::kMax) = make<kIsa, T, Max>();

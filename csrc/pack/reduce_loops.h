@@ -51,6 +51,9 @@ struct Sum {
     }
   }
 };
+// Sums of signed integers as unsigned ones, whose averages have a sign again. As everywhere in C++, and in NCCL, what
+// is divided is rounded towards zero.
+struct SignedSum : Sum {};
 struct Product {
   template <typename T>
   static T apply(T a, T b) noexcept {
@@ -112,6 +115,17 @@ struct Pass {
   static constexpr bool kDivide = kDivides;
 };
 
+template <typename Op, typename Wide>
+[[gnu::always_inline]] inline Wide divided(Wide sum, double divisor) noexcept {
+  if constexpr (std::is_same_v<Op, SignedSum>) {
+    return static_cast<Wide>(static_cast<std::make_signed_t<Wide>>(sum) / static_cast<std::int64_t>(divisor));
+  } else if constexpr (std::is_integral_v<Wide>) {
+    return static_cast<Wide>(sum / static_cast<std::uint64_t>(divisor));
+  } else {
+    return sum / static_cast<Wide>(divisor);
+  }
+}
+
 template <typename P>
 [[gnu::always_inline]] inline void loop(void* target, const void* const* sources, std::size_t begin, std::size_t end,
                                         double divisor) {
@@ -134,7 +148,7 @@ template <typename P>
       value = P::Operation::apply(value, Element<Item>::load(fourth[i]));
     }
     if constexpr (P::kDivide) {
-      value = value / static_cast<Wide>(divisor);
+      value = divided<typename P::Operation>(value, divisor);
     }
     result[i] = Element<typename P::Result>::store(value);
   }

@@ -149,7 +149,8 @@ class C10dCommunicator final : public HostCommunicator {
             scratch_.reset();
           }
           if (operation.op == ReduceOp::kAverage) {
-            as_tensor(operation.output, operation.options.keepalive).div_(size());
+            at::Tensor sum = as_tensor(operation.output, operation.options.keepalive);
+            c10::isIntegralType(sum.scalar_type(), true) ? sum.div_(size(), "trunc") : sum.div_(size());
           }
           return;
       }

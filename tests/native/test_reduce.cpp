@@ -103,6 +103,7 @@ T fold(ReduceOp op, T a, T b) {
     const auto wide_b = static_cast<std::uint64_t>(b);
     switch (op) {
       case ReduceOp::kSum:
+      case ReduceOp::kAverage:
         return static_cast<T>(wide_a + wide_b);
       case ReduceOp::kProduct:
         return static_cast<T>(wide_a * wide_b);
@@ -116,8 +117,6 @@ T fold(ReduceOp op, T a, T b) {
         return static_cast<T>(wide_a | wide_b);
       case ReduceOp::kBitXor:
         return static_cast<T>(wide_a ^ wide_b);
-      case ReduceOp::kAverage:
-        break;
     }
   } else if constexpr (std::is_floating_point_v<T>) {
     switch (op) {
@@ -154,8 +153,12 @@ void fold_all(ReduceOp op, const std::vector<const unsigned char*>& sources, uns
   for (std::size_t s = 1; s < sources.size(); ++s) {
     total = fold(op, total, get<T>(sources[s]));
   }
-  if constexpr (!std::is_integral_v<T>) {
-    if (op == ReduceOp::kAverage) {
+  if (op == ReduceOp::kAverage) {
+    if constexpr (std::is_signed_v<T> && std::is_integral_v<T>) {
+      total = static_cast<T>(std::int64_t{total} / static_cast<std::int64_t>(sources.size()));
+    } else if constexpr (std::is_integral_v<T>) {
+      total = static_cast<T>(total / sources.size());
+    } else {
       using Real = decltype(std::real(T{}));
       total /= static_cast<Real>(sources.size());
     }
@@ -413,7 +416,7 @@ TEST(reduce_knows_what_it_can) {
       bool expected = !is_float8(dtype) && !is_only_moved(dtype);
       expected = expected && !(is_bitwise(op) && (floating || is_complex(dtype)));
       expected = expected && !(is_complex(dtype) && (op == ReduceOp::kMin || op == ReduceOp::kMax));
-      expected = expected && !(op == ReduceOp::kAverage && !floating && !is_complex(dtype));
+      expected = expected && !(op == ReduceOp::kAverage && dtype == DType::kBool);
       if (can_reduce(dtype, op) != expected) {
         check::fail(__FILE__, __LINE__, str("can_reduce(", to_string(dtype), ", ", to_string(op), ")"));
       }

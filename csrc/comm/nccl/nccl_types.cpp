@@ -35,9 +35,6 @@ RedOp of_numbers(DType dtype, ReduceOp op, const ErrorContext& what) {
     case ReduceOp::kSum:
       return RedOp::kSum;
     case ReduceOp::kAverage:
-      if (!is_floating(dtype) && !complex) {
-        refuse(what, dtype, op, "it would round towards zero: sum, and divide afterwards");
-      }
       return RedOp::kAvg;
     case ReduceOp::kProduct:
     case ReduceOp::kMin:
