@@ -132,6 +132,7 @@ def test_wrong_questions_are_answered_in_one_line(capsys: pytest.CaptureFixture[
         (["--dp", "99999999999"], "expected an integer from 1 to"),
         (["--ticks", "1e-12"], "more than 100000 columns"),
         (["--ticks", "nan"], "tick=nan"),
+        (["--ticks", "inf"], "tick=inf"),
     ],
 )
 def test_odd_sizes_are_refused_before_they_cost_anything(
@@ -158,10 +159,10 @@ def test_odd_sizes_are_refused_before_they_cost_anything(
             "FORWARD mb 1 of stage 0 comes after BACKWARD mb 0",
         ),
         ("ring.csv", "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", 1, "BACKWARD mb 0 of stage 0 needs the result of SEND grad"),
-        ("empty.csv", "", 2, "has no computations"),
+        ("empty.csv", "", 2, "empty.csv: the schedule has no computations"),
         ("blank.csv", "\n\n", 2, "has no computations"),
         ("trailing.csv", "0F0,0B0\n\n\n", 0, "pp 1 x dp 1"),
-        ("large.csv", "0F99999999999\n", 2, "row 0: '0F99999999999' is no action"),
+        ("large.csv", "0F99999999999\n", 2, "large.csv: row 0: '0F99999999999' is no action"),
         ("large.txt", "99999999999F0\n", 2, "row 0: '99999999999F0' is no action"),
         ("gap.txt", "F0 F5", 2, "leaves out FORWARD mb 1 of stage 0"),
         ("twice.txt", "F0 F0 B0", 2, "has FORWARD mb 0 of stage 0 twice"),
@@ -191,6 +192,11 @@ def test_what_is_wrong_in_a_file_is_said_under_its_name(capsys: pytest.CaptureFi
             '{"format": "hpcomm.Layers", "layers": [{"forward_seconds": 1' + "0" * 400 + "}]}",
             ["tune", file, "--pp", 2, "--batch", 4],
             "layers[0]: forward_seconds is missing or wrong",
+        ),
+        (
+            '{"format": "hpcomm.Layers", "layers": [{"forward_seconds": 1, "count": 1000000}]}',
+            ["tune", file, "--pp", 2, "--batch", 4],
+            "layers[0]: count is 1000000; equal layers may be 1 to 100,000",
         ),
     ]:
         file.write_text(content)

@@ -213,14 +213,16 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
-    text = _from_file(lambda path: path.read_text(encoding="utf-8"), options.table)
     is_csv = options.table.endswith(".csv")
     if options.as_it_stands:
         if not is_csv:
             raise ValueError("--as-it-stands needs a .csv with communication in it")
-        plan = plan_from_csv(text)
+        plan = _from_file(lambda path: plan_from_csv(path.read_text(encoding="utf-8")), options.table)
     else:
-        table = table_from_csv(text) if is_csv else parse(text)
+        read = table_from_csv if is_csv else parse
+        table = _from_file(lambda path: read(path.read_text(encoding="utf-8")), options.table)
+        if not any(table):
+            raise ValueError(f"{options.table}: the schedule has no computations")
         placement = placement_of(table)
         print(draw(table))
         trains = any(action.kind != "F" for actions in table for action in actions)

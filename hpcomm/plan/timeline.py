@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -75,7 +76,7 @@ def draw_ticks(plan: StepPlan, costs: CostModel | None = None, *, tick: float = 
     Raises ``ValueError`` for a tick that is not above 0 or makes more than 100,000 columns, and what ``plan.simulate``
     raises.
     """
-    if not tick > 0:
+    if not 0 < tick < math.inf:
         raise ValueError(f"tick={tick}; give seconds above 0")
     timeline = plan.simulate(costs)
     if timeline.makespan_seconds / tick > _MAX_COLUMNS:

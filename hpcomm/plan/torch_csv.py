@@ -149,7 +149,10 @@ def _read(text: str) -> Iterator[list[_Cell]]:
                     continue
                 match = _CELL.fullmatch(part.strip())
                 if match is None or (match[3] == "") != (match[2] in _WITHOUT_MICROBATCH):
-                    raise ValueError(f"row {number}: {part.strip()!r:.40} is no action, such as 2F0 or 1SEND_F3")
+                    raise ValueError(
+                        f"row {number}: {part.strip()!r:.40} is no action, such as 2F0 or 1SEND_F3; numbers have at "
+                        "most nine digits"
+                    )
                 cells.append(_Cell(int(match[1]), match[2], int(match[3] or -1)))
         yield cells
 

@@ -131,8 +131,10 @@ def load_layers(path: str | PathLike[str]) -> list[Layer]:
         fields = dict(entry) if isinstance(entry, dict) else {}
         count = fields.pop("count", 1)
         wrong = [key for key, value in fields.items() if key not in Layer._fields or not _is_amount(value)]
-        if wrong or "forward_seconds" not in fields or not isinstance(count, int) or not 1 <= count <= 100_000:
-            what = wrong[0] if wrong else "forward_seconds or count"
+        if not isinstance(count, int) or not 1 <= count <= 100_000:
+            raise ValueError(f"layers[{i}]: count is {count!r:.20}; equal layers may be 1 to 100,000")
+        if wrong or "forward_seconds" not in fields:
+            what = wrong[0] if wrong else "forward_seconds"
             raise ValueError(f"layers[{i}]: {what} is missing or wrong; a layer has {', '.join(Layer._fields)}")
         layers += [Layer(**fields)] * count
     if not layers:
