@@ -95,14 +95,16 @@ bool ShmMailbox::drive(const Mail& mail, Deadline deadline, void (*poll)()) {
     }
   };
   int looks = 0;
-  Deadline next_round = Deadline::min();
+  Deadline next_round = Deadline::max();
   const auto look = [this, &mail, &more, &close, &looks, &next_round] {
     close = Deadline::max();
     if (mail.done()) {
       return true;
     }
-    // Who drives long enough does it for all mails.
-    if (++looks > policy_.spins && Clock::now() >= next_round) {
+    // Who drives long enough looks after all mails.
+    if (++looks == policy_.spins + 1) {
+      next_round = Clock::now() + kRound;
+    } else if (looks > policy_.spins && Clock::now() >= next_round) {
       next_round = Clock::now() + kRound;
       {
         const Turn turn(*this);
