@@ -40,7 +40,7 @@ def refused(model: nn.Module, kinds: tuple[type[Exception], ...], **options: Any
 
 
 ON_RANK_1 = {
-    "num_microbatches": ("4", "TypeError"),
+    "num_microbatches": ("4", "num_microbatches='4'; a whole number, at least 1"),
     "bucket_cap_mb": (None, "TypeError"),
     "keywords": (None, "TypeError"),
     "schedule": ("/nowhere/there.csv", "No such file or directory: '/nowhere/there.csv'"),
