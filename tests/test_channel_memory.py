@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import ranks
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from operations import Operations
 
 import hpcomm
 
@@ -49,18 +47,6 @@ def kept_messages() -> None:
 
 def test_messages_that_are_kept_stay_as_they_are() -> None:
     ranks.run(2, kept_messages)
-
-
-class Operations(TorchDispatchMode):
-    """The names of all tensor operations, also of those that C++ calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def no_operations() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from operations import Operations
 from refusals import send_until_told
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpcomm
 
@@ -131,18 +131,6 @@ def never_cast() -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_integers_bools_and_complex_numbers_are_never_cast(transport: str) -> None:
     ranks.run(2, never_cast, env=TRANSPORTS[transport])
-
-
-class Operations(TorchDispatchMode):
-    """The names of all tensor operations, also of those that C++ calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def copies() -> None:

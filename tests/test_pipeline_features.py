@@ -103,7 +103,10 @@ def with_checkpoint(folder: str, dp: int, pp: int, begin: int) -> dict[str, torc
             return {"model": pipe.state_dict(), "optimizer": pipe.optimizer_state_dict(optimizer)}
 
         if begin > 0:
+            pipe.step(torch.ones(8, 8), target=torch.ones(8, 8))  # what is there may have gradients already
+            before = [p.grad for p in pipe.parameters()]
             state = {**whole(), "step": 0}
+            assert all(p.grad is g for p, g in zip(pipe.parameters(), before, strict=True))
             checkpoint.load(state, checkpoint_id=folder)
             pipe.load_state_dict(state["model"])
             pipe.load_optimizer_state_dict(optimizer, state["optimizer"])

@@ -18,6 +18,7 @@ import pytest
 import ranks
 import torch
 from patience import left_in_shared_memory, shared_memory
+from refusals import require_refused_in_children
 
 import hpcomm
 from hpcomm._C import Communicator
@@ -198,17 +199,7 @@ def forks() -> None:
         mesh.dp.barrier()
         memory = mesh.dp.allocate((4,), torch.float32)
         calls: list[Callable[[], object]] = [mesh.dp.barrier, lambda: mesh.dp.allocate((4,), torch.float32)]
-        for call in calls:
-            child = os.fork()
-            if child == 0:
-                code = 1
-                try:
-                    call()
-                except hpcomm.Closed as error:
-                    code = 0 if "forked child" in str(error) else 2
-                os._exit(code)
-            _, status = os.waitpid(child, 0)
-            assert os.waitstatus_to_exitcode(status) == 0
+        require_refused_in_children(calls)
         memory.fill_(1)
         mesh.dp.all_reduce(memory)
         assert bool((memory == 2).all())

@@ -213,7 +213,7 @@ Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const 
     held.push_back(slot.staged[entry].storage());
     return slot.staged[entry].data_ptr();
   };
-  require_size(number, param);
+  require_size(number);
   if (!gradient.defined()) {
     slot.fates[entry] = Fate::kMissing;
     return {nullptr, casts ? staged() : nullptr, false};

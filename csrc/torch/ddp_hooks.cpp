@@ -97,7 +97,7 @@ DdpReducer::~DdpReducer() {
 void DdpReducer::require_unchanged() const {
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const auto& [type, device, numel] = kinds_[i];
-    require_size(i, params_[i]);
+    require_size(i);
     HPCOMM_REQUIRE(params_[i].scalar_type() == type && params_[i].device() == device, "parameter ", names_[i], " is ",
                    c10::toString(params_[i].scalar_type()), " on ", params_[i].device().str(), " and was ",
                    c10::toString(type), " on ", device.str(), " in the first forward; convert the model before it is ",
@@ -106,9 +106,9 @@ void DdpReducer::require_unchanged() const {
 }
 
 // The bucket has room for what was wrapped.
-void DdpReducer::require_size(std::size_t param, const at::Tensor& tensor) const {
-  HPCOMM_REQUIRE(tensor.numel() == kinds_[param].numel, "parameter ", names_[param], " or its gradient has ",
-                 tensor.numel(), " elements, and had ", kinds_[param].numel,
+void DdpReducer::require_size(std::size_t param) const {
+  HPCOMM_REQUIRE(params_[param].numel() == kinds_[param].numel, "parameter ", names_[param], " has ",
+                 params_[param].numel(), " elements, and had ", kinds_[param].numel,
                  " when it was wrapped; wrap the model "
                  "again after its parameters have changed their size");
 }

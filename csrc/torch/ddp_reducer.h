@@ -203,7 +203,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void agree_on_used_of(std::size_t bucket);
   [[nodiscard]] WorkPtr sum_on_all(const at::Tensor& used, bool in_caller) const;
   void require_unchanged() const;
-  void require_size(std::size_t param, const at::Tensor& tensor) const;
+  void require_size(std::size_t param) const;
   void report_not_finite();
   [[nodiscard]] std::string unready() const;
   void meet_once();

@@ -31,7 +31,7 @@ def by_name(
     """
     _require_known(optimizer, names)
     if not optimizer.state:
-        get_optimizer_state_dict(module, optimizer)
+        _take_first_state(optimizer, module)
     found = {}
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
@@ -66,6 +66,17 @@ def load(optimizer: torch.optim.Optimizer, names: Mapping[int, str], state: Mapp
         packed["param_groups"].append({**options, "params": list(places)})
         packed["state"].update({i: state[n]["state"] for i, n in zip(places, mine, strict=True) if state[n]["state"]})
     optimizer.load_state_dict(packed)
+
+
+def _take_first_state(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
+    kept = [(parameter, parameter.grad) for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter, _ in kept:
+        parameter.grad = None  # where there is one, torch makes no state
+    try:
+        get_optimizer_state_dict(module, optimizer)
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
 
 
 def _require_known(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:

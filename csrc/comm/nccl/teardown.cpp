@@ -10,6 +10,8 @@
 #include <thread>
 #include <utility>
 
+#include "base/thread.h"
+
 namespace hpcomm::nccl {
 
 namespace {
@@ -45,6 +47,7 @@ void run_detached(std::string what, Body body) {
     const std::lock_guard lock(all.mutex);
     entry = all.ongoing.insert(all.ongoing.end(), Ongoing{std::move(what)});
   }
+  const SignalsElsewhere elsewhere;
   std::thread([&all, entry, body = std::move(body)]() mutable {
     if (!all.exiting.load()) {
       body();

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/fork.h"
+#include "base/thread.h"
 #include "comm/nccl/teardown.h"
 
 namespace hpcomm::nccl {
@@ -33,6 +34,7 @@ class Watchdog {
     if (the == nullptr || generation != fork_generation()) {
       the = new Watchdog;
       generation = fork_generation();
+      const SignalsElsewhere elsewhere;
       std::thread([watchdog = the] { watchdog->run(); }).detach();
       static const int registered = std::atexit([] { instance().stop(); });
       (void)registered;
