@@ -91,6 +91,20 @@ def messages() -> None:
                 assert torch.equal(received, encode(i, 3))  # first in, first out
 
 
+def averages_of_integers() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        value = torch.tensor([-4, 4, 2] if mesh.rank == 0 else [-3, 3, 3])
+        mesh.dp.all_reduce(value, "avg")
+        assert value.tolist() == [-3, 3, 2]
+        part = torch.zeros(1, dtype=torch.int32)
+        mesh.dp.reduce_scatter(part, torch.tensor([-5, 4 + mesh.rank], dtype=torch.int32), "avg")
+        assert part.item() == (-5, 4)[mesh.rank]
+
+
+def test_averages_of_integers_are_rounded_towards_zero(run: Run) -> None:
+    run(2, averages_of_integers)
+
+
 def test_messages_are_fifo(run: Run) -> None:
     run(2, messages)
 

@@ -150,7 +150,8 @@ class C10dCommunicator final : public HostCommunicator {
           }
           if (operation.op == ReduceOp::kAverage) {
             at::Tensor sum = as_tensor(operation.output, operation.options.keepalive);
-            c10::isIntegralType(sum.scalar_type(), true) ? sum.div_(size(), "trunc") : sum.div_(size());
+            const bool truncates = c10::isIntegralType(sum.scalar_type(), true);
+            sum.div_(size(), truncates ? std::optional<std::string_view>("trunc") : std::nullopt);
           }
           return;
       }
