@@ -17,6 +17,7 @@
 
 #include "base/error.h"
 #include "native/check.h"
+#include "native/patience.h"
 #include "native/shm_job.h"
 
 using namespace hpcomm;
@@ -752,6 +753,65 @@ TEST(shm_an_abort_ends_large_mail_on_both_sides) {
       job.control(rank)->abort("enough");
       CHECK(error_of(*open).has_value());
     });
+  }
+}
+
+TEST(shm_an_abort_does_not_wait_for_the_copy_of_a_large_message) {
+  if (!kernel_reads()) {
+    return;
+  }
+  constexpr std::size_t kBytes = std::size_t{128} << 20;
+  const auto view = [](void* data) { return BufferView{data, kBytes, kBytes, DType::kUInt8, {}}; };
+  // Read by the kernel, so that nothing takes it for a race.
+  const auto byte_at = [](const char* place) {
+    char value = 0;
+    const iovec to{&value, 1};
+    const iovec from{const_cast<char*>(place), 1};
+    CHECK_EQ(::process_vm_readv(::getpid(), &to, 1, &from, 1, 0), 1);
+    return value;
+  };
+  // The receiver copies what lies in its sender's arena; the sender, what is to lie in its receiver's. Whoever copies
+  // aborts, as soon as something has been copied. One that has copied everything before it hears of that tries again.
+  for (const bool receiver_copies : {true, false}) {
+    bool is_cut = false;
+    for (int attempt = 0; attempt < 20 && !is_cut; ++attempt) {
+      const ShmJob job(2, 20s, false);
+      std::atomic<const char*> target = nullptr;
+      std::atomic<bool> over = false;
+      run_ranks(2, [&](int rank) {
+        const auto world = job.communicator(rank);
+        const bool sends = rank == 0;
+        const bool copies = sends != receiver_copies;
+        std::vector<char> own(copies ? kBytes : 0);
+        const Buffer shared = copies ? Buffer{} : world->allocate(kBytes);
+        void* const data = copies ? own.data() : shared.view.data;
+        std::memset(data, sends ? 'x' : 'o', kBytes);
+        world->barrier()->wait();
+        if (!sends) {
+          target = static_cast<const char*>(data);
+        }
+        std::thread aborts;
+        if (copies) {
+          aborts = std::thread([&, rank] {
+            CHECK(eventually([&] { return target.load() != nullptr; }, 20s));
+            CHECK(eventually([&] { return byte_at(target.load() + shm::kOfferHead) == 'x'; }, 20s));
+            job.control(rank)->abort("enough");
+          });
+        }
+        const auto error = error_of_issue([&] {
+          return sends ? world->mailbox()->send(view(data), 1, 1) : world->mailbox()->recv(view(data), 0, 1);
+        });
+        if (copies) {
+          aborts.join();
+          is_cut = error && byte_at(target.load() + kBytes - 1) != 'x';
+          CHECK(!error || error->kind() == ErrorKind::kPeerError || error->kind() == ErrorKind::kClosed);
+          over = true;
+        } else {
+          CHECK(eventually([&] { return over.load(); }, 20s));  // its memory stays until then
+        }
+      });
+    }
+    CHECK(is_cut);
   }
 }
 

@@ -51,7 +51,7 @@ class ShmCommunicator final : public HostCommunicator {
     region_ = std::make_shared<shm::Region>(
         neighbourhood_->share(name(), ranks(), geometry.bytes(), deadline, this->config().poll), geometry);
     collectives_.emplace(region_, self, neighbourhood_, ranks());
-    shm::ShmMailbox::Setup setup;
+    shm::MailSetup setup;
     setup.region = region_;
     setup.neighbourhood = neighbourhood_;
     setup.rank = self;
@@ -267,7 +267,7 @@ class ShmCommunicator final : public HostCommunicator {
     while (!own.done()) {
       (void)mailbox_->drive(own, deadline + std::chrono::milliseconds(5), operation.options.poll);
     }
-    shm::ShmMailbox::check(own);
+    own.require_ended_well();
   }
 
   // Returns when all ranks listen.

@@ -1,0 +1,122 @@
+// MailIn: the messages of one peer to this rank: read into the receives that they match, or set aside until those come.
+//
+// Through a ring a message is copied twice, and each cache line travels from core to core; past a few megabytes that,
+// and not the memory, is what limits. So a large one is copied once, around the ring:
+//
+//   in the sender's arena     its frame says where; the receiver copies it out                    (kReference, kAck)
+//   anywhere else             its frame asks where to; the sender writes into the receiver's arena (kOffer, kPlace,
+//                             kDeposited); when the receiver's buffer is not there, it comes through the ring
+//                             (kNoPlace, kRest), or, where both are busy and it is allowed, the receiver has the kernel
+//                             read it out of the sender's process (kTaken)
+//
+// which are the rendezvous protocols of MPI implementations (read, write, and cross memory attach) on shared memory.
+// Where the rest may have to come through the ring, the first bytes of an offer travel with it, so that nobody is idle
+// while the answer is on its way.
+//
+// The mailbox's mutex is held wherever it is used.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <map>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "comm/shm/choice.h"
+#include "comm/shm/frames.h"
+#include "comm/shm/mail_desk.h"
+#include "comm/shm/mail_out.h"
+#include "comm/shm/ring.h"
+
+namespace hpcomm::shm {
+
+class MailIn {
+ public:
+  MailIn(MailDesk& desk, int from, MailOut& out);
+
+  // Reads what has come, as far as somebody wants it.
+  void pull();
+
+  // When the oldest message that came before its receive, has `tag` and is not taken came: MailDesk::next_arrival().
+  [[nodiscard]] std::optional<std::uint64_t> oldest(std::uint64_t tag) const;
+  // Gives it to `mail`, at once or when it is whole.
+  void take_oldest(const Held& mail);
+
+  // Is a message half read?
+  [[nodiscard]] bool is_receiving() const noexcept { return incoming_.has_value(); }
+  // Does it belong to no receive?
+  [[nodiscard]] bool owes_reading() const noexcept { return incoming_ && !incoming_->mail; }
+  // Are messages of this class better read from where they lie than through the ring?
+  [[nodiscard]] bool prefers_open(std::size_t size) const noexcept { return choices_[size].second(); }
+  // Whether memory of this rank is what the peer writes for a message that is under way.
+  [[nodiscard]] bool shows_memory() const noexcept;
+  // What is late here is so in the midst of it.
+  void expire(Deadline now);
+  // The peer sends nothing more: moves what nothing will end to `gone`. What came whole stays.
+  void end_half(std::vector<Held>& gone);
+  // The same, and nothing stays. Memory that the peer knows is kept for ever: it may still be writing there.
+  void forget(std::vector<Held>& gone);
+
+ private:
+  // A message that came before its receive: an unexpected one, in MPI's words.
+  struct Early {
+    Frame frame;
+    std::vector<char> bytes;
+    std::uint64_t arrival = 0;
+    bool complete = false;
+    Held taker;  // a receive that waits for the rest of it
+  };
+  // What the bytes behind a frame are being read into.
+  struct Incoming {
+    Frame frame;
+    Held mail;
+    std::shared_ptr<Early> early;
+    std::size_t moved = 0;    // of these bytes
+    bool unreadable = false;  // an open message that comes through the ring after all
+  };
+  // A large message whose rest is on its way.
+  struct Promise {
+    Held mail;
+    bool exposed = false;     // the sender may write to the mail's memory at any time
+    std::uint32_t shown = 0;  // of its offer
+  };
+  static constexpr std::size_t kLargeClasses = 6;  // from kOfferBytes on
+
+  [[nodiscard]] bool is_wanted() const;
+  [[nodiscard]] bool pull_frame();
+  void take_matched(const Held& mail, const Frame& frame);
+  void set_aside(const Frame& frame);
+  [[nodiscard]] bool pull_bytes();
+  void take_rest(const Frame& frame);
+  [[nodiscard]] bool fits(const Held& mail, const Frame& frame);
+  void deliver(const std::shared_ptr<Early>& early, const Held& mail);
+  void learn(const Frame& frame, bool read);
+  [[nodiscard]] bool read_open(char* target);
+  void take_reference(const Held& mail, const Frame& frame);
+  void take_offer(const Held& mail, const Frame& frame);
+  [[nodiscard]] static std::optional<std::size_t> large_class(const Frame& frame);
+  [[nodiscard]] bool has_idle_core() const { return !desk_.neighbourhood().is_crowded() && desk_.offers == 0; }
+  [[nodiscard]] bool read_offer(const Held& mail, const Frame& frame);
+  // What has become of a copy of a large message.
+  enum class Copied : std::uint8_t { kAll, kCannot, kCut };
+  template <typename Copy>
+  [[nodiscard]] bool take_whole(const Held& mail, const Frame& frame, FrameKind thanks, const Copy& copy);
+
+  MailDesk& desk_;
+  const int from_;
+  MailOut& out_;
+  FrameReader frames_;
+  RingReader ring_;
+  std::optional<Incoming> incoming_;
+  std::list<std::shared_ptr<Early>> early_;
+  std::map<std::uint64_t, Promise> promises_;
+  std::vector<Held> cut_;  // matched, and copied in part: the mailbox is about to fail
+  // By size: through the ring, or read where they are.
+  std::array<Choice, kSizeClasses> choices_;
+  std::array<Choice, kLargeClasses> large_choices_;
+};
+
+}  // namespace hpcomm::shm
