@@ -204,7 +204,8 @@ def over_shared_memory(
 
     Raises:
         InvalidArgument: ``chosen`` is shm and the ranks do not share memory.
-        TransportError: ``chosen`` is shm and there is not enough memory; with auto, a warning on one rank.
+        TransportError: ``chosen`` is shm and there is not enough memory; with auto, a warning on one rank. The same
+            warning where ranks of one host and network cannot share memory.
     """
     if neighbourhood.contains(ranks):
         try:
@@ -220,6 +221,13 @@ def over_shared_memory(
         raise InvalidArgument(
             f"HPCOMM_CPU_TRANSPORT=shm, but rank {rank} shares no memory with {'; '.join(reasons)}. "
             "Use HPCOMM_CPU_TRANSPORT=auto, which falls back to gloo"
+        )
+    missing = neighbourhood.missing(ranks)
+    if missing >= 0 and rank == neighbourhood.ranks[0] and ranks.index(rank) < ranks.index(missing):
+        warnings.warn(
+            f"ranks {ranks} use gloo instead of shared memory: rank {missing} runs on the host of rank {rank}, but they "
+            f"share no memory: {neighbourhood.why_not(missing)}. HPCOMM_CPU_TRANSPORT=gloo says that gloo is meant",
+            stacklevel=2,
         )
     return None
 

@@ -403,6 +403,30 @@ def without_memory() -> str:
             return mesh.world.transport
 
 
+def no_file_can_grow() -> tuple[str, list[str]]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if os.environ["RANK"] == "1":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no memory to share either
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with hpcomm.init(dp=3) as mesh:
+                value = torch.ones(3)
+                mesh.dp.all_reduce(value)
+                assert value.tolist() == [3.0] * 3
+                return mesh.world.transport, [str(w.message) for w in caught if "shared memory" in str(w.message)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_rank_of_the_host_that_cannot_share_memory_is_named_in_one_warning() -> None:
+    outcomes = ranks.run(3, no_file_can_grow)
+    assert [transport for transport, _ in outcomes] == ["c10d"] * 3
+    (warning,) = [text for _, texts in outcomes for text in texts]
+    assert "rank 1 runs on the host of rank 0, but they share no memory: there: " in warning
+    assert "HPCOMM_CPU_TRANSPORT=gloo" in warning
+
+
 def test_without_memory_auto_falls_back_to_gloo_with_one_warning() -> None:
     assert ranks.run(2, without_memory) == ["c10d", "c10d"]
     for outcome in ranks.run(2, without_memory, env=SHM, expect_failure=True):

@@ -205,7 +205,8 @@ void bind_comm(py::module_& module) {
            py::arg("attach") = true)
       .def_property_readonly("ranks", &shm::Neighbourhood::ranks)
       .def("contains", &shm::Neighbourhood::contains, py::arg("ranks"))
-      .def("why_not", &shm::Neighbourhood::why_not, py::arg("rank"));
+      .def("why_not", &shm::Neighbourhood::why_not, py::arg("rank"))
+      .def("missing", &shm::Neighbourhood::missing, py::arg("ranks"));
   // Over another Control, for as long as the neighbourhood has ranks that share memory; collective over the job.
   module.def(
       "near_control",

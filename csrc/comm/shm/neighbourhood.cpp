@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -45,6 +46,13 @@ const std::string& boot_id() {
     return id;
   }());
   return the;
+}
+
+// Abstract sockets, by which neighbours hand memory to each other, do not leave it.
+std::string network() {
+  std::array<char, 64> name{};
+  const ssize_t length = ::readlink("/proc/self/ns/net", name.data(), name.size());
+  return {name.data(), static_cast<std::size_t>(std::max<ssize_t>(length, 0))};
 }
 
 // Of this process, as one '1' or '0' for each core of the host.
@@ -144,7 +152,7 @@ void Neighbourhood::meet(const std::string& host, const std::vector<int>& all, D
   const std::string greeting =
       join({boot_id(), host, courier_ ? courier_->address() : "", courier_ ? text_of(courier_->key_word()) : "", page,
             obstacle_, allowed_cores(), scheduler_group(), str(attach_ ? ::getpid() : 0),
-            str(reinterpret_cast<std::uintptr_t>(mark_.data())), text_of(mark_)});
+            str(reinterpret_cast<std::uintptr_t>(mark_.data())), text_of(mark_), network()});
   const std::vector<std::string> greetings = control_->exchange(all, kMeetChannel, greeting, deadline);
   job_.resize(static_cast<std::size_t>(control_->size()));
   for (Neighbour& neighbour : job_) {
@@ -155,7 +163,7 @@ void Neighbourhood::meet(const std::string& host, const std::vector<int>& all, D
     const std::vector<std::string> fields = split(greetings[i]);
     const int r = all[i];
     Neighbour& neighbour = job_[static_cast<std::size_t>(r)];
-    if (fields.size() != 11 || fields[10].size() != std::tuple_size_v<KeyWord> ||
+    if (fields.size() != 12 || fields[10].size() != std::tuple_size_v<KeyWord> ||
         (fields[5].empty() && fields[3].size() != std::tuple_size_v<KeyWord>)) {
       throw Error(ErrorKind::kProtocol, str("rank ", r, " greets its neighbours in another version"));
     }
@@ -164,16 +172,18 @@ void Neighbourhood::meet(const std::string& host, const std::vector<int>& all, D
     neighbour.mark_address = std::strtoull(fields[9].c_str(), nullptr, 10);
     std::copy_n(fields[10].begin(), neighbour.mark.size(), neighbour.mark.begin());
     std::copy_n(fields[3].begin(), std::min(fields[3].size(), neighbour.key_word.size()), neighbour.key_word.begin());
-    if (!obstacle_.empty()) {
-      neighbour.obstacle = obstacle_;
-    } else if (!fields[5].empty()) {
-      neighbour.obstacle = fields[5];
-    } else if (fields[0] != boot_id()) {
+    if (fields[0] != boot_id()) {
       neighbour.obstacle = "it runs on another host";
     } else if (fields[1] != host) {
       neighbour.obstacle = str("HPCOMM_HOST is '", fields[1], "' there and '", host, "' here");
+    } else if (fields[11] != network()) {
+      neighbour.obstacle = "it runs in another network namespace, that of a container perhaps";
     } else {
-      neighbour.obstacle = try_to_read(neighbour, fields[4], std::min(deadline, Clock::now() + kPatience));
+      neighbour.is_near = true;
+      neighbour.obstacle = !obstacle_.empty() ? str("here: ", obstacle_)
+                           : !fields[5].empty()
+                               ? str("there: ", fields[5])
+                               : try_to_read(neighbour, fields[4], std::min(deadline, Clock::now() + kPatience));
     }
     reach[i] = !neighbour.obstacle.empty() && r != self ? kOutOfReach
                : r != self && attaches_to(neighbour)    ? kAttaches
@@ -234,6 +244,13 @@ bool Neighbourhood::contains(const std::vector<int>& ranks) const {
 std::string Neighbourhood::why_not(int rank) const {
   HPCOMM_REQUIRE(rank >= 0 && static_cast<std::size_t>(rank) < job_.size(), "rank ", rank, " of ", job_.size());
   return contains({rank}) ? "" : job_[static_cast<std::size_t>(rank)].obstacle;
+}
+
+int Neighbourhood::missing(const std::vector<int>& ranks) const {
+  const auto found = std::find_if(ranks.begin(), ranks.end(), [this](int rank) {
+    return !contains({rank}) && job_.at(static_cast<std::size_t>(rank)).is_near;
+  });
+  return found != ranks.end() ? *found : -1;
 }
 
 std::shared_ptr<Segment> Neighbourhood::share(const std::string& name, const std::vector<int>& members,

@@ -44,6 +44,9 @@ class Neighbourhood {
   [[nodiscard]] bool is_crowded() const noexcept { return ranks_.size() > cores_; }
   // Why `rank` is not in it: for messages.
   [[nodiscard]] std::string why_not(int rank) const;
+  // The first of `ranks` that should be in it, for it runs on this host, in this network and under the same
+  // HPCOMM_HOST, and is not; -1 if there is none.
+  [[nodiscard]] int missing(const std::vector<int>& ranks) const;
 
   // A segment of `bytes` that `members` (of the job, in group order; all in the neighbourhood) map. Made by the first
   // of them. Collective over them; `name` is unique. When it returns all of them have it, and nobody else can get it
@@ -83,6 +86,7 @@ class Neighbourhood {
     std::string address;
     KeyWord key_word{};
     std::string obstacle;  // why it shares no memory with us; empty when it does
+    bool is_near = false;  // nothing that is known of its place is an obstacle
     std::map<std::uint32_t, std::shared_ptr<Segment>> segments;
   };
 
