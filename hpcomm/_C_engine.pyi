@@ -141,6 +141,8 @@ class Reducer:
         """By bucket, in seconds of the monotonic clock: issued, begun on the lane, packed, reduced, written back."""
 
     def finish(self) -> None: ...
+    def fetch(self, param: int, gradient: torch.Tensor) -> Work:
+        """After :meth:`finish`: what was reduced of ``param``, for which this rank had no gradient."""
 
 class ReadyHooks:
     def __init__(self, reducer: Reducer, params: Sequence[torch.Tensor]) -> None: ...
@@ -150,13 +152,17 @@ class ReadyHooks:
 class Deferred:
     """What the first half of a backward leaves for the second one: gradients of weights, use by use."""
 
+    taking: bool
+    """Whether backwards leave their second halves here; otherwise they do all of it. False at first."""
+
     def add(
         self,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        dy: torch.Tensor,
         compute: Callable[[], tuple[torch.Tensor, torch.Tensor | None]],
     ) -> None:
-        """A use of a layer, whose gradients ``compute`` will give; ``bias`` is None unless it wants one."""
+        """A use of a layer whose output got ``dy``; ``compute`` gives its gradients. ``bias`` may want none (None)."""
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """A linear layer whose backward adds its use; None for an ``x`` that is no plain tensor."""

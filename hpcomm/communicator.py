@@ -225,8 +225,9 @@ def over_shared_memory(
     missing = neighbourhood.missing(ranks)
     if missing >= 0 and rank == neighbourhood.ranks[0] and ranks.index(rank) < ranks.index(missing):
         warnings.warn(
-            f"ranks {ranks} use gloo instead of shared memory: rank {missing} runs on the host of rank {rank}, but they "
-            f"share no memory: {neighbourhood.why_not(missing)}. HPCOMM_CPU_TRANSPORT=gloo says that gloo is meant",
+            f"ranks {ranks} use gloo instead of shared memory: rank {missing} runs on the host of rank {rank}, but "
+            f"they share no memory: {neighbourhood.why_not(missing)}. "
+            "Where gloo is meant, say so: HPCOMM_CPU_TRANSPORT=gloo",
             stacklevel=2,
         )
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from typing import Any
 
 import pipeline_models as models
 import pytest
@@ -214,19 +215,24 @@ class Overflowing(nn.Module):
         return x * 1.0
 
 
-def scaled(dp: int, pp: int, schedule: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def token_loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return nn.functional.mse_loss(output, target, reduction="sum"), target.numel()
+
+
+def scaled(dp: int, pp: int, schedule: str, samples: list[int], loss_fn: Any) -> tuple[list[float], dict[str, Any]]:
     with hpcomm.init(dp=dp, pp=pp) as mesh:
         torch.manual_seed(0)
         layers = [nn.Linear(8, 8), Overflowing(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)]
         pipe = hpcomm.Pipeline(
-            nn.Sequential(*layers), mesh=mesh, num_microbatches=2, loss_fn=nn.functional.mse_loss, schedule=schedule
+            nn.Sequential(*layers), mesh=mesh, num_microbatches=2, loss_fn=loss_fn, schedule=schedule
         )
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         scaler = hpcomm.GradScaler(mesh, init_scale=2.0**16, growth_interval=3)
         scales = []
         for step in range(10):
             generator = torch.Generator().manual_seed(step)
-            x, y = (torch.randn(8, 8, generator=generator).chunk(dp)[mesh.dp.rank] for _ in range(2))
+            count = samples[step % len(samples)]
+            x, y = (torch.randn(count, 8, generator=generator).chunk(dp)[mesh.dp.rank] for _ in range(2))
             optimizer.zero_grad()
             pipe.step(x, target=y, scaler=scaler)
             if step % 2:
@@ -238,7 +244,7 @@ def scaled(dp: int, pp: int, schedule: str) -> tuple[list[float], dict[str, torc
         return scales, pipe.full_state_dict()
 
 
-def scaled_alone() -> tuple[list[float], dict[str, torch.Tensor]]:
+def scaled_alone(samples: list[int]) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), Overflowing(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -246,7 +252,7 @@ def scaled_alone() -> tuple[list[float], dict[str, torch.Tensor]]:
     scales = []
     for step in range(10):
         generator = torch.Generator().manual_seed(step)
-        x, y = (torch.randn(8, 8, generator=generator) for _ in range(2))
+        x, y = (torch.randn(samples[step % len(samples)], 8, generator=generator) for _ in range(2))
         optimizer.zero_grad()
         scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
         if step % 2:
@@ -258,11 +264,23 @@ def scaled_alone() -> tuple[list[float], dict[str, torch.Tensor]]:
     return scales, model.state_dict()
 
 
-@pytest.mark.parametrize(("dp", "pp", "schedule"), [(1, 1, "1f1b"), (2, 2, "1f1b"), (1, 2, "zbv")])
-def test_a_loss_scale_takes_the_course_of_one_process(dp: int, pp: int, schedule: str) -> None:
-    scales, state = scaled_alone()
+@pytest.mark.parametrize(
+    ("dp", "pp", "schedule", "samples", "loss_fn"),
+    [
+        (1, 1, "1f1b", [8], nn.functional.mse_loss),
+        (2, 2, "1f1b", [8], nn.functional.mse_loss),
+        (1, 2, "zbv", [8], nn.functional.mse_loss),
+        (2, 1, "1f1b", [11], nn.functional.mse_loss),  # shards of 6 and 5, neither is any power of two
+        (1, 2, "1f1b", [6, 40], nn.functional.mse_loss),  # another size in each step
+        (2, 1, "1f1b", [12], token_loss),  # weights count something else than samples
+    ],
+)
+def test_a_loss_scale_takes_the_course_of_one_process(
+    dp: int, pp: int, schedule: str, samples: list[int], loss_fn: Any
+) -> None:
+    scales, state = scaled_alone(samples)
     assert len(set(scales)) > 3  # it went down and up
-    for found, whole in ranks.run(dp * pp, scaled, dp, pp, schedule):
+    for found, whole in ranks.run(dp * pp, scaled, dp, pp, schedule, samples, loss_fn):
         assert found == scales
         for name, value in state.items():
             torch.testing.assert_close(whole[name], value, rtol=1e-4, atol=1e-5, msg=name)

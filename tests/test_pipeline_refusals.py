@@ -246,6 +246,12 @@ def test_a_time_out_says_what_was_waited_for() -> None:
     assert "to compare the model or the arguments of Pipeline" in ranks.run(2, late)[0]
 
 
+def hooked() -> nn.Sequential:
+    model = layers()
+    model.register_forward_hook(lambda _, __, output: output * 2)
+    return model
+
+
 def refused_alone(options: dict[str, Any], words: str) -> None:
     model = options.pop("model", layers)()
     with hpcomm.init() as mesh, pytest.raises(hpcomm.InvalidArgument, match=words):
@@ -259,6 +265,7 @@ def refused_alone(options: dict[str, Any], words: str) -> None:
         ({"keywords": ["mask"]}, "no layer of the model takes the keyword argument 'mask'"),
         ({"num_microbatches": 1.5}, "num_microbatches=1.5; a whole number"),
         ({"model": lambda: torch.compile(layers())}, r"compile its layers, by layer\.compile\(\)"),
+        ({"model": hooked}, "a hook on the Sequential itself, which is never called"),
     ],
 )
 def test_what_nobody_would_notice_is_refused(options: dict[str, Any], words: str) -> None:

@@ -181,6 +181,20 @@ void Reducer::finish() {
   }
 }
 
+WorkPtr Reducer::fetch(int param, void* gradient, Keepalive keepalive) {
+  std::lock_guard lock(mutex_);
+  HPCOMM_ASSERT(!armed_ && communicator_->size() > 1, "fetch() before finish(), or alone");
+  const Place place = places_.at(static_cast<std::size_t>(param));
+  const Buffer& buffer = buffers_[place.bucket];
+  std::vector<void*> targets(plan_.buckets[place.bucket].params.size(), nullptr);
+  targets[place.entry] = gradient;
+  const auto held = std::make_shared<const std::pair<Keepalive, Keepalive>>(std::move(keepalive), buffer.owner);
+  Stream& stream = communicator_->stream();
+  stream.wait(communicator_->compute()->record());  // who had the memory before may still run
+  unpack(stream, plan_.buckets[place.bucket].layout, buffer.view, targets, {}, held);
+  return communicator_->follow(nullptr, communicator_->context("reduce", -1, place.bucket), held);
+}
+
 void Reducer::issue_complete() {
   while (next_ < std::min(permitted_, pending_.size()) && pending_[next_].missing == 0) {
     works_.push_back(issue(next_));

@@ -50,6 +50,10 @@ class Reducer {
   // last of them, and its Work has failed.
   [[nodiscard]] std::vector<WorkPtr> flush();
 
+  // After finish(): the last reduction of `param`, for which this rank gave null and another one, perhaps, gave more.
+  // `gradient` is memory of expected() size that `keepalive` holds.
+  [[nodiscard]] WorkPtr fetch(int param, void* gradient, Keepalive keepalive);
+
   [[nodiscard]] Device device() const noexcept { return communicator_->device(); }
   [[nodiscard]] const BucketPlan& plan() const noexcept { return plan_; }
   // Buckets issued since arm(): what a test of overlap looks at.

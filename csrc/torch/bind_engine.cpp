@@ -51,15 +51,15 @@ void bind_deferred(py::module_& module) {
       .def(py::init<>())
       .def(
           "add",
-          [](Deferred& deferred, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+          [](Deferred& deferred, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& dy,
              py::function compute) {
-            deferred.add(weight, bias.value_or(at::Tensor()), [function = held(std::move(compute))] {
+            deferred.add(weight, bias.value_or(at::Tensor()), dy, [function = held(std::move(compute))] {
               const py::gil_scoped_acquire gil;
               const auto [of_weight, of_bias] = (*function)().cast<std::pair<at::Tensor, std::optional<at::Tensor>>>();
               return Deferred::Gradients(of_weight, of_bias.value_or(at::Tensor()));
             });
           },
-          py::arg("weight"), py::arg("bias"), py::arg("compute"))
+          py::arg("weight"), py::arg("bias"), py::arg("dy"), py::arg("compute"))
       .def("linear",
            // Wrapped as torch wraps its own: errors keep their types on the way through. Checkpointing ends its second
            // forward with one, and programs tell OutOfMemoryError from others.
@@ -76,6 +76,7 @@ void bind_deferred(py::module_& module) {
              });
            }),
            py::arg("done"))
+      .def_property("taking", &Deferred::taking, &Deferred::take)
       .def("clear", &Deferred::clear)
       .def("__len__", &Deferred::size);
 }
@@ -149,6 +150,17 @@ void bind_engine(py::module_& module) {
              }
              return rows;
            })
+      .def(
+          "fetch",
+          [](Reducer& reducer, int param, const at::Tensor& gradient) {
+            const TensorSize expected = reducer.expected(param);
+            HPCOMM_REQUIRE(static_cast<std::size_t>(gradient.numel()) == expected.count &&
+                               dtype_of(gradient) == expected.dtype && gradient.is_non_overlapping_and_dense(),
+                           "fetch(): the gradient of parameter ", param, " is of another kind");
+            const py::gil_scoped_release release;
+            return reducer.fetch(param, gradient.data_ptr(), keep(gradient));
+          },
+          py::arg("param"), py::arg("gradient"))
       .def("finish", [](Reducer& reducer) {
         // All of them, also after an error: nothing may still write the gradients when the caller goes on.
         std::exception_ptr first;

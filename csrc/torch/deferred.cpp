@@ -4,6 +4,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <tuple>
 #include <unordered_map>
 
 namespace hpcomm {
@@ -12,6 +13,13 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
+
+constexpr const char* kChanged =
+    "the gradient of a layer's output was changed in place before the second half of the backward read it: by a hook, "
+    "or "
+    "because a parameter that is a view of the output's shape took it for its .grad; use a schedule that does not "
+    "divide "
+    "backwards";
 
 // What a node of the graph knows of the layer beside its saved tensors.
 struct Layer : torch::CustomClassHolder {
@@ -39,7 +47,9 @@ class Product : public torch::autograd::Function<Product> {
     context->save_for_backward({cast_x, cast_weight});
     context->saved_data["layer"] =
         at::IValue::make_capsule(c10::make_intrusive<Layer>(deferred, weight, bias.value_or(at::Tensor())));
-    return at::linear(cast_x, cast_weight, cast_bias);
+    const at::Tensor y = at::linear(cast_x, cast_weight, cast_bias);
+    // A layer behind may change it in place, which torch refuses for a function's output that it knows as a view.
+    return y.is_view() ? at::_unsafe_view(y, y.sizes()) : y;
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -51,13 +61,25 @@ class Product : public torch::autograd::Function<Product> {
     const at::Tensor& x = saved[0];
     const auto layer = c10::static_intrusive_pointer_cast<Layer>(context->saved_data["layer"].toCapsule());
     const bool wants_bias = layer->bias.defined() && layer->bias.requires_grad();
+    // What is saved is a cast copy then, through which no graph leads.
+    TORCH_CHECK(!at::GradMode::is_enabled() || saved[1].is_same(layer->weight),
+                "a forward under autocast differentiates a layer twice (create_graph=True), which schedules that "
+                "divide backwards cannot do; use another schedule");
     const at::Tensor rows = dy.reshape({-1, dy.size(-1)});
-    layer->deferred->add(layer->weight, wants_bias ? layer->bias : at::Tensor(), [rows, x, wants_bias] {
+    const auto second_half = [rows, x, wants_bias] {
       return Deferred::Gradients(rows.t().mm(x.reshape({-1, x.size(-1)})), wants_bias ? rows.sum(0) : at::Tensor());
-    });
+    };
     variable_list inputs(4);
     if (context->needs_input_grad(0)) {
       inputs[0] = rows.mm(saved[1]).view(x.sizes());
+    }
+    if (!context->needs_input_grad(1)) {
+      return inputs;  // of torch.autograd.grad() for other tensors
+    }
+    if (layer->deferred->taking()) {
+      layer->deferred->add(layer->weight, wants_bias ? layer->bias : at::Tensor(), dy, second_half);
+    } else {
+      std::tie(inputs[1], inputs[2]) = second_half();
     }
     return inputs;
   }
@@ -86,9 +108,11 @@ void accumulate(const at::Tensor& parameter, at::Tensor gradient) {
 
 }  // namespace
 
-void Deferred::add(at::Tensor weight, at::Tensor bias, std::function<Gradients()> compute) {
+// With dy itself, whatever compute() holds: a gradient that nobody else holds becomes a parameter's .grad, where there
+// is one of its shape, and the next gradient is added to it in place. A view of it may become that all the same.
+void Deferred::add(at::Tensor weight, at::Tensor bias, const at::Tensor& dy, std::function<Gradients()> compute) {
   const std::lock_guard lock(mutex_);
-  uses_.push_back({std::move(weight), std::move(bias), std::move(compute)});
+  uses_.push_back({std::move(weight), std::move(bias), dy, dy._version(), std::move(compute)});
 }
 
 void Deferred::clear() {
@@ -145,6 +169,8 @@ void Deferred::compute(const std::function<void(const at::Tensor&)>& done) {
     }
   };
   for (Use& use : uses) {
+    TORCH_CHECK(use.dy._version() == use.version, kChanged);
+    use.dy.reset();
     const auto [of_weight, of_bias] = std::exchange(use.compute, nullptr)();  // its operands are free from here on
     give(use.weight, of_weight);
     give(use.bias, of_bias);

@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -19,8 +20,13 @@ class Deferred : public std::enable_shared_from_this<Deferred> {
   // Of a weight and its bias; undefined where there is none.
   using Gradients = std::pair<at::Tensor, at::Tensor>;
 
-  // One use of a layer. `bias` is undefined unless it wants a gradient.
-  void add(at::Tensor weight, at::Tensor bias, std::function<Gradients()> compute);
+  // Backwards that run from here on leave their second halves; without it they do all of it. In between a forward may
+  // differentiate on its own: what it asks for is not the stage's gradient.
+  void take(bool takes) noexcept { taking_.store(takes, std::memory_order_relaxed); }
+  [[nodiscard]] bool taking() const noexcept { return taking_.load(std::memory_order_relaxed); }
+
+  // One use of a layer, whose output got `dy`, which compute() reads. `bias` is undefined unless it wants a gradient.
+  void add(at::Tensor weight, at::Tensor bias, const at::Tensor& dy, std::function<Gradients()> compute);
 
   // A linear layer, as autocast would run it; its backward makes the gradient of `x` and adds the rest here. `bias` may
   // be undefined. Nothing for an `x` that is no plain tensor (a subclass, a sparse one, one inside vmap).
@@ -37,8 +43,11 @@ class Deferred : public std::enable_shared_from_this<Deferred> {
   struct Use {
     at::Tensor weight;
     at::Tensor bias;
+    at::Tensor dy;
+    std::int64_t version;  // of dy
     std::function<Gradients()> compute;
   };
+  std::atomic<bool> taking_ = false;
   mutable std::mutex mutex_;
   std::vector<Use> uses_;
 };

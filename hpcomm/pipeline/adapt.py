@@ -30,8 +30,10 @@ def as_chain(model: Model) -> torch.nn.Module:
     """``model`` itself where it is an ``nn.Sequential``, a :class:`Section` that shares its modules otherwise.
 
     Raises:
-        InvalidArgument: it is no chain; the message says where that shows.
+        InvalidArgument: it is no chain; the message says where that shows. Or it has hooks of its own.
     """
+    if isinstance(model, torch.nn.Module):
+        _require_no_hooks(model)
     runs_in_order = isinstance(model, torch.nn.Sequential) and type(model).forward in _IN_ORDER
     if isinstance(model, torch.nn.Module) and (runs_in_order or isinstance(model, Section)):
         return model
@@ -48,6 +50,15 @@ def as_chain(model: Model) -> torch.nn.Module:
     if _is_decoder(model):
         return _decoder(model)
     return _traced(model)
+
+
+def _require_no_hooks(model: torch.nn.Module) -> None:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(model, kind, None) for kind in kinds):
+        raise InvalidArgument(
+            f"Pipeline: there is a hook on the {type(model).__name__} itself, which is never called: its layers are, one "
+            "by one; register the hook on a layer"
+        )
 
 
 def split_of(model: Model, split_at: Sequence[str | int] | None) -> Sequence[str | int] | None:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hpcomm.ddp import describe_parameters
 from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline.chain import layers_of, skips_of
+from hpcomm.tree import tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,6 +76,28 @@ def require_names(**lists: Sequence[str | int] | None) -> None:
     for argument, names in lists.items():
         if isinstance(names, str):
             raise InvalidArgument(f"Pipeline: {argument}={names!r} is a string; pass a list, [{names!r}]")
+
+
+def require_no_parameters(loss_fn: object) -> None:
+    """Raises InvalidArgument for a loss function with parameters: their gradients would be nobody's to reduce."""
+    for name, parameter in loss_fn.named_parameters() if isinstance(loss_fn, torch.nn.Module) else ():
+        if parameter.requires_grad:
+            raise InvalidArgument(
+                f"Pipeline: loss_fn has a parameter of its own ({name}), which a Pipeline does not train; give it to a "
+                "layer of the model (a keyword argument of step() brings the target there), or freeze it"
+            )
+
+
+def require_no_gradient(**arguments: object) -> None:
+    """Raises InvalidArgument for arguments of a step that want a gradient: it would be a sum, neither divided nor
+    reduced.
+    """
+    for name, value in arguments.items():
+        if any(tensor.requires_grad for tensor in tensors_of(value)):
+            raise InvalidArgument(
+                f"step(): {name}: a tensor requires a gradient, which a Pipeline computes for parameters of the model "
+                "alone; pass it without (detach()), or make it a parameter of a layer"
+            )
 
 
 def require_trainable(model: torch.nn.Module, stages: Sequence[torch.nn.Module], placement: Sequence[int]) -> None:

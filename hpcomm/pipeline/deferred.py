@@ -24,8 +24,8 @@ class Deferral:
     """Makes the layers of ``module`` defer, while a list of what is pending is open.
 
     A layer defers when it runs torch's own forward on a weight that is a leaf, requires a gradient and has no hooks;
-    layers inside ``torch.compile`` do not. With several uses in one microbatch (a tied weight, a recurrence) their
-    gradients are added up before they reach ``.grad``, as autograd does.
+    layers inside ``torch.compile`` do not, nor those whose forward somebody has replaced. With several uses in one
+    microbatch (a tied weight, a recurrence) their gradients are added up before they reach ``.grad``, as autograd does.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -38,7 +38,7 @@ class Deferral:
         }
         for layer in module.modules():
             deferring = _FORWARDS.get(type(layer).forward)
-            if deferring is not None and id(layer) not in compiled:
+            if deferring is not None and id(layer) not in compiled and _is_unchanged(layer):
                 layer.forward = _Deferring(self, layer, deferring)
 
     def open(self, pending: _C.Deferred | None) -> None:
@@ -64,6 +64,14 @@ class _Deferring:
     def __reduce__(self) -> Any:
         """A copied layer is nobody's stage: no list is ever opened for it."""
         return _Deferring, (Deferral(torch.nn.Module()), self._layer(), self._function)
+
+
+def _is_unchanged(layer: torch.nn.Module) -> bool:
+    forward = vars(layer).get("forward")  # of an earlier Pipeline, or anybody else's
+    inner = getattr(layer, "_conv_forward", None)
+    return (forward is None or isinstance(forward, _Deferring)) and (
+        inner is None or getattr(inner, "__func__", None) in _CONVOLUTIONS
+    )
 
 
 def _is_plain(weight: Any) -> bool:
@@ -113,10 +121,14 @@ class _Convolution(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         x, cast_weight = ctx.saved_tensors
         weight, bias = ctx.parameters
+        if torch.is_grad_enabled() and cast_weight is not weight and cast_weight.dtype != weight.dtype:
+            raise RuntimeError(
+                "a forward under autocast differentiates a layer twice (create_graph=True), which schedules that "
+                "divide backwards cannot do; use another schedule"
+            )
         wants_bias = bias is not None and bias.requires_grad
         sizes = [weight.shape[0]] if bias is not None else None
         single = x.dim() == cast_weight.dim() - 1  # one sample, without a batch dimension
@@ -132,8 +144,10 @@ class _Convolution(torch.autograd.Function):
             _, of_weight, of_bias = half([False, True, wants_bias])
             return of_weight, of_bias if wants_bias else None
 
-        ctx.pending.add(weight, bias if wants_bias else None, gradients)
         dx = half([True, False, False])[0].view(x.shape) if ctx.needs_input_grad[0] else None
+        if not ctx.pending.taking:  # somebody differentiates inside a forward
+            return dx, *gradients(), None, None
+        ctx.pending.add(weight, bias if wants_bias else None, dy, gradients)
         return dx, None, None, None, None
 
 
@@ -144,10 +158,11 @@ class _Lookup(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: Any, pending: _C.Deferred) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.layer, ctx.weight, ctx.pending = layer, weight, pending
-        return functional.embedding(x, weight, layer.padding_idx, None, 2.0, layer.scale_grad_by_freq, False)
+        rows = functional.embedding(x, weight, layer.padding_idx, None, 2.0, layer.scale_grad_by_freq, False)
+        # Torch lets nobody change what it knows as a view of a function's in place.
+        return torch.ops.aten._unsafe_view(rows, rows.shape)  # type: ignore[no-any-return]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         (x,) = ctx.saved_tensors
         weight, layer = ctx.weight, ctx.layer
@@ -157,7 +172,9 @@ class _Lookup(torch.autograd.Function):
             table = torch.ops.aten.embedding_dense_backward(dy, x, weight.shape[0], padding, layer.scale_grad_by_freq)
             return table, None
 
-        ctx.pending.add(weight, None, gradients)
+        if not ctx.pending.taking:
+            return None, gradients()[0], None, None
+        ctx.pending.add(weight, None, dy, gradients)
         return None, None, None, None
 
 
@@ -184,3 +201,5 @@ _FORWARDS: dict[Any, Any] = {
     torch.nn.Conv3d.forward: _convolution,
     torch.nn.Embedding.forward: _lookup,
 }
+# What those of convolutions call.
+_CONVOLUTIONS = {kind._conv_forward for kind in (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)}

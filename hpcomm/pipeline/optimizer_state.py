@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from hpcomm.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import torch
 
 __all__: list[str] = []
 
@@ -32,11 +31,12 @@ def by_name(
     _require_known(optimizer, names)
     if not optimizer.state:
         _take_first_state(optimizer, module)
+    unreached = _first_states(optimizer)
     found = {}
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
         for parameter in group["params"]:
-            state = dict(optimizer.state.get(parameter, {}))
+            state = dict(optimizer.state.get(parameter) or unreached.get(id(parameter), {}))
             found[names[id(parameter)]] = {"state": state, "options": dict(options)}
     return found
 
@@ -77,6 +77,40 @@ def _take_first_state(optimizer: torch.optim.Optimizer, module: torch.nn.Module)
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient
+
+
+def _first_states(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """By ``id`` of the parameters that have had no gradient yet, the state with which their first one finds them: a
+    checkpoint that lacked it could not be loaded into an optimizer that has it. ``optimizer`` is left as it was.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    missing = [p for p in parameters if p.requires_grad and not optimizer.state.get(p)]
+    if not missing or len(missing) == len(parameters):
+        return {}
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
+    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    for parameter in parameters:
+        parameter.grad = None
+    for parameter in missing:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        for group, rate in rates:
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+        type(optimizer).step(optimizer)  # not its own attribute: a schedule of learning rates counts the calls of that
+    except Exception:  # noqa: BLE001 - one that needs a closure, say: its state is not by parameter
+        return {}
+    finally:
+        states = {id(parameter): dict(optimizer.state.pop(parameter, {})) for parameter in missing}
+        for group, rate in rates:
+            group["lr"] = rate
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+    for state in states.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = torch.zeros_like(state["step"])
+        elif "step" in state:
+            state["step"] = 0
+    return states
 
 
 def _require_known(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:

@@ -7,7 +7,7 @@ the replicas. Additions are all that an order can change: a microbatch's own gra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -98,9 +98,12 @@ class ReplicaSum:
         own = total_of(self._received.view(self._lane.size, self._slice).unbind())
         self._work = self._lane.all_gather(self._flat, own, async_op=True)
 
-    def finish(self) -> None:
-        """Writes the sums into the gradients that there are."""
+    def finish(self, missing: Collection[int]) -> None:
+        """Writes the sums into the gradients that there are, and into new ones of the parameters with these ids."""
         self._work.wait()
+        for parameter in self._parameters:
+            if id(parameter) in missing:
+                parameter.grad = torch.empty_like(parameter)
         for gradient, place in self._places():
             gradient.copy_(place.view(gradient.shape))
         del self._flat, self._received, self._work
@@ -145,7 +148,7 @@ class OrderedLoss:
         if not losses:
             return torch.zeros((), dtype=torch.float64), weight
         total = total_of([loss.weighted.double() for loss in losses])
-        self._mine[0].copy_(total)
+        self._mine[0].copy_(total.reshape(()))
         self._mine[1].fill_(weight)
         return total, weight
 

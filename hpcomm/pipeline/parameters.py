@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,23 +18,60 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 
-class FreshGradients:
-    """Sets gradients aside that were reduced (or made) before this step, and adds them back after it: the sum of the
-    microbatches is reduced alone. With ``keep``, what is there came from ``reduce=False`` and belongs to the sum.
+class Sums:
+    """Gradients between steps: which of them are parts of a sum that a later step reduces, and which were reduced (or
+    made) before that sum began. The latter are set aside until it is reduced, and added then, as plain PyTorch would.
     """
 
-    def __init__(self, module: torch.nn.Module, *, keep: bool) -> None:
-        self._before = (
-            [] if keep else [(p, p.grad) for p in module.parameters() if p.requires_grad and p.grad is not None]
-        )
+    def __init__(self) -> None:
+        self._aside: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._parts: dict[int, tuple[torch.Tensor, int]] = {}  # by parameter: its part, as the last step left it
+        self.is_open = False  # the last step did not reduce
 
-    def __enter__(self) -> None:
-        for parameter, _ in self._before:
-            parameter.grad = None
+    def forget(self) -> None:
+        """All gradients were dropped."""
+        self._aside.clear()
+        self._parts.clear()
+        self.is_open = False
 
-    def __exit__(self, *_: object) -> None:
-        for parameter, before in self._before:
-            parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+    def keeps(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
+        """Whether parts of a sum are still there: an optimizer's ``zero_grad()`` may have dropped them since."""
+        return self.is_open and any(self._is_kept(parameter) for parameter in parameters)
+
+    @contextmanager
+    def step(self, module: torch.nn.Module, *, reduce: bool) -> Iterator[None]:
+        """A step on the gradients of ``module``: inside, they are of the sum alone."""
+        trained = [p for p in module.parameters() if p.requires_grad]
+        if self.is_open:
+            self._aside = [(p, before) for p, before in self._aside if self._is_kept(p)]
+        else:
+            self._aside = [(p, p.grad) for p in trained if p.grad is not None]
+            for parameter, _ in self._aside:
+                parameter.grad = None
+        self._parts.clear()
+        ended = False
+        try:
+            yield
+            ended = True
+        finally:
+            if reduce or not ended:
+                for parameter, before in self._aside:
+                    parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+                self._aside = []
+            self.is_open = ended and not reduce
+        if self.is_open:
+            for parameter, before in self._aside:
+                if parameter.grad is None:  # so that who drops it is noticed
+                    parameter.grad = torch.zeros_like(before)
+            self._parts = {id(p): (p.grad, p.grad._version) for p in trained if p.grad is not None}
+
+    def _is_kept(self, parameter: torch.nn.Parameter) -> bool:
+        gradient, part = parameter.grad, self._parts.get(id(parameter))
+        if gradient is None or part is None:
+            return False
+        # One that was written to meanwhile may have been set to zero.
+        untouched = gradient is part[0] and gradient._version == part[1]
+        return untouched or bool(gradient.count_nonzero())
 
 
 def identity(module: torch.nn.Module) -> list[tuple[int, bool, torch.dtype]]:

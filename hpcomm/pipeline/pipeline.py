@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from os import PathLike
@@ -15,18 +13,25 @@ import torch
 from hpcomm import _C
 from hpcomm.channel import require_schema
 from hpcomm.communicator import agree
-from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import InvalidArgument, SchemaMismatch
 from hpcomm.pipeline import chain, sharing
 from hpcomm.pipeline.adapt import as_chain, split_of
-from hpcomm.pipeline.checks import describe, long_name, require_arguments, require_names, require_trainable
+from hpcomm.pipeline.checks import (
+    describe,
+    long_name,
+    require_arguments,
+    require_names,
+    require_no_gradient,
+    require_no_parameters,
+    require_trainable,
+)
 from hpcomm.pipeline.failure import TellPeers
 from hpcomm.pipeline.links import links_of, loaders_of
 from hpcomm.pipeline.local import LocalModel
 from hpcomm.pipeline.meta import materialize, materialize_together, require_initialisable
 from hpcomm.pipeline.microbatch import join, require_rows, samples, split, split_keywords
 from hpcomm.pipeline.ordered import OrderedLoss, require_ordered
-from hpcomm.pipeline.parameters import FreshGradients, identity, start_equal
+from hpcomm.pipeline.parameters import Sums, identity, start_equal
 from hpcomm.pipeline.partition import Balance, decide, described, stages_at, starts_of
 from hpcomm.pipeline.planning import Schedule, ScheduleLike, Wishes, plan_together, scalar_lane, schedule_of
 from hpcomm.pipeline.randomness import Draws, generator_of, kept
@@ -34,6 +39,7 @@ from hpcomm.pipeline.recorder import Recorder, Times, gathered_costs
 from hpcomm.pipeline.reductions import Reductions
 from hpcomm.pipeline.runner import Batch, Runner
 from hpcomm.pipeline.stage import Loss, LossFn, Stage, evaluate
+from hpcomm.pipeline.unit import Unit
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -139,6 +145,7 @@ class Pipeline(LocalModel):
             modules = stages_at(whole_model, starts)
             if plain.trains and loss_fn is not None:
                 require_trainable(whole_model, modules, plain.placement)
+                require_no_parameters(loss_fn)
             require_initialisable(whole_model, init_fn)
             if balance is not None and split_at is not None:
                 raise InvalidArgument("Pipeline: split_at says where to cut, balance asks for it; pass one of them")
@@ -215,8 +222,8 @@ class Pipeline(LocalModel):
         start_equal(mesh, self.module, [e for e in owned if set(e.stages) & set(here)], plain.placement)
         self._identity = identity(self.module)
         self._generator = generator_of(mesh.device)
-        self._unit = 0.0
-        self._accumulating = False
+        self._unit = Unit(mesh, plain.placement[-1], of_two=deterministic)
+        self._sums = Sums()
         self.step_number = 0
 
     # --- Steps ---
@@ -269,18 +276,22 @@ class Pipeline(LocalModel):
                     "the stage's parameters changed since the Pipeline was made (replaced, frozen, unfrozen or "
                     "converted); make a new Pipeline of the changed model"
                 )
+            require_no_gradient(inputs=inputs, target=target, **keywords)
             batch = self._batch(inputs, target, keywords, self._loss_fn)
             batch.reduce, batch.keep_outputs = reduce, return_outputs
             if self._deterministic and not reduce:
                 raise InvalidArgument("step(): deterministic=True sums one step's gradients; use more microbatches")
+            if not self._sums.is_open:  # else it stays: all of a sum is counted in one unit
+                self._unit.value = 1.0
+                if scaler is not None and self._schedule.stages - 1 in self.stages:
+                    batch.agree_unit = self._unit.agree
+            batch.unit = self._unit.value
             if scaler is not None:
-                batch.scale, batch.unit = scaler.scale, self._unit_of(inputs, target)
-            # Where no rank has any, an optimizer's zero_grad() has dropped them.
-            batch.keeps = self._accumulating and any(p.grad is not None for p in self.parameters())
-            with self._random_numbers(batch), FreshGradients(self.module, keep=self._accumulating):
+                batch.scale = scaler.scale
+            batch.keeps = self._sums.keeps(self.parameters())
+            with self._random_numbers(batch), self._sums.step(self.module, reduce=reduce):
                 result = runner.step(batch)
         self.step_number += 1
-        self._accumulating = not reduce
         return self._answer(result, return_outputs)
 
     def eval_step(self, *inputs: Any, target: Any = None, return_outputs: bool = False, **keywords: Any) -> Any:
@@ -299,9 +310,9 @@ class Pipeline(LocalModel):
                     raise InvalidArgument(
                         "eval_step(): the Pipeline was made with loss_fn=None: pass return_outputs=True, and no target"
                     )
-                # Who has the target knows; on other ranks the function is not called.
-                batch = self._batch(inputs, target, keywords, self._loss_fn if wants_loss else None)
-                batch.keep_outputs = return_outputs
+                batch = self._batch(inputs, target, keywords, self._loss_fn)
+                # Who has the target knows: with inputs="first" the last stage hears of it with the first message.
+                batch.needs_target = batch.keep_outputs = return_outputs
                 with self._random_numbers(batch):
                     result = self._evaluation.step(batch)
         return self._answer(result, return_outputs)
@@ -378,7 +389,7 @@ class Pipeline(LocalModel):
     def zero_grad(self) -> None:
         """Drops all gradients, accumulated ones included."""
         self.module.zero_grad()
-        self._accumulating = False
+        self._sums.forget()
         self._loss.forget()
 
     def train(self, mode: bool = True) -> Pipeline:
@@ -474,19 +485,6 @@ class Pipeline(LocalModel):
 
     def _telling_peers(self, runner: Runner) -> TellPeers:
         return TellPeers(self.mesh, runner)
-
-    def _unit_of(self, inputs: tuple[Any, ...], target: Any) -> float:
-        """About the number of samples of a global batch, as a power of two: with a loss scale, a backward starts from
-        scale x sum / unit, of the magnitude of one process's scale x mean, and overflows where that does. Agreed once.
-        """
-        if self._unit == 0.0:
-            mine = json.dumps([self.mesh.coordinate["dp"], samples(target) or samples(inputs)]).encode()
-            told = self.mesh.control.exchange(range(self.mesh.size), ControlChannel.UNIT, mine, self.mesh.timeout)
-            most: dict[int, int] = {}
-            for replica, count in map(json.loads, told):
-                most[replica] = max(most.get(replica, 0), count)
-            self._unit = 2.0 ** round(math.log2(max(1, sum(most.values()))))
-        return self._unit
 
     @staticmethod
     def _answer(result: StepResult, return_outputs: bool) -> Any:

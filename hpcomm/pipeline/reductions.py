@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from hpcomm import _C
 from hpcomm.errors import InternalError
 from hpcomm.pipeline.ordered import ReplicaSum, Tree, added
+from hpcomm.pipeline.presence import Presence
 
 if TYPE_CHECKING:
-    import torch
-
     from hpcomm._C import BucketPlan, Communicator, StepLoss, StepPlan
     from hpcomm.mesh import Mesh
     from hpcomm.pipeline.ordered import Terms
@@ -25,9 +26,11 @@ class _Group:
     """Parameters with one Reducer: gradients add up in ``.grad``, and go out while the last backward runs."""
 
     def __init__(self, lane: Communicator, parameters: Sequence[torch.nn.Parameter], buckets: BucketPlan) -> None:
+        self._parameters = list(parameters)
         self._index = {id(parameter): i for i, parameter in enumerate(parameters)}
         self._reducer = _C.Reducer(lane, parameters, buckets)
         self._hooks = _C.ReadyHooks(self._reducer, parameters)
+        self._presence = Presence(lane, parameters) if lane.size > 1 else None
 
     def arm(self, loss: StepLoss, *permitted: int) -> None:
         """The next backward is the last one; it may issue so many buckets (all, if not said)."""
@@ -50,9 +53,18 @@ class _Group:
         """So many buckets may have been issued."""
         self._reducer.permit(buckets)
 
+    def tell(self) -> None:
+        """All buckets have been issued: the other ranks are told which gradients this one has."""
+        if self._presence is not None:
+            self._presence.issue()
+
     def finish(self) -> None:
-        """Waits for all of them."""
+        """Waits for all of them. What only other ranks have becomes this rank's gradient, too."""
         self._reducer.finish()
+        for i in self._presence.granted() if self._presence is not None else ():
+            parameter = self._parameters[i]
+            parameter.grad = torch.empty_like(parameter)
+            self._reducer.fetch(i, parameter.grad).wait()
 
     def trace(self) -> None:
         """Buckets are timed from now on."""
@@ -86,6 +98,7 @@ class _OrderedGroup:
         self._halves: dict[int, Terms] = {}  # by microbatch: what the first half of a divided backward has left
         over = buckets.buckets if lane.size > 1 else []
         self._sums = [ReplicaSum(lane, [parameters[i] for i in places]) for places in over]
+        self._presence = Presence(lane, parameters) if lane.size > 1 else None
         self._scaled = _Group(alone, parameters, buckets)
         self._armed: tuple[StepLoss, int]
         self.issued = 0
@@ -126,11 +139,17 @@ class _OrderedGroup:
         """None."""
         return []
 
+    def tell(self) -> None:
+        if self._presence is not None:
+            self._presence.issue()
+
     def finish(self) -> None:
         for each in self._sums:
             each.add()
+        granted = self._presence.granted() if self._presence is not None else ()
+        missing = {id(self._parameters[i]) for i in granted}
         for each in self._sums:
-            each.finish()
+            each.finish(missing)
         self._scaled.arm(self._armed[0])
         self._scaled.complete()
         self._scaled.finish()
@@ -235,9 +254,10 @@ class Reductions:
         """Waits for all reductions of the step."""
         armed, self._armed = self._armed, []
         first: BaseException | None = None
-        for group in armed:  # all of them, also after an error: nothing may still write the gradients
+        # All of them, also after an error: nothing may still write the gradients.
+        for finish in (*(group.tell for group in armed), *(group.finish for group in armed)):
             try:
-                group.finish()
+                finish()
             except BaseException as error:  # noqa: PERF203
                 first = first or error
         if first is not None:

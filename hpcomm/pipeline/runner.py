@@ -18,6 +18,7 @@ from hpcomm._C import put_off
 from hpcomm.channel import SLOTS, Receiver, Sender
 from hpcomm.pipeline.board import Board
 from hpcomm.pipeline.links import handed_over
+from hpcomm.pipeline.microbatch import samples
 from hpcomm.pipeline.recorder import recorder_for
 from hpcomm.pipeline.stage import evaluate
 from hpcomm.seats import is_crowded
@@ -48,6 +49,8 @@ class Batch:
     loss_fn: LossFn | None  # None: no loss is wanted
     draws: Draws | None = None
     unit: float = 1.0  # losses and weights are counted in these
+    agree_unit: Callable[[float], float] | None = None  # says it from the weights of this batch, about
+    needs_target: bool = False  # for a loss
     scale: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda loss: loss)  # of the backward's start
     reduce: bool = True
     keeps: bool = False  # gradients of steps that did not reduce
@@ -267,8 +270,10 @@ class Runner:
             walk.mail[True, index, target_stage, microbatch] = handed_over(message) if local else message
         if index != self._last_stage:
             return
-        if batch.loss_fn is not None:
+        if batch.loss_fn is not None and not (batch.needs_target and target is None):
             loss = evaluate(batch.loss_fn, output, target)
+            if batch.agree_unit is not None:
+                batch.unit, batch.agree_unit = batch.agree_unit(self._all_weights(loss, target, output)), None
             if batch.unit != 1.0:
                 loss.weighted, loss.weight = loss.weighted / batch.unit, loss.weight / batch.unit
             stage.start_from(microbatch, loss, output, batch.scale)
@@ -276,6 +281,13 @@ class Runner:
             walk.losses[microbatch] = loss
         if batch.keep_outputs:  # without their graphs: those are the microbatch's to free
             walk.outputs[microbatch] = detached(output)
+
+    def _all_weights(self, loss: Loss, target: Any, output: Any) -> float:
+        """Those of the whole batch, if the first microbatch's weight for a sample is that of all."""
+        targets = self._walk.batch.targets
+        first = samples(target) or samples(output) or 1
+        total = sum(samples(each) for each in targets) or first * len(targets)
+        return loss.weight * total / first
 
     def _backward(self, stage: Stage, microbatch: int, reductions: Reductions | None, op: int) -> None:
         walk, index = self._walk, stage.index

@@ -181,7 +181,7 @@ class Stage:
         if roots and tape.pending is None:
             run_backward(roots, seeds)
         elif roots:
-            with self._deferring(tape.pending):
+            with self._deferring(tape.pending, taking=True):
                 run_backward(roots, seeds)
         if tape.pending is not None:
             self._pending[microbatch] = tape.pending
@@ -201,10 +201,10 @@ class Stage:
         if self._deferral is not None:
             self._deferral.open(None)
 
-    def _deferring(self, pending: _C.Deferred | None) -> _Deferring:
+    def _deferring(self, pending: _C.Deferred | None, *, taking: bool = False) -> _Deferring:
         assert self._deferral is not None
         assert pending is not None
-        return _Deferring(self._deferral, pending)
+        return _Deferring(self._deferral, pending, taking=taking)
 
 
 def run_backward(roots: list[torch.Tensor], seeds: list[torch.Tensor]) -> None:
@@ -215,16 +215,21 @@ def run_backward(roots: list[torch.Tensor], seeds: list[torch.Tensor]) -> None:
 
 
 class _Deferring:
-    """Opens a list for deferred work. In the backward as well: a checkpointed layer runs its forward again there."""
+    """Opens a list for deferred work. In the backward, which is ``taking``, as well: a checkpointed layer runs its
+    forward again there.
+    """
 
-    __slots__ = ("_deferral", "_pending")
+    __slots__ = ("_deferral", "_pending", "_taking")
 
-    def __init__(self, deferral: deferred.Deferral, pending: _C.Deferred) -> None:
+    def __init__(self, deferral: deferred.Deferral, pending: _C.Deferred, *, taking: bool) -> None:
         self._deferral = deferral
         self._pending = pending
+        self._taking = taking
 
     def __enter__(self) -> None:
+        self._pending.taking = self._taking
         self._deferral.open(self._pending)
 
     def __exit__(self, *_: object) -> None:
         self._deferral.open(None)
+        self._pending.taking = False

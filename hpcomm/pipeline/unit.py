@@ -1,0 +1,45 @@
+"""What losses and weights are counted in under a loss scale.
+
+With it a backward starts from scale x weight x loss / unit, as large as one process's scale x mean, and overflows where
+that does. The unit is part of the weights as well, so it does not change the result.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING
+
+from hpcomm.control_channels import ControlChannel
+
+if TYPE_CHECKING:
+    from hpcomm.mesh import Mesh
+
+__all__: list[str] = []
+
+
+class Unit:
+    """The sum of the weights of a global batch, agreed by the ranks of the last stage: backwards start there.
+
+    Args:
+        last: the place of that stage's ranks on the axis pp.
+        of_two: the power of two next to it: a division by that is exact.
+    """
+
+    def __init__(self, mesh: Mesh, last: int, *, of_two: bool) -> None:
+        self._control, self._timeout = mesh.control, mesh.timeout
+        self._ranks = range(last * mesh.dp.size, (last + 1) * mesh.dp.size)
+        self._of_two = of_two
+        self.value = 1.0
+
+    def agree(self, weights: float) -> float:
+        """From this replica's weights (collective over those ranks)."""
+        if len(self._ranks) > 1:
+            mine = json.dumps(weights).encode()
+            weights = sum(
+                map(json.loads, self._control.exchange(self._ranks, ControlChannel.UNIT, mine, self._timeout))
+            )
+        self.value = weights if weights > 0 else 1.0
+        if self._of_two:
+            self.value = 2.0 ** round(math.log2(self.value))
+        return self.value
