@@ -355,7 +355,11 @@ class Channel:
         return self._take(-1) if timeout < 0 else self._take(-1, timeout)
 
     def irecv(self) -> Pending:
-        """Asks for the next message without waiting. That message belongs to the Pending, and goes with it."""
+        """Asks for the next message without waiting. That message belongs to the Pending, and goes with it.
+
+        On a GPU only with ``schema="frozen"``, from the second message on: otherwise this waits for the message's
+        header, by which its memory is chosen. Two ranks that both ask before they send wait for each other there.
+        """
         return self._receiver.recv()
 
     def expect(self, tree: object) -> None:

@@ -114,7 +114,9 @@ WorkPtr SendEdge::send(std::string_view schema, std::vector<Source> tensors, Kee
     book_.add(sent);
   }
   last_ = sent;
-  if (device().type == DeviceType::kCpu && !work->done()) {
+  if (device().type == DeviceType::kCuda) {
+    under_way_.assign(1, work);  // a lane runs them in order: when the last one has ended, all have
+  } else if (!work->done()) {
     std::erase_if(under_way_, [](const WorkPtr& one) { return one->done(); });
     under_way_.push_back(work);
   }

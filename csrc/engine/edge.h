@@ -77,8 +77,8 @@ class SendEdge {
   [[nodiscard]] Device device() const noexcept { return config_.communicator->device(); }
   // Of the buffers for packed messages that exist now.
   [[nodiscard]] std::size_t slot_bytes() const;
-  // Whether the receiver would miss a message if this, and with it perhaps the communicator, went away now. On CPUs;
-  // by one thread at a time, as send().
+  // Whether the receiver would miss a message if this, and with it perhaps the communicator, went away now. By
+  // one thread at a time, as send().
   [[nodiscard]] bool is_under_way() const;
   // Throws what the receiver refused the message of `microbatch` for, or one before it. By any thread.
   void check_refused(int microbatch) const;

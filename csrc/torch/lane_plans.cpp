@@ -59,6 +59,9 @@ at::Tensor LaneBackend::device_factor(const at::Tensor& factor, const at::Tensor
       factor.is_complex() || factor.numel() != 1) {
     return {};
   }
+  if (size_ == 1 && like.element_size() == 1) {
+    return {};  // NCCL multiplies no float8 where there is nothing to sum
+  }
   // As an argument of a kernel: a copy from the host would wait for the device.
   return plan.held.emplace_back(factor.is_cpu() ? at::full({1}, factor.item(), options)
                                                 : factor.detach().to(options).reshape({1}));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -42,6 +43,42 @@ def require_equal(got: Any, expected: Any) -> None:
             require_equal(a, b)
     else:
         assert got == expected
+
+
+def dropped(device: str) -> None:
+    with mesh_on(device, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, peer=1 - mesh.rank)
+        if mesh.rank == 0:
+            for number in range(3):
+                channel.send(message(0, number, device))
+            del channel
+            mesh.world.barrier()  # the receiver has not begun
+        else:
+            mesh.world.barrier()
+            for number in range(3):
+                require_equal(channel.recv(), message(0, number, device))
+        mesh.world.barrier()
+
+
+def test_a_channel_that_is_dropped_sends_what_was_issued(device: str) -> None:
+    run(2, dropped, device)
+
+
+def leaves_at_once(device: str) -> None:
+    with mesh_on(device, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, peer=1 - mesh.rank)
+        mesh.world.barrier()
+        if mesh.rank == 0:
+            for number in range(3):
+                channel.send(message(0, number, device))
+        else:
+            time.sleep(0.5)  # the sender is at its end by now
+            for number in range(3):
+                require_equal(channel.recv(), message(0, number, device))
+
+
+def test_what_was_sent_arrives_though_the_sender_leaves_at_once(device: str) -> None:
+    run(2, leaves_at_once, device)
 
 
 def both_ways(device: str) -> None:

@@ -449,6 +449,38 @@ TEST(engine_cuda_host_that_runs_ahead_takes_no_more_memory) {
   });
 }
 
+TEST(engine_cuda_what_is_not_received_yet_is_under_way) {
+  const NcclJob job(2);
+  std::atomic<bool> looked = false;
+  job.run_threads([&](int rank) {
+    const Gpu gpu(job, rank);
+    const auto lane = gpu.lane("up");
+    if (rank == 0) {
+      SendEdge sender({lane, 1}, std::make_shared<CommunicatorAllocator>(lane));
+      CHECK(!sender.is_under_way());
+      (void)send_from_kernel(gpu, sender, rank, {10, 300}, 0);  // connects
+      CHECK(eventually([&] { return !sender.is_under_way(); }, 20s));
+      for (int message = 1; message < 4; ++message) {
+        (void)send_from_kernel(gpu, sender, rank, {10, 300}, message);  // nobody keeps the Work
+      }
+      CHECK(sender.is_under_way());
+      looked = true;
+      CHECK(eventually([&] { return !sender.is_under_way(); }, 20s));
+    } else {
+      auto wrong = std::make_shared<std::atomic<int>>(0);
+      RecvEdge receiver({lane, 0}, std::make_shared<CommunicatorAllocator>(lane));
+      for (int message = 0; message < 4; ++message) {
+        CHECK(message == 0 || eventually([&] { return looked.load(); }, 20s));
+        read_by_kernel(gpu, receiver.recv(message), 0, message, wrong);
+      }
+      gpu.synchronize();
+      CHECK_EQ(wrong->load(), 0);
+    }
+    gpu.synchronize();
+    lane->close();
+  });
+}
+
 TEST(engine_cuda_message_that_does_not_come) {
   // With patience: the lane is made within the limit as well.
   CHECK_EQ(with_patience(300ms,
