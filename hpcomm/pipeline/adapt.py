@@ -56,8 +56,8 @@ def _require_no_hooks(model: torch.nn.Module) -> None:
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if any(getattr(model, kind, None) for kind in kinds):
         raise InvalidArgument(
-            f"Pipeline: there is a hook on the {type(model).__name__} itself, which is never called: its layers are, one "
-            "by one; register the hook on a layer"
+            f"Pipeline: there is a hook on the {type(model).__name__} itself, which is never called: its layers are, "
+            "one by one; register the hook on a layer"
         )
 
 
