@@ -315,3 +315,49 @@ def embedding_inside_a_call() -> None:
 def test_a_sparse_gradient_is_called_that() -> None:
     (outcome,) = ranks.run(1, embedding_inside_a_call, expect_failure=True)
     assert "parameter 0: its gradient is sparse" in outcome.message
+
+
+# --- Strides over a cut -----------------------------------------------------------------------------------------------
+
+
+class Turn(nn.Module):
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h.transpose(1, 2)
+
+
+class Mean(nn.Module):
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h.mean(1)
+
+
+def turned(pp: int) -> dict[str, torch.Tensor]:
+    """Cut behind a layer whose output is transposed: masks are drawn, and sums made, in the order of memory."""
+    with hpcomm.init(pp=pp) as mesh:
+        torch.manual_seed(0)
+        layers = [nn.Linear(32, 32), Turn(), nn.Dropout(0.5), Mean(), nn.Linear(16, 4)]
+        x, y = torch.randn(8, 16, 32), torch.randint(0, 4, (8,))
+        found = {}
+        for schema in ("per_message", "frozen"):
+            pipe = hpcomm.Pipeline(
+                nn.Sequential(*layers),
+                mesh=mesh,
+                num_microbatches=2,
+                loss_fn=CROSS,
+                deterministic=True,
+                schema=schema,
+                split_at=[2] if pp > 1 else None,
+            )
+            found[f"{schema} loss"] = pipe.step(x, target=y)
+            found.update({f"{schema} {name}": gradient for name, gradient in gradients_of(pipe).items()})
+            pipe.zero_grad()
+        return found
+
+
+def test_a_cut_behind_a_transposed_value_changes_no_bit() -> None:
+    (alone,) = ranks.run(1, turned, 1)
+    together: dict[str, torch.Tensor] = {}
+    for found in ranks.run(2, turned, 2):
+        together.update(found)
+    assert together.keys() == alone.keys()
+    for name, value in alone.items():
+        assert torch.equal(together[name], value), name

@@ -77,6 +77,10 @@ class SendEdge {
   [[nodiscard]] Device device() const noexcept { return config_.communicator->device(); }
   // Of the buffers for packed messages that exist now.
   [[nodiscard]] std::size_t slot_bytes() const;
+  // What all messages from now on are like; null where they need not be.
+  [[nodiscard]] const Schema* frozen() const noexcept {
+    return config_.mode == SchemaMode::kFrozen && sequence_ > 0 ? &last_->schema : nullptr;
+  }
   // Whether the receiver would miss a message if this, and with it perhaps the communicator, went away now. By
   // one thread at a time, as send().
   [[nodiscard]] bool is_under_way() const;

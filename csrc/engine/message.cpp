@@ -139,6 +139,28 @@ class Reader {
   std::string_view rest_;
 };
 
+constexpr std::uint8_t kRequiresGrad = 1;
+constexpr std::uint8_t kOrdered = 2;
+
+// Every dimension once, and not as they come: that is said by nothing.
+void take_order(Reader& reader, TensorSchema& tensor) {
+  const std::size_t dimensions = tensor.shape.size();
+  std::uint64_t seen = 0;
+  bool own = true;
+  for (std::size_t i = 0; i < dimensions; ++i) {
+    const auto dimension = reader.take<std::uint8_t>();
+    if (dimension >= dimensions || (seen >> dimension & 1U) != 0) {
+      reject("schema has a tensor whose order of dimensions is none");
+    }
+    seen |= std::uint64_t{1} << dimension;
+    own = own && dimension == i;
+    tensor.order.push_back(dimension);
+  }
+  if (own) {
+    reject("schema has an order of dimensions that says nothing");
+  }
+}
+
 TensorSchema take_tensor(Reader& reader) {
   TensorSchema tensor;
   const auto dtype = dtype_from_wire(reader.take<std::uint8_t>());
@@ -154,10 +176,10 @@ TensorSchema take_tensor(Reader& reader) {
     tensor.cast = wire;
   }
   const auto flags = reader.take<std::uint8_t>();
-  if (flags > 1) {
+  if (flags > (kRequiresGrad | kOrdered)) {
     reject("schema has unknown flags");
   }
-  tensor.requires_grad = flags == 1;
+  tensor.requires_grad = (flags & kRequiresGrad) != 0;
   const int dimensions = reader.take<std::uint8_t>();
   if (dimensions > static_cast<int>(kMaxDimensions)) {
     reject(str("schema has a tensor of ", dimensions, " dimensions"));
@@ -177,6 +199,9 @@ TensorSchema take_tensor(Reader& reader) {
     bytes *= factor;
     tensor.shape.push_back(length);
   }
+  if ((flags & kOrdered) != 0) {
+    take_order(reader, tensor);
+  }
   return tensor;
 }
 
@@ -188,6 +213,17 @@ std::size_t TensorSchema::count() const noexcept {
     count *= static_cast<std::size_t>(length);
   }
   return count;
+}
+
+std::vector<std::int64_t> TensorSchema::strides() const {
+  std::vector<std::int64_t> strides(shape.size());
+  std::int64_t stride = 1;
+  for (std::size_t i = shape.size(); i-- > 0;) {
+    const std::size_t dimension = order.empty() ? i : order[i];
+    strides[dimension] = stride;
+    stride *= std::max<std::int64_t>(shape[dimension], 1);
+  }
+  return strides;
 }
 
 std::uint64_t fingerprint_of(std::string_view schema) { return fingerprint_by_words(schema); }
@@ -241,6 +277,9 @@ std::string difference(const Schema& found, const Schema& expected, Compare what
     if (one.cast != other.cast) {
       return str(found_names[i], ": travels as ", hpcomm::to_string(one.wire()), " instead of ",
                  hpcomm::to_string(other.wire()));
+    }
+    if (one.order != other.order) {
+      return str(found_names[i], ": its dimensions lie in memory in another order");
     }
     if (one.requires_grad != other.requires_grad) {
       return str(found_names[i], one.requires_grad ? ": requires a gradient" : ": requires no gradient",
@@ -342,12 +381,18 @@ SchemaWriter::SchemaWriter(std::string& bytes, std::string_view structure, std::
   put(bytes_, static_cast<std::uint32_t>(tensors));
 }
 
-void SchemaWriter::add(DType dtype, DType wire, bool requires_grad, const std::int64_t* shape, std::size_t dimensions) {
+void SchemaWriter::add(DType dtype, DType wire, bool requires_grad, const std::int64_t* shape, std::size_t dimensions,
+                       const std::uint8_t* order) {
   HPCOMM_REQUIRE(dimensions <= kMaxDimensions, "a tensor of ", dimensions, " dimensions");
-  put(bytes_, std::array{static_cast<std::uint8_t>(dtype), static_cast<std::uint8_t>(wire),
-                         static_cast<std::uint8_t>(requires_grad ? 1 : 0), static_cast<std::uint8_t>(dimensions)});
+  put(bytes_,
+      std::array{static_cast<std::uint8_t>(dtype), static_cast<std::uint8_t>(wire),
+                 static_cast<std::uint8_t>((requires_grad ? kRequiresGrad : 0) | (order != nullptr ? kOrdered : 0)),
+                 static_cast<std::uint8_t>(dimensions)});
   for (std::size_t d = 0; d < dimensions; ++d) {
     put(bytes_, shape[d]);  // all at once, GCC 12 makes it a string instruction, which takes longer than most shapes
+  }
+  for (std::size_t d = 0; order != nullptr && d < dimensions; ++d) {
+    put(bytes_, order[d]);
   }
 }
 
@@ -355,7 +400,8 @@ std::string encode_schema(const Schema& schema) {
   std::string bytes;
   SchemaWriter writer(bytes, schema.structure, schema.direct_from, schema.tensors.size());
   for (const TensorSchema& tensor : schema.tensors) {
-    writer.add(tensor.dtype, tensor.wire(), tensor.requires_grad, tensor.shape.data(), tensor.shape.size());
+    writer.add(tensor.dtype, tensor.wire(), tensor.requires_grad, tensor.shape.data(), tensor.shape.size(),
+               tensor.order.empty() ? nullptr : tensor.order.data());
   }
   return bytes;
 }

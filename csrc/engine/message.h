@@ -19,10 +19,14 @@ struct TensorSchema {
   std::vector<std::int64_t> shape;
   // The real floating point type that it is cast to on the way, if it is.
   std::optional<DType> cast = std::nullopt;
+  // The dimensions as they lie in memory, the outermost first; empty where that is their own order.
+  std::vector<std::uint8_t> order = {};
 
   [[nodiscard]] std::size_t count() const noexcept;
   [[nodiscard]] bool is_cast() const noexcept { return cast.has_value(); }
   [[nodiscard]] DType wire() const noexcept { return cast.value_or(dtype); }
+  // Of its dense memory, in elements.
+  [[nodiscard]] std::vector<std::int64_t> strides() const;
   // "float32[8, 512]": for messages.
   [[nodiscard]] std::string to_text() const;
   friend bool operator==(const TensorSchema&, const TensorSchema&) = default;
@@ -47,11 +51,11 @@ struct Schema {
 
 // How `found` differs from `expected`, by the name of the first leaf that does: "message['h']: float32[4] instead of
 // float32[3]". Empty when structures, dtypes and shapes are the same. kKinds takes no notice of values: of numbers and
-// texts only what they are counts, of tensors neither wire types nor requires_grad.
+// texts only what they are counts, of tensors neither wire types nor requires_grad nor the order in memory.
 enum class Compare { kEverything, kKinds };
 [[nodiscard]] std::string difference(const Schema& found, const Schema& expected, Compare what);
 
-// True when they differ in shapes at most: what was made for one can be given the sizes of the other.
+// True when they differ in shapes and orders at most: what was made for one can be given the sizes of the other.
 [[nodiscard]] bool same_but_shapes(const Schema& one, const Schema& other) noexcept;
 
 struct MessageHeader {
@@ -90,7 +94,9 @@ class SchemaWriter {
  public:
   // Replaces what is in `bytes`; `tensors` calls of add() follow.
   SchemaWriter(std::string& bytes, std::string_view structure, std::uint64_t direct_from, std::size_t tensors);
-  void add(DType dtype, DType wire, bool requires_grad, const std::int64_t* shape, std::size_t dimensions);
+  // `order`: as TensorSchema's, of so many dimensions; null for their own.
+  void add(DType dtype, DType wire, bool requires_grad, const std::int64_t* shape, std::size_t dimensions,
+           const std::uint8_t* order = nullptr);
 
  private:
   std::string& bytes_;

@@ -4,8 +4,11 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+#include <array>
 #include <chrono>
 #include <mutex>
+#include <numeric>
 #include <optional>
 
 #include "comm/communicator_allocator.h"
@@ -45,7 +48,11 @@ EdgeConfig make_config(std::shared_ptr<Communicator> communicator, int peer, boo
 class TensorSource final : public StridedSource {
  public:
   // Detached: no Python object, so a lane may let go of it without the GIL.
-  explicit TensorSource(const at::Tensor& tensor) : tensor_(tensor.detach()) {}
+  TensorSource(const at::Tensor& tensor, const std::uint8_t* order) : tensor_(tensor.detach()) {
+    if (order != nullptr) {
+      tensor_ = tensor_.permute(std::vector<std::int64_t>(order, order + tensor.dim()));
+    }
+  }
   void write(void* target, DType wire) const override {
     const c10::AutoGradMode no_grad(false);
     const auto options = at::TensorOptions().dtype(scalar_type(wire)).device(tensor_.device());
@@ -54,6 +61,33 @@ class TensorSource final : public StridedSource {
 
  private:
   at::Tensor tensor_;
+};
+
+// The order in which the dimensions of a tensor lie in memory, where that is dense and in another order than theirs: it
+// travels as it is then, and arrives with its strides.
+class MemoryOrder {
+ public:
+  explicit MemoryOrder(const at::Tensor& tensor) {
+    const auto dimensions = static_cast<std::size_t>(tensor.dim());
+    if (tensor.is_contiguous() || tensor.numel() == 0 || dimensions > order_.size() || tensor.is_conj() ||
+        tensor.is_neg() || !tensor.is_non_overlapping_and_dense()) {
+      return;
+    }
+    const auto end = order_.begin() + static_cast<std::ptrdiff_t>(dimensions);
+    std::iota(order_.begin(), end, std::uint8_t{0});
+    std::stable_sort(order_.begin(), end,
+                     [strides = tensor.strides()](std::uint8_t a, std::uint8_t b) { return strides[a] > strides[b]; });
+    is_other_ = !std::is_sorted(order_.begin(), end);
+  }
+  // Null where there is nothing to say.
+  [[nodiscard]] const std::uint8_t* get() const noexcept { return is_other_ ? order_.data() : nullptr; }
+  [[nodiscard]] bool is(const std::vector<std::uint8_t>& order) const noexcept {
+    return is_other_ ? std::equal(order.begin(), order.end(), order_.begin()) && !order.empty() : order.empty();
+  }
+
+ private:
+  std::array<std::uint8_t, 64> order_;  // as many dimensions as a message's tensors have at most
+  bool is_other_ = false;
 };
 
 bool is_dense(const at::Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(); }
@@ -134,6 +168,7 @@ class TreeSender {
     const Turn turn(mutex_);
     const c10::Device device = torch_device(edge_.device());
     SchemaWriter writer(schema_, flat.structure, direct_from_, flat.tensors.size());
+    const Schema* const frozen = edge_.frozen();
     std::vector<Source> sources;
     sources.reserve(flat.tensors.size());
     auto owners = std::make_shared<std::vector<c10::Storage>>();
@@ -155,12 +190,20 @@ class TreeSender {
                      flat.subclass->second, ", a class derived from torch.Tensor, which would arrive as a plain one; ",
                      "send its as_subclass(torch.Tensor) and what else it holds, and make it anew on arrival");
       const DType dtype = dtype_of_leaf(flat, i);
-      writer.add(dtype, wires.of(i, dtype), tensor.requires_grad(), tensor.sizes().data(), tensor.sizes().size());
-      if (tensor.numel() == 0 || is_dense(tensor)) {
+      const MemoryOrder own(tensor);
+      // A frozen schema has its order, whatever strides the tensors of later messages have.
+      const bool is_fixed = frozen != nullptr && i < frozen->tensors.size() &&
+                            frozen->tensors[i].shape.size() == static_cast<std::size_t>(tensor.dim());
+      const std::vector<std::uint8_t>* const fixed = is_fixed ? &frozen->tensors[i].order : nullptr;
+      const std::uint8_t* const order = fixed == nullptr ? own.get() : fixed->empty() ? nullptr : fixed->data();
+      writer.add(dtype, wires.of(i, dtype), tensor.requires_grad(), tensor.sizes().data(), tensor.sizes().size(),
+                 order);
+      const bool in_order = fixed == nullptr || own.is(*fixed);
+      if (tensor.numel() == 0 || (in_order && (own.get() != nullptr || is_dense(tensor)))) {
         sources.emplace_back(static_cast<const void*>(tensor.const_data_ptr()));
         owners->push_back(tensor.storage());
       } else {
-        sources.emplace_back(std::make_shared<TensorSource>(tensor));
+        sources.emplace_back(std::make_shared<TensorSource>(tensor, order));
       }
     }
     const WithoutGil scope;

@@ -22,7 +22,11 @@ void give(c10::Storage& storage, const Buffer& buffer) {
 
 void lay_out(c10::TensorImpl& tensor, const TensorSchema& schema, const Parcel::Place& place) {
   tensor.set_storage_offset(static_cast<std::int64_t>(place.offset / size_of(schema.dtype)));
-  tensor.set_sizes_contiguous(schema.shape);
+  if (schema.order.empty()) {
+    tensor.set_sizes_contiguous(schema.shape);
+  } else {
+    tensor.set_sizes_and_strides(schema.shape, schema.strides());
+  }
 }
 
 }  // namespace

@@ -1,7 +1,9 @@
 // engine/message: headers and schemas there and back, and against damaged bytes.
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -39,6 +41,14 @@ Schema random_schema(std::mt19937& random) {
     tensor.requires_grad = random() % 2 == 0;
     for (std::size_t d = random() % 4; d > 0; --d) {
       tensor.shape.push_back(random() % 10);
+    }
+    if (random() % 2 == 0) {
+      tensor.order.resize(tensor.shape.size());
+      std::iota(tensor.order.begin(), tensor.order.end(), std::uint8_t{0});
+      std::shuffle(tensor.order.begin(), tensor.order.end(), random);
+      if (std::is_sorted(tensor.order.begin(), tensor.order.end())) {
+        tensor.order.clear();
+      }
     }
     schema.tensors.push_back(tensor);
   }
@@ -256,11 +266,29 @@ TEST(message_schema_limits) {
     CHECK_THROWS(ErrorKind::kProtocol, parse_schema(bytes), "a cast that there is not");
   }
   bytes = with_shapes({{1}});
-  bytes[18] = 2;
+  bytes[18] = 4;
   CHECK_THROWS(ErrorKind::kProtocol, parse_schema(bytes), "unknown flags");
   bytes = with_shapes({{1}});
   bytes[19] = 65;
   CHECK_THROWS(ErrorKind::kProtocol, parse_schema(bytes), "65 dimensions");
+}
+
+TEST(message_schema_says_how_a_tensor_lies_in_memory) {
+  const TensorSchema own{DType::kFloat32, false, {2, 3, 4}};
+  CHECK((own.strides() == std::vector<std::int64_t>{12, 4, 1}));
+  TensorSchema last_first = own;
+  last_first.order = {2, 0, 1};
+  CHECK((last_first.strides() == std::vector<std::int64_t>{3, 1, 6}));
+  const Schema one{"T", {own}};
+  const Schema other{"T", {last_first}};
+  CHECK(difference(other, one, Compare::kEverything).find("another order") != std::string::npos);
+  CHECK_EQ(difference(other, one, Compare::kKinds), "");
+  CHECK(same_but_shapes(one, other));
+  const std::string bytes = encode_schema(other);
+  for (const std::string& wrong : {std::string("\0\1\2", 3), std::string("\0\0\1", 3), std::string("\0\1\3", 3)}) {
+    const std::string damaged = bytes.substr(0, bytes.size() - 3) + wrong;
+    CHECK_THROWS(ErrorKind::kProtocol, parse_schema(damaged), "order of dimensions");
+  }
 }
 
 TEST(message_schema_announcing_more_than_it_has_allocates_nothing) {

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -193,6 +194,14 @@ Schema some_schema(Random& random) {
     tensor.requires_grad = random() % 2 == 0;
     for (std::uint64_t d = random() % 4; d > 0; --d) {
       tensor.shape.push_back(static_cast<std::int64_t>(random() % 9));
+    }
+    if (random() % 2 == 0) {
+      tensor.order.resize(tensor.shape.size());
+      std::iota(tensor.order.begin(), tensor.order.end(), std::uint8_t{0});
+      std::shuffle(tensor.order.begin(), tensor.order.end(), random);
+      if (std::is_sorted(tensor.order.begin(), tensor.order.end())) {
+        tensor.order.clear();
+      }
     }
     schema.tensors.push_back(std::move(tensor));
   }
