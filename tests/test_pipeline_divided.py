@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import ranks
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import hpcomm
@@ -33,7 +35,9 @@ class Energy(nn.Module):
         self.inner, self.twice = inner, twice
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
-        (force,) = torch.autograd.grad(torch.tanh(self.inner(h)).pow(2).sum(), h, create_graph=self.twice)
+        with torch.enable_grad():  # a reentrant checkpoint runs it without
+            h = h if h.requires_grad else h.detach().requires_grad_()
+            (force,) = torch.autograd.grad(torch.tanh(self.inner(h)).pow(2).sum(), h, create_graph=self.twice)
         return h + force
 
 
@@ -53,6 +57,72 @@ class Shifted(nn.Module):
 class ShiftedByView(Shifted):
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         return self.shift.view_as(h) + self.inner(h)
+
+
+class Equilibrium(nn.Module):
+    """The gradient of a fixed point, solved for by a hook in the backward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def step(self, z: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(0.2 * self.inner(z) + h)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        z = torch.zeros_like(h)
+        with torch.no_grad():
+            for _ in range(40):
+                z = self.step(z, h)
+        z = self.step(z, h)
+        begin = z.detach().requires_grad_()
+        end = self.step(begin, h.detach())
+
+        def solve(gradient: torch.Tensor) -> torch.Tensor:
+            found = gradient
+            for _ in range(40):
+                found = torch.autograd.grad(end, begin, found, retain_graph=True)[0] + gradient
+            return found
+
+        z.register_hook(solve)
+        return z
+
+
+class Again(torch.autograd.Function):
+    """Runs its layer once more in the backward, as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor, layer: nn.Module, *_: torch.Tensor) -> torch.Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(h)
+        output: torch.Tensor = layer(h)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            h = ctx.saved_tensors[0].detach().requires_grad_()
+            wanted = [h, *ctx.layer.parameters()]
+            of_h, *rest = torch.autograd.grad(ctx.layer(h), wanted, gradient)
+        return of_h, None, *rest
+
+
+class Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, h: torch.Tensor) -> Any:
+        return Again.apply(h, self.inner, *self.inner.parameters())  # type: ignore[no-untyped-call]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module, *, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, h: torch.Tensor) -> Any:
+        return torch.utils.checkpoint.checkpoint(self.inner, h, use_reentrant=self.reentrant)
 
 
 class Standardized(nn.Conv1d):
@@ -77,6 +147,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "force twice": lambda: Energy(nn.Linear(4, 4), twice=True),
     "force of a convolution": lambda: Energy(nn.Conv1d(3, 3, 1), twice=False),
     "force of a convolution twice": lambda: Energy(nn.Conv1d(3, 3, 1), twice=True),
+    "checkpointed force": lambda: Checkpointed(Energy(nn.Conv1d(3, 3, 1), twice=False), reentrant=True),
+    "checkpointed force twice": lambda: Checkpointed(Energy(nn.Linear(4, 4), twice=True), reentrant=False),
+    "equilibrium": lambda: Equilibrium(nn.Linear(4, 4)),
+    "equilibrium of a convolution": lambda: Equilibrium(nn.Conv1d(3, 3, 1)),
+    "reversible": Reversible,
     "shifted": Shifted,
     "forward replaced": patched,
     "other convolution": lambda: Standardized(3, 3, 1),

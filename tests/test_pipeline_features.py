@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pipeline_models as models
@@ -156,6 +157,14 @@ class Late(nn.Module):
         return self.late(h) if late else h
 
 
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": partial(torch.optim.AdamW, lr=0.05, weight_decay=0.2),
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "nadam": partial(torch.optim.NAdam, lr=0.05),
+    "rprop": partial(torch.optim.Rprop, lr=0.05),
+}
+
+
 def reached_late(folder: str, kind: str) -> None:
     with hpcomm.init(pp=2) as mesh:
 
@@ -163,9 +172,7 @@ def reached_late(folder: str, kind: str) -> None:
             torch.manual_seed(0)
             model = nn.Sequential(Late(), Late())
             pipe = hpcomm.Pipeline(model, mesh=mesh, num_microbatches=2, loss_fn=nn.functional.mse_loss)
-            if kind == "adamw":
-                return pipe, torch.optim.AdamW(pipe.parameters(), lr=0.05, weight_decay=0.2)
-            return pipe, torch.optim.SGD(pipe.parameters(), lr=0.05, momentum=0.9)
+            return pipe, OPTIMIZERS[kind](pipe.parameters())
 
         def train(pipe: hpcomm.Pipeline, optimizer: torch.optim.Optimizer, *steps: int) -> None:
             for step in steps:
@@ -179,13 +186,18 @@ def reached_late(folder: str, kind: str) -> None:
         train(pipe, optimizer, 0, 1)
         without = {id(p) for p in pipe.parameters() if not optimizer.state.get(p)}
         assert without
+        options, calls = copy.deepcopy([g | {"params": None} for g in optimizer.param_groups]), []
+        optimizer.register_step_post_hook(lambda *_: calls.append(1))
         state = {"model": pipe.state_dict(), "optimizer": pipe.optimizer_state_dict(optimizer)}
+        assert options == [g | {"params": None} for g in optimizer.param_groups]
+        assert calls == []
         assert without == {id(p) for p in pipe.parameters() if not optimizer.state.get(p)}
         checkpoint.save(state, checkpoint_id=folder)
         train(pipe, optimizer, 2, 3)
         want = pipe.full_state_dict()
         pipe, optimizer = new()
         state = {"model": pipe.state_dict(), "optimizer": pipe.optimizer_state_dict(optimizer)}
+        assert not optimizer.state
         checkpoint.load(state, checkpoint_id=folder)
         pipe.load_state_dict(state["model"])
         pipe.load_optimizer_state_dict(optimizer, state["optimizer"])
@@ -194,7 +206,7 @@ def reached_late(folder: str, kind: str) -> None:
             assert torch.equal(value, want[name]), name
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_checkpoint_has_the_state_of_what_had_no_gradient_yet(tmp_path: Path, kind: str) -> None:
     ranks.run(2, reached_late, str(tmp_path / "checkpoint"), kind)
 

@@ -3,6 +3,7 @@
 
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <tuple>
 #include <unordered_map>
@@ -62,7 +63,7 @@ class Product : public torch::autograd::Function<Product> {
     const auto layer = c10::static_intrusive_pointer_cast<Layer>(context->saved_data["layer"].toCapsule());
     const bool wants_bias = layer->bias.defined() && layer->bias.requires_grad();
     // What is saved is a cast copy then, through which no graph leads.
-    TORCH_CHECK(!at::GradMode::is_enabled() || saved[1].is_same(layer->weight),
+    TORCH_CHECK(!at::GradMode::is_enabled() || saved[1].scalar_type() == layer->weight.scalar_type(),
                 "a forward under autocast differentiates a layer twice (create_graph=True), which schedules that "
                 "divide backwards cannot do; use another schedule");
     const at::Tensor rows = dy.reshape({-1, dy.size(-1)});
@@ -113,6 +114,11 @@ void accumulate(const at::Tensor& parameter, at::Tensor gradient) {
 void Deferred::add(at::Tensor weight, at::Tensor bias, const at::Tensor& dy, std::function<Gradients()> compute) {
   const std::lock_guard lock(mutex_);
   uses_.push_back({std::move(weight), std::move(bias), dy, dy._version(), std::move(compute)});
+}
+
+bool Deferred::taking() const noexcept {
+  const auto* const asked_for = torch::autograd::get_current_graph_task_exec_info();
+  return taking_.load(std::memory_order_relaxed) && (asked_for == nullptr || asked_for->empty());
 }
 
 void Deferred::clear() {

@@ -20,10 +20,11 @@ class Deferred : public std::enable_shared_from_this<Deferred> {
   // Of a weight and its bias; undefined where there is none.
   using Gradients = std::pair<at::Tensor, at::Tensor>;
 
-  // Backwards that run from here on leave their second halves; without it they do all of it. In between a forward may
-  // differentiate on its own: what it asks for is not the stage's gradient.
+  // Backwards that run from here on leave their second halves; without it they do all of it.
   void take(bool takes) noexcept { taking_.store(takes, std::memory_order_relaxed); }
-  [[nodiscard]] bool taking() const noexcept { return taking_.load(std::memory_order_relaxed); }
+  // In a backward: is it one that does? A forward may differentiate on its own, and so may a hook in the backward, by
+  // torch.autograd.grad(): what they ask for is not the stage's gradient.
+  [[nodiscard]] bool taking() const noexcept;
 
   // One use of a layer, whose output got `dy`, which compute() reads. `bias` is undefined unless it wants a gradient.
   void add(at::Tensor weight, at::Tensor bias, const at::Tensor& dy, std::function<Gradients()> compute);

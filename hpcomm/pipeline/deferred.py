@@ -124,7 +124,7 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         x, cast_weight = ctx.saved_tensors
         weight, bias = ctx.parameters
-        if torch.is_grad_enabled() and cast_weight is not weight and cast_weight.dtype != weight.dtype:
+        if torch.is_grad_enabled() and cast_weight.dtype != weight.dtype:
             raise RuntimeError(
                 "a forward under autocast differentiates a layer twice (create_graph=True), which schedules that "
                 "divide backwards cannot do; use another schedule"

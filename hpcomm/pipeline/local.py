@@ -94,16 +94,17 @@ class LocalModel:
         every rank.
 
         Args:
-            optimizer: of this pipeline's :meth:`parameters`. One that has taken no step gets its first state, so that
-                there is what a checkpoint can be loaded into.
+            optimizer: of this pipeline's :meth:`parameters`. It is left as it is.
 
         Returns:
-            By name, of a parameter that stages share its first one: ``"state"`` and the ``"options"`` of its group.
+            By name, of a parameter that stages share its first one: ``"state"``, the ``"options"`` of its group, and
+            ``"has_state"``. A parameter that has had no gradient has no state (False), but one of the same kind is
+            there, so that there is what a checkpoint can be loaded into.
 
         Raises:
             InvalidArgument: the optimizer has parameters of others.
         """
-        return optimizer_state.by_name(optimizer, self.module, self._own_names())
+        return optimizer_state.by_name(optimizer, self._own_names())
 
     def load_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Any]]

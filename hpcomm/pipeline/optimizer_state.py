@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from hpcomm.errors import InvalidArgument
 
@@ -15,29 +15,28 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 
-def by_name(
-    optimizer: torch.optim.Optimizer, module: torch.nn.Module, names: Mapping[int, str]
-) -> dict[str, dict[str, Any]]:
-    """Of each parameter its state, and the options of its group.
+def by_name(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
+    """Of each parameter its state, the options of its group, and whether it has a state at all. One that has had no
+    gradient yet has none; there is a state of its kind all the same, without a meaning: what a checkpoint is loaded
+    into must have all that is in it.
 
     Args:
-        optimizer: of parameters of ``module``. One that has taken no step yet gets its first state: torch has it take
-            one with a learning rate of 0.
+        optimizer: of parameters of this rank's stages. It is left as it is.
         names: of parameters, by ``id``.
 
     Raises:
         InvalidArgument: the optimizer has a parameter without a name.
     """
     _require_known(optimizer, names)
-    if not optimizer.state:
-        _take_first_state(optimizer, module)
-    unreached = _first_states(optimizer)
     found = {}
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
         for parameter in group["params"]:
-            state = dict(optimizer.state.get(parameter) or unreached.get(id(parameter), {}))
-            found[names[id(parameter)]] = {"state": state, "options": dict(options)}
+            state = dict(optimizer.state.get(parameter) or {})
+            has_state = bool(state)
+            if not has_state and parameter.requires_grad:
+                state = _some_state(optimizer, parameter, options)
+            found[names[id(parameter)]] = {"state": state, "options": dict(options), "has_state": has_state}
     return found
 
 
@@ -64,53 +63,29 @@ def load(optimizer: torch.optim.Optimizer, names: Mapping[int, str], state: Mapp
         places = range(number, number + len(mine))
         number += len(mine)
         packed["param_groups"].append({**options, "params": list(places)})
-        packed["state"].update({i: state[n]["state"] for i, n in zip(places, mine, strict=True) if state[n]["state"]})
+        had = {i: state[n] for i, n in zip(places, mine, strict=True) if state[n]["has_state"]}
+        packed["state"].update({i: entry["state"] for i, entry in had.items()})
     optimizer.load_state_dict(packed)
 
 
-def _take_first_state(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
-    kept = [(parameter, parameter.grad) for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter, _ in kept:
-        parameter.grad = None  # where there is one, torch makes no state
+def _some_state(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a first gradient leaves, here of a stand-in for ``parameter``, by a copy of the optimizer for it alone."""
+    stand_in = torch.zeros_like(parameter, requires_grad=True)
+    stand_in.grad = torch.zeros_like(parameter)
+    alone = object.__new__(type(optimizer))
+    alone.__dict__.update(optimizer.__dict__)
+    alone.state = defaultdict(dict)
+    alone.param_groups = [{**options, "params": [stand_in]}]
+    alone._optimizer_step_pre_hooks = OrderedDict()
+    alone._optimizer_step_post_hooks = OrderedDict()
+    step: Any = type(optimizer).step
     try:
-        get_optimizer_state_dict(module, optimizer)
-    finally:
-        for parameter, gradient in kept:
-            parameter.grad = gradient
-
-
-def _first_states(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """By ``id`` of the parameters that have had no gradient yet, the state with which their first one finds them: a
-    checkpoint that lacked it could not be loaded into an optimizer that has it. ``optimizer`` is left as it was.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    missing = [p for p in parameters if p.requires_grad and not optimizer.state.get(p)]
-    if not missing or len(missing) == len(parameters):
-        return {}
-    gradients = [(parameter, parameter.grad) for parameter in parameters]
-    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    for parameter in parameters:
-        parameter.grad = None
-    for parameter in missing:
-        parameter.grad = torch.zeros_like(parameter)
-    try:
-        for group, rate in rates:
-            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-        type(optimizer).step(optimizer)  # not its own attribute: a schedule of learning rates counts the calls of that
+        (step.__wrapped__ if getattr(step, "hooked", False) else step)(alone)  # hooks of all optimizers are in between
     except Exception:  # noqa: BLE001 - one that needs a closure, say: its state is not by parameter
         return {}
-    finally:
-        states = {id(parameter): dict(optimizer.state.pop(parameter, {})) for parameter in missing}
-        for group, rate in rates:
-            group["lr"] = rate
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-    for state in states.values():
-        if isinstance(state.get("step"), torch.Tensor):
-            state["step"] = torch.zeros_like(state["step"])
-        elif "step" in state:
-            state["step"] = 0
-    return states
+    return dict(alone.state.get(stand_in, {}))
 
 
 def _require_known(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:

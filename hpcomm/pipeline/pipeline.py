@@ -284,7 +284,7 @@ class Pipeline(LocalModel):
             if not self._sums.is_open:  # else it stays: all of a sum is counted in one unit
                 self._unit.value = 1.0
                 if scaler is not None and self._schedule.stages - 1 in self.stages:
-                    batch.agree_unit = self._unit.agree
+                    batch.agreed = self._unit
             batch.unit = self._unit.value
             if scaler is not None:
                 batch.scale = scaler.scale

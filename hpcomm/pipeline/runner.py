@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hpcomm.pipeline.recorder import Times
     from hpcomm.pipeline.reductions import Reductions
     from hpcomm.pipeline.stage import Loss, LossFn, Stage
+    from hpcomm.pipeline.unit import Unit
 
 __all__: list[str] = []
 
@@ -49,7 +50,7 @@ class Batch:
     loss_fn: LossFn | None  # None: no loss is wanted
     draws: Draws | None = None
     unit: float = 1.0  # losses and weights are counted in these
-    agree_unit: Callable[[float], float] | None = None  # says it from the weights of this batch, about
+    agreed: Unit | None = None  # where the unit is to come from, with the first loss
     needs_target: bool = False  # for a loss
     scale: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda loss: loss)  # of the backward's start
     reduce: bool = True
@@ -78,6 +79,7 @@ class _Walk:
     sent: list[Work] = field(default_factory=list)
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Loss] = field(default_factory=dict)
+    counted: list[tuple[float, int]] = field(default_factory=list)  # weights and samples of losses, for the unit
 
 
 _NOTHING = nullcontext()
@@ -272,8 +274,8 @@ class Runner:
             return
         if batch.loss_fn is not None and not (batch.needs_target and target is None):
             loss = evaluate(batch.loss_fn, output, target)
-            if batch.agree_unit is not None:
-                batch.unit, batch.agree_unit = batch.agree_unit(self._all_weights(loss, target, output)), None
+            if batch.agreed is not None:
+                self._count(loss, target, output)
             if batch.unit != 1.0:
                 loss.weighted, loss.weight = loss.weighted / batch.unit, loss.weight / batch.unit
             stage.start_from(microbatch, loss, output, batch.scale)
@@ -282,12 +284,18 @@ class Runner:
         if batch.keep_outputs:  # without their graphs: those are the microbatch's to free
             walk.outputs[microbatch] = detached(output)
 
-    def _all_weights(self, loss: Loss, target: Any, output: Any) -> float:
-        """Those of the whole batch, if the first microbatch's weight for a sample is that of all."""
-        targets = self._walk.batch.targets
-        first = samples(target) or samples(output) or 1
-        total = sum(samples(each) for each in targets) or first * len(targets)
-        return loss.weight * total / first
+    def _count(self, loss: Loss, target: Any, output: Any) -> None:
+        """Of the weights of a batch, and of its samples. With the first loss the unit is agreed on."""
+        walk, batch = self._walk, self._walk.batch
+        rows = samples(target) or samples(output) or 1
+        unit = batch.agreed
+        assert unit is not None
+        if not walk.counted:
+            total = sum(samples(each) for each in batch.targets) or rows * len(batch.targets)
+            batch.unit = unit.agree(loss.weight, rows, total)
+        walk.counted.append((loss.weight, rows))
+        if len(walk.counted) == len(batch.targets):
+            unit.note(sum(weight for weight, _ in walk.counted), sum(count for _, count in walk.counted))
 
     def _backward(self, stage: Stage, microbatch: int, reductions: Reductions | None, op: int) -> None:
         walk, index = self._walk, stage.index

@@ -30,16 +30,26 @@ class Unit:
         self._control, self._timeout = mesh.control, mesh.timeout
         self._ranks = range(last * mesh.dp.size, (last + 1) * mesh.dp.size)
         self._of_two = of_two
+        self._per_sample: float | None = None  # weight, in the last batch
         self.value = 1.0
 
-    def agree(self, weights: float) -> float:
-        """From this replica's weights (collective over those ranks)."""
+    def agree(self, weight: float, first: int, samples: int) -> float:
+        """From what this replica's weights will be (collective over those ranks): as much for a sample as in the last
+        batch, or else in the first microbatch, which has ``weight`` and as many samples; the batch has ``samples``.
+        """
+        per_sample = self._per_sample or (weight / first if weight > 0 else 1.0)
+        weights = per_sample * samples
         if len(self._ranks) > 1:
             mine = json.dumps(weights).encode()
             weights = sum(
                 map(json.loads, self._control.exchange(self._ranks, ControlChannel.UNIT, mine, self._timeout))
             )
-        self.value = weights if weights > 0 else 1.0
+        self.value = weights or 1.0
         if self._of_two:
             self.value = 2.0 ** round(math.log2(self.value))
         return self.value
+
+    def note(self, weight: float, samples: int) -> None:
+        """A batch of this replica has had so much weight."""
+        if weight > 0 and samples > 0:
+            self._per_sample = weight / samples
