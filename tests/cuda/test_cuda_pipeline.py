@@ -99,6 +99,44 @@ def test_accumulation(device: str, axes: dict[str, int]) -> None:
     require_one_process(run(device, world_of(axes), accumulated, axes), axes.get("dp", 1))
 
 
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.never = (nn.Linear(10, 10) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        branch: torch.Tensor = self.up(x) if x.sum() > 0 else self.down(x)
+        return branch
+
+
+def branching(device: str) -> tuple[set[str], dict[str, torch.Tensor]]:
+    with mesh_on(device, dp=2) as mesh:
+        torch.manual_seed(0)
+        layers = nn.Sequential(Branch(), nn.Linear(10, 4)).double()
+        pipe = hpcomm.Pipeline(layers, mesh=mesh, num_microbatches=2, loss_fn=mse)
+        x, y = batch(mesh.dp.rank, device)
+        for _ in range(2):
+            pipe.zero_grad()
+            pipe.step(x.abs() if mesh.dp.rank == 0 else -x.abs(), target=y)
+        without = {name for name, p in pipe.named_parameters() if p.grad is None}
+        return without, gradients(pipe)
+
+
+@pytest.mark.multirank
+def test_what_only_another_replica_reaches_has_its_gradient_here(device: str) -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(Branch(), nn.Linear(10, 4)).double()
+    losses = []
+    for sign, rank in ((1, 0), (-1, 1)):
+        x, y = batch(rank, "cpu")
+        losses.append(mse(whole(sign * x.abs()), y))
+    (sum(losses) / 2).backward()  # type: ignore[union-attr]
+    for without, found in run(device, 2, branching):
+        assert without == {"0.never.weight", "0.never.bias"}
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, whole.get_parameter(name).grad, rtol=1e-9, atol=1e-12)
+
+
 def clipped(device: str, axes: dict[str, int]) -> tuple[float, dict[str, torch.Tensor]]:
     with mesh_on(device, **axes) as mesh:
         pipe = hpcomm.Pipeline(model(), mesh=mesh, num_microbatches=2, loss_fn=mse)
