@@ -164,6 +164,9 @@ class Deferred:
     ) -> None:
         """A use of a layer whose output got ``dy``; ``compute`` gives its gradients. ``bias`` may want none (None)."""
 
+    def protect(self, parameters: Sequence[torch.Tensor]) -> None:
+        """At the end of a first half: ``.grad`` of these that lie in memory which :meth:`compute` reads are copied."""
+
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """A linear layer whose backward adds its use; None for an ``x`` that is no plain tensor."""
 

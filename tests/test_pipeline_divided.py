@@ -41,6 +41,12 @@ class Energy(nn.Module):
         return h + force
 
 
+class OfBias(Energy):
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        (force,) = torch.autograd.grad(torch.tanh(self.inner(h)).pow(2).sum(), self.inner.bias, create_graph=self.twice)
+        return h + force
+
+
 class Shifted(nn.Module):
     """A parameter of the microbatch's own shape, whose gradient is the very tensor that the linear layer's output has
     for one.
@@ -152,7 +158,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "equilibrium": lambda: Equilibrium(nn.Linear(4, 4)),
     "equilibrium of a convolution": lambda: Equilibrium(nn.Conv1d(3, 3, 1)),
     "reversible": Reversible,
+    "bias force": lambda: OfBias(nn.Linear(4, 4), twice=True),
     "shifted": Shifted,
+    "shifted by a view": ShiftedByView,
     "forward replaced": patched,
     "other convolution": lambda: Standardized(3, 3, 1),
 }
@@ -213,9 +221,28 @@ def test_an_embedding_that_is_changed_in_place() -> None:
     ranks.run(1, embedded)
 
 
+class Meddling(nn.Module):
+    """A hook that keeps a gradient and changes it when the next one comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.kept: torch.Tensor | None = None
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        def keep(gradient: torch.Tensor) -> None:
+            if self.kept is not None:
+                self.kept.mul_(2)
+            self.kept = gradient
+
+        output: torch.Tensor = self.inner(h)
+        output.register_hook(keep)
+        return output
+
+
 def overwritten() -> None:
     with hpcomm.init() as mesh:
-        model = nn.Sequential(nn.Linear(4, 4), ShiftedByView()).double()
+        model = nn.Sequential(nn.Linear(4, 4), Meddling()).double()
         schedule = parse(DIVIDED[-1])
         pipe = hpcomm.Pipeline(model, mesh=mesh, num_microbatches=2, loss_fn=loss_fn, schedule=schedule)
         x, y = batch()
@@ -243,13 +270,17 @@ def test_a_layer_differentiated_twice_under_autocast_is_refused() -> None:
     assert "differentiates a layer twice" in outcome.message, outcome
 
 
-@pytest.mark.parametrize("which", ["loss", "input", "keyword"])
+@pytest.mark.parametrize("which", ["loss", "closure", "input", "keyword"])
 def test_gradients_of_what_is_no_parameter_of_the_model_are_refused(which: str) -> None:
     (outcome,) = ranks.run(1, foreign, which, expect_failure=True)
     assert outcome.exception == "InvalidArgument", outcome
-    assert {"loss": "loss_fn has a parameter", "input": "step(): inputs", "keyword": "step(): prompt"}[
-        which
-    ] in outcome.message
+    words = {
+        "loss": "loss_fn has a parameter",
+        "closure": "a parameter of shape () requires a gradient and is none of the stage's layers",
+        "input": "step(): inputs",
+        "keyword": "step(): prompt",
+    }
+    assert words[which] in outcome.message, outcome
 
 
 class Temperature(nn.Module):
@@ -269,10 +300,14 @@ class Prompted(nn.Linear):
 def foreign(which: str) -> None:
     with hpcomm.init() as mesh:
         loss = Temperature()
-        if which != "loss":
+        if which not in ("loss", "closure"):
             loss.requires_grad_(False)
         pipe = hpcomm.Pipeline(
-            nn.Sequential(Prompted(4, 3)), mesh=mesh, num_microbatches=2, loss_fn=loss, whole=["prompt"]
+            nn.Sequential(Prompted(4, 3)),
+            mesh=mesh,
+            num_microbatches=2,
+            loss_fn=loss.forward if which == "closure" else loss,
+            whole=["prompt"],
         )
         prompt = torch.zeros(4, requires_grad=which == "keyword")
         pipe.step(torch.randn(8, 4, requires_grad=which == "input"), target=torch.arange(8) % 3, prompt=prompt)

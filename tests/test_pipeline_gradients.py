@@ -159,17 +159,24 @@ def on_top(dropped: str) -> None:
             torch.optim.SGD(pipe.parameters()).zero_grad(set_to_none=False)
         elif dropped == "by the pipeline":
             pipe.zero_grad()
+        elif dropped == "and made anew":
+            torch.optim.SGD(pipe.parameters()).zero_grad()
+            for parameter in pipe.parameters():
+                parameter.square().sum().backward()  # a penalty
         step(2, reduce=False)
         step(3)
         plain = small()
         parts = [slice(0, 1), slice(1, 4)] if dropped == "never" else [slice(2, 4)]
+        if dropped == "and made anew":
+            for parameter in plain.parameters():
+                parameter.square().sum().backward()
         for part in parts:
             loss_fn(plain(x[part].flatten(0, 2)), y[part].flatten()).backward()
         for (name, parameter), other in zip(pipe.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad, other.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("dropped", ["never", "to none", "to zero", "by the pipeline"])
+@pytest.mark.parametrize("dropped", ["never", "to none", "to zero", "by the pipeline", "and made anew"])
 def test_a_sum_of_several_steps_is_formed_apart_from_gradients_that_were_there(dropped: str) -> None:
     ranks.run(2, on_top, dropped)
 

@@ -77,6 +77,7 @@ void bind_deferred(py::module_& module) {
            }),
            py::arg("done"))
       .def_property("taking", &Deferred::taking, &Deferred::take)
+      .def("protect", &Deferred::protect, py::arg("parameters"))
       .def("clear", &Deferred::clear)
       .def("__len__", &Deferred::size);
 }

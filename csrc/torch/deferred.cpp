@@ -5,8 +5,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include <tuple>
 #include <unordered_map>
+#include <unordered_set>
 
 namespace hpcomm {
 
@@ -67,20 +67,22 @@ class Product : public torch::autograd::Function<Product> {
                 "a forward under autocast differentiates a layer twice (create_graph=True), which schedules that "
                 "divide backwards cannot do; use another schedule");
     const at::Tensor rows = dy.reshape({-1, dy.size(-1)});
-    const auto second_half = [rows, x, wants_bias] {
-      return Deferred::Gradients(rows.t().mm(x.reshape({-1, x.size(-1)})), wants_bias ? rows.sum(0) : at::Tensor());
-    };
+    const auto of_weight = [rows, x] { return rows.t().mm(x.reshape({-1, x.size(-1)})); };
     variable_list inputs(4);
     if (context->needs_input_grad(0)) {
       inputs[0] = rows.mm(saved[1]).view(x.sizes());
     }
-    if (!context->needs_input_grad(1)) {
-      return inputs;  // of torch.autograd.grad() for other tensors
-    }
     if (layer->deferred->taking()) {
-      layer->deferred->add(layer->weight, wants_bias ? layer->bias : at::Tensor(), dy, second_half);
-    } else {
-      std::tie(inputs[1], inputs[2]) = second_half();
+      layer->deferred->add(layer->weight, wants_bias ? layer->bias : at::Tensor(), dy, [rows, of_weight, wants_bias] {
+        return Deferred::Gradients(of_weight(), wants_bias ? rows.sum(0) : at::Tensor());
+      });
+      return inputs;
+    }
+    if (context->needs_input_grad(1)) {
+      inputs[1] = of_weight();
+    }
+    if (wants_bias && context->needs_input_grad(2)) {
+      inputs[2] = rows.sum(0);
     }
     return inputs;
   }
@@ -119,6 +121,23 @@ void Deferred::add(at::Tensor weight, at::Tensor bias, const at::Tensor& dy, std
 bool Deferred::taking() const noexcept {
   const auto* const asked_for = torch::autograd::get_current_graph_task_exec_info();
   return taking_.load(std::memory_order_relaxed) && (asked_for == nullptr || asked_for->empty());
+}
+
+void Deferred::protect(const std::vector<at::Tensor>& parameters) {
+  std::unordered_set<const c10::StorageImpl*> kept;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const Use& use : uses_) {
+      kept.insert(use.dy.storage().unsafeGetStorageImpl());
+    }
+  }
+  const at::NoGradGuard no_graph;
+  for (const at::Tensor& parameter : parameters) {
+    at::Tensor& gradient = parameter.mutable_grad();
+    if (gradient.defined() && gradient.has_storage() && kept.count(gradient.storage().unsafeGetStorageImpl()) > 0) {
+      gradient = gradient.clone();
+    }
+  }
 }
 
 void Deferred::clear() {

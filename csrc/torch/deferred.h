@@ -33,6 +33,10 @@ class Deferred : public std::enable_shared_from_this<Deferred> {
   // be undefined. Nothing for an `x` that is no plain tensor (a subclass, a sparse one, one inside vmap).
   [[nodiscard]] std::optional<at::Tensor> linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);
 
+  // At the end of a first half: those of `parameters` whose .grad lies in memory that compute() reads, as a parameter's
+  // does that is a view of the output's shape, get a copy.
+  void protect(const std::vector<at::Tensor>& parameters);
+
   // Adds all of it to .grad and forgets it; with several uses of a parameter their sum, as autograd does. `done`, if
   // there is one, is told each parameter that is final.
   void compute(const std::function<void(const at::Tensor&)>& done);

@@ -36,10 +36,14 @@ class Deferral:
             if type(outer).__name__ == "OptimizedModule"  # torch.compile's; its home costs a second to import
             for inner in outer.modules()
         }
+        own: set[int] = set()
         for layer in module.modules():
             deferring = _FORWARDS.get(type(layer).forward)
             if deferring is not None and id(layer) not in compiled and _is_unchanged(layer):
                 layer.forward = _Deferring(self, layer, deferring)
+                own.update(id(parameter) for parameter in layer.parameters())
+        # Parameters whose gradients come with the first half.
+        self.others = [p for p in module.parameters() if p.requires_grad and id(p) not in own]
 
     def open(self, pending: _C.Deferred | None) -> None:
         """Uses of layers, and their backwards, leave their work in ``pending``; None ends that."""
@@ -58,6 +62,9 @@ class _Deferring:
         pending, layer = self._deferral._pending, self._layer()
         assert layer is not None  # it is calling
         if pending is None or not torch.is_grad_enabled() or not _is_plain(layer.weight) or not _can_defer(layer):
+            return type(layer).forward(layer, x)
+        # Subclasses see to their layers themselves, and inside vmap and the like autograd is torch.func's.
+        if type(x) not in (torch.Tensor, torch.nn.Parameter) or torch._C._functorch.maybe_current_level():
             return type(layer).forward(layer, x)
         return self._function(layer, x, pending)
 
@@ -179,9 +186,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def _linear(layer: Any, x: torch.Tensor, pending: _C.Deferred) -> Any:
-    # Subclasses see to their layers themselves, and not all of them can be told from plain tensors in C++.
-    plain = type(x) in (torch.Tensor, torch.nn.Parameter) and not torch._C._functorch.maybe_current_level()
-    y = pending.linear(x, layer.weight, layer.bias) if plain else None  # in Python a small backward took 7 % longer
+    y = pending.linear(x, layer.weight, layer.bias)  # in Python a small backward took 7 % longer
     return torch.nn.Linear.forward(layer, x) if y is None else y
 
 

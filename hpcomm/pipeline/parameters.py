@@ -42,12 +42,11 @@ class Sums:
     def step(self, module: torch.nn.Module, *, reduce: bool) -> Iterator[None]:
         """A step on the gradients of ``module``: inside, they are of the sum alone."""
         trained = [p for p in module.parameters() if p.requires_grad]
-        if self.is_open:
-            self._aside = [(p, before) for p, before in self._aside if self._is_kept(p)]
-        else:
-            self._aside = [(p, p.grad) for p in trained if p.grad is not None]
-            for parameter, _ in self._aside:
-                parameter.grad = None
+        kept = {id(p) for p in trained if self.is_open and self._is_kept(p)}
+        made = [(p, p.grad) for p in trained if id(p) not in kept and p.grad is not None]
+        self._aside = [(p, before) for p, before in self._aside if id(p) in kept] + made
+        for parameter, _ in made:
+            parameter.grad = None
         self._parts.clear()
         ended = False
         try:
@@ -56,7 +55,7 @@ class Sums:
         finally:
             if reduce or not ended:
                 for parameter, before in self._aside:
-                    parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+                    parameter.grad = before if parameter.grad is None else _sum(before, parameter.grad)
                 self._aside = []
             self.is_open = ended and not reduce
         if self.is_open:
@@ -67,11 +66,15 @@ class Sums:
 
     def _is_kept(self, parameter: torch.nn.Parameter) -> bool:
         gradient, part = parameter.grad, self._parts.get(id(parameter))
-        if gradient is None or part is None:
-            return False
+        if gradient is None or part is None or gradient is not part[0]:
+            return False  # dropped; another one may have been made since
         # One that was written to meanwhile may have been set to zero.
-        untouched = gradient is part[0] and gradient._version == part[1]
-        return untouched or bool(gradient.count_nonzero())
+        return gradient._version == part[1] or bool(gradient.count_nonzero())
+
+
+def _sum(before: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    # An expanded one cannot be written to.
+    return before + made if 0 in before.stride() else before.add_(made)
 
 
 def identity(module: torch.nn.Module) -> list[tuple[int, bool, torch.dtype]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +93,7 @@ class Stage:
         self._divided = frozenset(divided)
         self._deferral = deferred.Deferral(module) if divided else None
         self._tapes: dict[int, _Tape] = {}
+        self._looked = False  # at the leaves of a graph
         self._pending: dict[int, _C.Deferred] = {}
 
     @property
@@ -178,6 +179,9 @@ class Stage:
                 if gradient is not None and output.requires_grad:
                     roots.append(output)
                     seeds.append(gradient)
+        if roots and not self._looked:
+            self._require_own_leaves(roots, tape)
+            self._looked = True
         if roots and tape.pending is None:
             run_backward(roots, seeds)
         elif roots:
@@ -201,10 +205,35 @@ class Stage:
         if self._deferral is not None:
             self._deferral.open(None)
 
+    def _require_own_leaves(self, roots: Sequence[torch.Tensor], tape: _Tape) -> None:
+        """Raises InvalidArgument for a gradient that nobody would divide or reduce: that of ``loss_fn``'s, say."""
+        own = {id(p) for p in self.module.parameters()}
+        own |= {id(leaf) for leaves in tape.arrived.values() for leaf in leaves}
+        for leaf in leaves_of(roots):
+            if isinstance(leaf, torch.nn.Parameter) and id(leaf) not in own:
+                raise InvalidArgument(
+                    f"stage {self.index}: a parameter of shape {tuple(leaf.shape)} requires a gradient and is none of "
+                    "the stage's layers; is it one of loss_fn? Make it one of a layer, which a "
+                    "keyword argument of step() brings the target, or freeze it"
+                )
+
     def _deferring(self, pending: _C.Deferred | None, *, taking: bool = False) -> _Deferring:
         assert self._deferral is not None
         assert pending is not None
         return _Deferring(self._deferral, pending, taking=taking)
+
+
+def leaves_of(roots: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The leaves of the graphs behind ``roots`` that gradients are accumulated for."""
+    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node: Any = nodes.pop()
+        if hasattr(node, "variable"):
+            yield node.variable
+        fresh = {behind for behind, _ in node.next_functions if behind is not None} - seen
+        seen |= fresh
+        nodes.extend(fresh)
 
 
 def run_backward(roots: list[torch.Tensor], seeds: list[torch.Tensor]) -> None:
@@ -227,9 +256,12 @@ class _Deferring:
         self._taking = taking
 
     def __enter__(self) -> None:
-        self._pending.taking = self._taking
+        if self._taking:
+            self._pending.taking = True
         self._deferral.open(self._pending)
 
     def __exit__(self, *_: object) -> None:
         self._deferral.open(None)
-        self._pending.taking = False
+        if self._taking:
+            self._pending.taking = False
+            self._pending.protect(self._deferral.others)

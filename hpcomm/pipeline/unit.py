@@ -37,13 +37,13 @@ class Unit:
         """From what this replica's weights will be (collective over those ranks): as much for a sample as in the last
         batch, or else in the first microbatch, which has ``weight`` and as many samples; the batch has ``samples``.
         """
-        per_sample = self._per_sample or (weight / first if weight > 0 else 1.0)
-        weights = per_sample * samples
+        mine = [self._per_sample or (weight / first if weight > 0 else 1.0), samples]
+        told = [mine]
         if len(self._ranks) > 1:
-            mine = json.dumps(weights).encode()
-            weights = sum(
-                map(json.loads, self._control.exchange(self._ranks, ControlChannel.UNIT, mine, self._timeout))
-            )
+            body = json.dumps(mine).encode()
+            told = list(map(json.loads, self._control.exchange(self._ranks, ControlChannel.UNIT, body, self._timeout)))
+        # The first microbatch of the global batch is the same for every mesh.
+        weights = sum((told[0] if self._of_two else each)[0] * each[1] for each in told)
         self.value = weights or 1.0
         if self._of_two:
             self.value = 2.0 ** round(math.log2(self.value))
@@ -51,5 +51,5 @@ class Unit:
 
     def note(self, weight: float, samples: int) -> None:
         """A batch of this replica has had so much weight."""
-        if weight > 0 and samples > 0:
+        if weight > 0 and samples > 0 and not self._of_two:
             self._per_sample = weight / samples
