@@ -61,7 +61,7 @@ def dropped(device: str) -> None:
 
 
 def test_a_channel_that_is_dropped_sends_what_was_issued(device: str) -> None:
-    run(2, dropped, device)
+    run(device, 2, dropped)
 
 
 def leaves_at_once(device: str) -> None:
@@ -78,7 +78,7 @@ def leaves_at_once(device: str) -> None:
 
 
 def test_what_was_sent_arrives_though_the_sender_leaves_at_once(device: str) -> None:
-    run(2, leaves_at_once, device)
+    run(device, 2, leaves_at_once)
 
 
 def both_ways(device: str) -> None:
