@@ -16,11 +16,8 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 constexpr const char* kChanged =
-    "the gradient of a layer's output was changed in place before the second half of the backward read it: by a hook, "
-    "or "
-    "because a parameter that is a view of the output's shape took it for its .grad; use a schedule that does not "
-    "divide "
-    "backwards";
+    "the gradient of a layer's output was changed in place before the second half of the backward read it, by a hook "
+    "perhaps; use a schedule that does not divide backwards";
 
 // What a node of the graph knows of the layer beside its saved tensors.
 struct Layer : torch::CustomClassHolder {
@@ -112,7 +109,7 @@ void accumulate(const at::Tensor& parameter, at::Tensor gradient) {
 }  // namespace
 
 // With dy itself, whatever compute() holds: a gradient that nobody else holds becomes a parameter's .grad, where there
-// is one of its shape, and the next gradient is added to it in place. A view of it may become that all the same.
+// is one of its shape, and the next gradient is added to it in place. For a view of it: protect().
 void Deferred::add(at::Tensor weight, at::Tensor bias, const at::Tensor& dy, std::function<Gradients()> compute) {
   const std::lock_guard lock(mutex_);
   uses_.push_back({std::move(weight), std::move(bias), dy, dy._version(), std::move(compute)});
