@@ -3,38 +3,6 @@
 
 namespace hpcomm {
 
-std::size_t size_of(DType dtype) noexcept {
-  switch (dtype) {
-    case DType::kBool:
-    case DType::kUInt8:
-    case DType::kInt8:
-    case DType::kFloat8E4M3FN:
-    case DType::kFloat8E5M2:
-    case DType::kFloat8E4M3FNUZ:
-    case DType::kFloat8E5M2FNUZ:
-    case DType::kFloat8E8M0FNU:
-      return 1;
-    case DType::kInt16:
-    case DType::kUInt16:
-    case DType::kFloat16:
-    case DType::kBFloat16:
-      return 2;
-    case DType::kInt32:
-    case DType::kUInt32:
-    case DType::kFloat32:
-    case DType::kComplex32:
-      return 4;
-    case DType::kInt64:
-    case DType::kUInt64:
-    case DType::kFloat64:
-    case DType::kComplex64:
-      return 8;
-    case DType::kComplex128:
-      return 16;
-  }
-  return 0;
-}
-
 const char* to_string(DType dtype) noexcept {
   switch (dtype) {
     case DType::kBool:

@@ -36,15 +36,16 @@ template <typename From, typename Wide>
 }
 
 constexpr std::size_t kLine = 64;
-constexpr std::size_t kAhead = 24;
-constexpr std::size_t kAheadIntel = 12;   // as good as 24 there, and so many of kOnceBytes fit the first-level cache
+constexpr std::size_t kPair = 2 * kLine;
+constexpr std::size_t kAhead = 12;  // as good as 24, and so many of kOnceBytes fit the first-level cache
+constexpr std::size_t kAheadOfMemory = 24;
 constexpr std::size_t kOnceBytes = 1024;  // of source and target
 constexpr std::size_t kHeadIntel = 256;   // bytes of a long one; of a short one at most twice as many
 constexpr std::size_t kLargeTarget = 2048;
 
 // Bytes of the source from which a tensor is long.
 constexpr std::size_t long_bytes(Fetching fetching) noexcept {
-  return fetching == Fetching::kAll ? std::size_t{2} << 10 : std::size_t{1} << 10;
+  return fetching != Fetching::kIntel ? std::size_t{2} << 10 : std::size_t{1} << 10;
 }
 
 // The hardware is better at it from here on, in bytes of the source. The loop of one instruction outruns the hardware
@@ -79,24 +80,29 @@ template <Level kLevel = Level::kFirst>
   }
 }
 
-// What lies a few places behind a short tensor. It may be of any size, kind and source itself.
-[[gnu::always_inline]] inline void fetch_ahead(Fetching fetching, const CopyItem& item, std::size_t source_size,
-                                               std::size_t target_size, std::size_t long_count) noexcept {
-  if (fetching == Fetching::kIntel) {
-    if (item.count * (source_size + target_size) <= kOnceBytes) {
-      prefetch<Level::kPastSecond>(item.source, item.count * source_size);
-      prefetch<Level::kPastSecond>(item.target, item.count * target_size);
-    } else {
-      prefetch_short(item.source, item.count * source_size);
-    }
-  } else if (fetching == Fetching::kSources) {
-    __builtin_prefetch(item.source);
-  } else if (fetching == Fetching::kTargets) {
-    __builtin_prefetch(item.target);
-  } else if (item.count < long_count) {
+// Three ways to fetch what lies a few places behind a short tensor. It may be of any size, kind and source itself.
+[[gnu::always_inline]] inline void fetch_once(const CopyItem& item, std::size_t source_size,
+                                              std::size_t target_size) noexcept {
+  if (item.count * (source_size + target_size) <= kOnceBytes) {
+    prefetch<Level::kPastSecond>(item.source, item.count * source_size);
+    prefetch<Level::kPastSecond>(item.target, item.count * target_size);
+  } else {
+    prefetch_short(item.source, item.count * source_size);
+  }
+}
+[[gnu::always_inline]] inline void fetch_whole(const CopyItem& item, std::size_t source_size, std::size_t target_size,
+                                               std::size_t long_count) noexcept {
+  if (item.count < long_count) {
     prefetch<Level::kSecond>(item.source, item.count * source_size);
     prefetch<Level::kSecond>(item.target, item.count * target_size);
   }  // else a long tensor, whose beginning is fetched later
+}
+// Of one side, which is the address at byte `side` of the item; the hardware adds the second line of each pair.
+[[gnu::always_inline]] inline void fetch_pairs(const CopyItem& item, std::size_t side) noexcept {
+  std::uintptr_t begin = 0;
+  std::memcpy(&begin, reinterpret_cast<const char*>(&item) + side, sizeof begin);
+  __builtin_prefetch(reinterpret_cast<const void*>(begin));
+  __builtin_prefetch(reinterpret_cast<const void*>(begin + kPair));
 }
 
 // The first lines of a long tensor that comes after the next: a page's address takes longest to find.
@@ -145,27 +151,114 @@ struct FetchNextFromMemory {
   return kind;
 }
 
+// What run_short() knows of a run before it begins.
+struct ShortRun {
+  const CopyItem* items;
+  std::size_t count;
+  std::uint32_t kind;
+  std::size_t short_count;  // elements from which a tensor is not for it
+  std::size_t long_count;
+  double factor;
+  Fetching fetching;
+};
+
+template <typename How, bool kQuick>
+[[gnu::always_inline]] inline void copy_short(const CopyItem& item, std::size_t source_size, double factor) {
+  if constexpr (kQuick) {
+    How::template copy<true>(item, source_size, factor, FetchNothing{});
+  } else {
+    How::copy(item, source_size, factor, FetchNothing{});
+  }
+}
+
+// Copies items[first ... end) up to one that is not short or of another kind, and returns its number. A tensor of 256
+// bytes takes 20 cycles, so an instruction for each shows: hence nothing here that can be decided before.
+template <typename How, bool kQuick>
+[[gnu::always_inline]] inline std::size_t run_short(const ShortRun& run, std::size_t first, std::size_t end) {
+  const CopyItem* const items = run.items;
+  const Fetching fetching = run.fetching;
+  const std::size_t source_size = How::source_size(items->source_dtype);
+  const std::size_t target_size = How::target_size(items->target_dtype);
+  const bool one_side = fetching == Fetching::kSources || fetching == Fetching::kTargets;
+  const std::size_t side = fetching == Fetching::kTargets ? offsetof(CopyItem, target) : offsetof(CopyItem, source);
+  const std::size_t last = run.count - 1;
+  std::size_t later = std::min(first + (fetching == Fetching::kAll ? kAheadOfMemory : kAhead), last);
+  std::size_t i = first;
+  for (; i < end; ++i) {
+    const CopyItem& item = items[i];
+    if (item.source == nullptr || kind_of(item) != run.kind || item.count >= run.short_count) {
+      break;
+    }
+    if (kQuick && item.source == item.target) {
+      break;  // could not be copied again
+    }
+    const CopyItem& ahead = items[later];
+    if (one_side) [[likely]] {
+      fetch_pairs(ahead, side);
+    } else if (fetching == Fetching::kIntel) {
+      fetch_once(ahead, source_size, target_size);
+    } else {
+      fetch_whole(ahead, source_size, target_size, run.long_count);
+    }
+    later = std::min(later + 1, last);
+    copy_short<How, kQuick>(item, source_size, run.factor);
+  }
+  return i;
+}
+
+// What says afterwards whether the quick way, of those that have one, was right.
+template <typename How>
+concept HasQuickWay = requires { typename How::Quick; };
+
+// Short tensors that it takes at a time: so many are copied again where it was not.
+constexpr std::size_t kQuickly = 256;
+// From so many in a row on: between long ones there are one or two, and to look at the flags takes as long as those.
+constexpr std::size_t kFewShort = 8;
+
+template <typename How>
+[[gnu::always_inline]] inline std::size_t run_short(const ShortRun& run, std::size_t first) {
+  if constexpr (HasQuickWay<How>) {
+    const std::size_t few = std::min(first + kFewShort, run.count);
+    std::size_t next = run_short<How, false>(run, first, few);
+    for (std::size_t end = few; next == end && end < run.count;) {
+      const std::size_t begin = end;
+      end = std::min(end + kQuickly, run.count);
+      bool right = false;
+      {
+        const typename How::Quick way;
+        next = run_short<How, true>(run, begin, end);
+        right = way.was_right();
+      }
+      if (!right) [[unlikely]] {
+        (void)run_short<How, false>(run, begin, next);
+      }
+    }
+    return next;
+  } else {
+    return run_short<How, false>(run, first, run.count);
+  }
+}
+
 template <typename How>
 [[gnu::always_inline]] inline std::size_t run_of(const CopyItem* items, std::size_t count, std::size_t most,
                                                  double factor, Fetching fetching) {
   const std::uint32_t kind = kind_of(*items);
   const std::size_t source_size = How::source_size(items->source_dtype);
   const std::size_t target_size = How::target_size(items->target_dtype);
-  const std::size_t ahead = fetching == Fetching::kIntel ? kAheadIntel : kAhead;
   const std::size_t long_count = long_bytes(fetching) / source_size;
   const std::size_t very_long_count = kVeryLong<How> / source_size;
   const std::size_t large = kLargeTarget / target_size;
+  const ShortRun run{items, count, kind, std::min(most, long_count), long_count, factor, fetching};
   for (std::size_t i = 0; i < count; ++i) {
+    if (items[i].count < run.short_count) {
+      i = run_short<How>(run, i);
+      if (i == count) {
+        break;
+      }
+    }
     const CopyItem& item = items[i];
     if (item.source == nullptr || kind_of(item) != kind || item.count >= most) {
       return i;
-    }
-    if (item.count < long_count) {
-      if (i + ahead < count) {
-        fetch_ahead(fetching, items[i + ahead], source_size, target_size, long_count);
-      }
-      How::copy(item, source_size, factor, FetchNothing{});
-      continue;
     }
     if (i + 2 < count) {
       if (fetching == Fetching::kIntel) {
