@@ -23,6 +23,11 @@ inline void check(cudaError_t status, const char* call) {
 // hundreds of MB; who knows more than the runtime tells (torch, csrc/torch/device_cuda.cpp) puts in what does not.
 inline std::atomic<cudaError_t (*)(int device)> go_back_to_device{[](int device) { return cudaSetDevice(device); }};
 
+// Gives the current device back what a cache keeps of its memory unused, for whoever finds none left. PyTorch's has
+// most of a device (csrc/torch/device_cuda.cpp puts it in). False where nothing can be given back. May wait for the
+// device.
+inline std::atomic<bool (*)() noexcept> free_cached_memory{[]() noexcept { return false; }};
+
 // Makes `device` the calling thread's current one while it lives. A thread of ours that calls CUDA sets its device
 // once, at its start.
 class DeviceGuard {

@@ -1,4 +1,5 @@
 // The seam in a build with CUDA: torch's current device, its current stream, its pool of streams.
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -15,6 +16,23 @@
 #include "torch/device.h"
 
 namespace hpcomm {
+
+namespace {
+
+// For cuda::free_cached_memory. Inside a graph capture nothing may be freed.
+bool free_unused_of_torch() noexcept {
+  try {
+    if (cuda::is_capturing(c10::cuda::getCurrentCUDAStream().stream())) {
+      return false;
+    }
+    c10::cuda::CUDACachingAllocator::emptyCache();
+    return true;
+  } catch (const std::exception&) {
+    return false;  // what is missing is said by who asked
+  }
+}
+
+}  // namespace
 
 bool built_with_cuda() noexcept { return true; }
 
@@ -40,6 +58,7 @@ const std::shared_ptr<Stream>& compute_stream(Device device) {
   require_usable(device);
   // A thread on device 0 that has done nothing there gets no context for coming back to it.
   cuda::go_back_to_device = [](int before) { return c10::cuda::MaybeSetDevice(static_cast<c10::DeviceIndex>(before)); };
+  cuda::free_cached_memory = free_unused_of_torch;
   static std::mutex mutex;
   // Never destroyed: tensors that outlive the interpreter let go of their slots through it.
   static auto& streams = *new std::array<std::shared_ptr<Stream>, C10_COMPILE_TIME_MAX_GPUS>();

@@ -1,6 +1,7 @@
 // comm/nccl: groups, memory, and the helper for scaled sums.
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/nccl/nccl_calls.h"
@@ -8,8 +9,10 @@
 #include "comm/nccl/nccl_memory.h"
 #include "comm/nccl/premul_sum.h"
 #include "comm/nccl/teardown.h"
+#include "native/fake/cuda/fake_cuda.h"
 #include "native/nccl_job.h"
 #include "native/patience.h"
+#include "stream/cuda_call.h"
 
 using namespace hpcomm;
 using namespace hpcomm::testing;
@@ -169,6 +172,42 @@ TEST(nccl_memory_falls_back) {
     });
     CHECK_EQ(fake_nccl::calls("ncclMemFree") > 0, works);
     CHECK_EQ(fake_nccl::calls("ncclCommRegister"), 0);
+  }
+}
+
+namespace {
+
+// What torch's cache has, for a function without captures.
+void* unused_in_cache = nullptr;
+
+bool free_unused() noexcept { return cudaFree(std::exchange(unused_in_cache, nullptr)) == cudaSuccess; }
+
+}  // namespace
+
+TEST(nccl_memory_comes_from_a_cache_before_there_is_none) {
+  constexpr std::size_t kDevice = std::size_t{4} << 20;
+  for (const bool works : {false, true}) {
+    fake_nccl::Rules rules;
+    rules.mem_alloc_works = works;
+    NcclJob job(1, rules);
+    const auto no_cache = cuda::free_cached_memory.exchange(free_unused);
+    job.run([&](Communicator& world) {
+      CHECK_EQ(cudaMalloc(&unused_in_cache, kDevice / 2), cudaSuccess);
+      fake_cuda::set_memory(fake_cuda::live_bytes() + kDevice / 4);
+      const Buffer buffer = world.allocate(kDevice / 2);
+      CHECK(unused_in_cache == nullptr);
+      CHECK_EQ(cudaGetLastError(), cudaSuccess);
+      const std::uint64_t before = fake_cuda::live_bytes();
+      for (const auto& cache : {cuda::free_cached_memory.load(), no_cache}) {
+        cuda::free_cached_memory = cache;
+        CHECK_THROWS(ErrorKind::kTransport, world.allocate(kDevice), "has not the 4194304 bytes left that lane");
+      }
+      CHECK_EQ(cudaGetLastError(), cudaSuccess);
+      CHECK_EQ(fake_cuda::live_bytes(), before);
+      world.barrier()->wait();  // the communicator is as it was
+    });
+    cuda::free_cached_memory = no_cache;
+    fake_cuda::set_memory(UINT64_MAX);
   }
 }
 

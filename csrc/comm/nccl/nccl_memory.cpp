@@ -18,13 +18,18 @@ constexpr const char* kSwitch = "HPCOMM_NCCL_REGISTER";
 class Memory {
  public:
   Memory(SessionPtr session, std::size_t bytes) : session_(std::move(session)) {
-    const Library& nccl = session_->nccl;
-    if (nccl.MemAlloc != nullptr && nccl.MemFree != nullptr && nccl.MemAlloc(&data_, bytes) == Result::kSuccess) {
-      from_nccl_ = true;
-      return;
+    cudaError_t status = obtain(bytes);
+    if (status == cudaErrorMemoryAllocation && cuda::free_cached_memory.load(std::memory_order_relaxed)()) {
+      status = obtain(bytes);
     }
-    data_ = nullptr;
-    cuda::check(cudaMalloc(&data_, bytes), "cudaMalloc");
+    if (status == cudaErrorMemoryAllocation) {
+      throw Error(ErrorKind::kTransport,
+                  str("cuda:", session_->device, " has not the ", bytes, " bytes left that lane ", session_->lane,
+                      " needs, also without what PyTorch's cache had unused: a smaller batch, smaller buckets, or ",
+                      "fewer processes on this GPU"),
+                  {session_->rank, -1, 0, "allocate"});
+    }
+    cuda::check(status, "cudaMalloc");
   }
 
   void enroll(std::size_t bytes) {
@@ -81,6 +86,21 @@ class Memory {
   [[nodiscard]] void* data() const noexcept { return data_; }
 
  private:
+  cudaError_t obtain(std::size_t bytes) {
+    const Library& nccl = session_->nccl;
+    from_nccl_ =
+        nccl.MemAlloc != nullptr && nccl.MemFree != nullptr && nccl.MemAlloc(&data_, bytes) == Result::kSuccess;
+    if (from_nccl_) {
+      return cudaSuccess;
+    }
+    data_ = nullptr;
+    const cudaError_t status = cudaMalloc(&data_, bytes);
+    if (status == cudaErrorMemoryAllocation) {
+      (void)cudaGetLastError();  // the runtime's note of it, and of what NCCL met before
+    }
+    return status;
+  }
+
   // False when it must not be freed: NCCL may still use it.
   [[nodiscard]] bool dismiss() {
     if (!is_enrolled_) {

@@ -11,7 +11,7 @@ namespace hpcomm::nccl {
 
 // From ncclMemAlloc where NCCL has that and it works; from cudaMalloc otherwise. May synchronise the device: for
 // construction, not for steps. Freed with its owner, whether the communicator still exists or not. Throws kTransport
-// when the device has no memory left.
+// when the device has no memory left, also after cuda::free_cached_memory.
 // `registered` with the session's communicator: NCCL may let a peer write into it, and asks that all ranks bring
 // registered memory to an operation, or none does. Where only one has, messages are lost and ranks hang. Throws
 // kTransport where it cannot be: the others may have registered theirs.

@@ -42,6 +42,8 @@ void unload();
 // Events made by cudaEventCreateWithFlags and not destroyed; bytes from cudaMalloc and not freed.
 [[nodiscard]] std::uint64_t live_events();
 [[nodiscard]] std::uint64_t live_bytes();
+// How much memory there is in all: cudaMalloc has cudaErrorMemoryAllocation beyond that. reset() takes the limit away.
+void set_memory(std::uint64_t bytes);
 // Whether an address lies in memory from cudaMalloc or cudaHostAlloc: what a kernel may touch.
 [[nodiscard]] bool on_device(const void* address);
 // What cudaEventCreateWithFlags was given.

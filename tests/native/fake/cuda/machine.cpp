@@ -83,6 +83,7 @@ void reset(unsigned seed, int max_delay_us) {
   m.seed = seed + static_cast<unsigned>(from_environment("FAKE_CUDA_SEED", 0));
   m.max_delay_us = max_delay_us;
   m.refused_queries = 0;
+  set_memory(UINT64_MAX);
   for (auto& error : m.errors) {
     error = cudaSuccess;
   }

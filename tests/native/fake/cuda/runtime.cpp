@@ -1,4 +1,6 @@
 // The functions of libcudart that hpcomm and its tests call, under their real names and signatures.
+#include <algorithm>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -27,11 +29,17 @@ struct Memory {
   std::mutex mutex;
   std::map<const void*, std::size_t, std::less<>> blocks;
   std::uint64_t bytes = 0;
+  std::uint64_t limit = UINT64_MAX;
 };
 
 Memory& memory() {
   static Memory& the = *new Memory;
   return the;
+}
+
+bool is_left(std::size_t bytes) {
+  const std::lock_guard lock(memory().mutex);
+  return memory().limit - std::min(memory().limit, memory().bytes) >= bytes;
 }
 
 cudaError_t allocate(void** pointer, std::size_t bytes) {
@@ -75,6 +83,11 @@ cudaError_t release(void* pointer) {
 }
 
 }  // namespace
+
+void fake_cuda::set_memory(std::uint64_t bytes) {
+  const std::lock_guard lock(memory().mutex);
+  memory().limit = bytes;
+}
 
 std::uint64_t fake_cuda::live_bytes() {
   const std::lock_guard lock(memory().mutex);
@@ -243,7 +256,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
 cudaError_t cudaMalloc(void** pointer, std::size_t bytes) {
   ENTER(cudaMalloc)
   RETURN_IF(unsafe_call())
-  return keep(allocate(pointer, bytes));
+  return keep(is_left(bytes) ? allocate(pointer, bytes) : cudaErrorMemoryAllocation);
 }
 
 cudaError_t cudaFree(void* pointer) {
