@@ -19,6 +19,15 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from losing import (
+    SHM,
+    before_the_wait,
+    interrupt,
+    kill_rank_1,
+    stop_rank_1,
+    until_rank_1_is_stopped,
+    wait_for_files,
+)
 from patience import left_in_shared_memory, shared_memory
 from refusals import require_refused_in_children
 
@@ -28,7 +37,6 @@ from hpcomm import _C
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 LISTENER = _C.ControlListener
-SHM = {"HPCOMM_CPU_TRANSPORT": "shm"}
 COUNT = 50_000
 
 
@@ -103,9 +111,7 @@ def operation_of(name: str) -> str:
 def wait_for_rank_1(name: str, directory: str) -> tuple[str, int | None, str]:
     dist.init_process_group("hpcomm", timeout=timedelta(seconds=20))
     dist.barrier()
-    if rank() == 1:
-        time.sleep(60)
-    Path(directory, f"waits{rank()}").touch()
+    before_the_wait(directory, rank())
     with pytest.raises(hpcomm.RankFailed) as caught:
         WAITS[name]()
     return caught.value.operation, caught.value.peer, str(caught.value)
@@ -114,15 +120,7 @@ def wait_for_rank_1(name: str, directory: str) -> tuple[str, int | None, str]:
 @pytest.mark.parametrize("name", WAITS)
 def test_a_killed_rank_is_named_in_every_operation(name: str, tmp_path: Path) -> None:
     before = shared_memory()
-    with ranks.spawn(3, wait_for_rank_1, name, str(tmp_path), env=SHM) as job:
-        while len(list(tmp_path.glob("waits*"))) < 2:
-            time.sleep(0.01)
-        time.sleep(0.05)  # they sleep by now
-        job.kill(1, signal.SIGKILL)
-        outcomes = job.wait()
-    for index in (0, 2):
-        assert outcomes[index].ok, outcomes[index]
-        operation, peer, message = outcomes[index].value
+    for operation, peer, message in kill_rank_1(tmp_path, wait_for_rank_1, name).values():
         assert (operation, peer) == (operation_of(name), 1), message
         assert "heartbeat" not in message  # neither a time-out nor a silence: its connection ended
     assert left_in_shared_memory(before) == set()
@@ -132,11 +130,7 @@ def wait_for_a_stopped_rank(name: str, directory: str) -> None:
     dist.init_process_group("hpcomm", timeout=timedelta(seconds=1.5))
     pair = dist.new_group([0, 2], timeout=timedelta(seconds=20))
     dist.barrier()
-    Path(directory, f"ready{rank()}").touch()
-    if rank() == 1:
-        time.sleep(60)
-    while not Path(directory, "stopped").exists():
-        time.sleep(0.01)
+    until_rank_1_is_stopped(directory, rank())
     dist.barrier(pair)  # or one of them would miss the other within the limit
     with pytest.raises(hpcomm.TimedOut, match="rank 1") as caught:
         WAITS[name]()
@@ -146,23 +140,7 @@ def wait_for_a_stopped_rank(name: str, directory: str) -> None:
 
 @pytest.mark.parametrize("name", ["all_reduce", "gather", "all_to_all, uneven", "recv"])
 def test_a_stopped_rank_is_named_by_the_time_out(name: str, tmp_path: Path) -> None:
-    with ranks.spawn(3, wait_for_a_stopped_rank, name, str(tmp_path), env=SHM) as job:
-        while len(list(tmp_path.glob("ready*"))) < 3:
-            time.sleep(0.01)
-        job.kill(1, signal.SIGSTOP)
-        (tmp_path / "stopped").touch()
-        for index in (0, 2):
-            assert job.told(index) == "late"
-        job.kill(1, signal.SIGKILL)
-        outcomes = job.wait()
-    for index in (0, 2):
-        assert outcomes[index].ok, outcomes[index]
-
-
-def after_an_alarm(wait: Callable[[], object]) -> None:
-    """Within one pytest.raises(): on a slow machine the alarm may come before the wait."""
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
-    wait()
+    stop_rank_1(tmp_path, wait_for_a_stopped_rank, name)
 
 
 def interrupted(name: str) -> None:
@@ -170,9 +148,7 @@ def interrupted(name: str) -> None:
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     if rank() == 0:
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
-        with pytest.raises(KeyboardInterrupt):
-            after_an_alarm(WAITS[name])
+        interrupt(WAITS[name])
         store.set("interrupted", "")
     else:
         store.wait(["interrupted"])  # alive, and not there
@@ -274,9 +250,8 @@ def until_interrupted() -> None:
 
 def interrupted_at_the_start(wait: str) -> None:
     if int(os.environ["RANK"]) == 0:
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
-        with pytest.raises(KeyboardInterrupt):  # not only when the time is over: the run has less
-            after_an_alarm(lambda: dist.init_process_group("hpcomm", timeout=timedelta(seconds=600)))
+        # Not only when the time is over: the run has less.
+        interrupt(lambda: dist.init_process_group("hpcomm", timeout=timedelta(seconds=600)))
         Path(os.environ["FOLDER"], "interrupted").touch()
     elif wait == "for a rank that does not come":
         until_interrupted()
@@ -296,9 +271,7 @@ def interrupted_in_a_new_group(who: int) -> None:
     dist.init_process_group("hpcomm", timeout=timedelta(seconds=600))
     dist.barrier()
     if rank() == who:
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
-        with pytest.raises(KeyboardInterrupt):
-            after_an_alarm(lambda: dist.new_group([0, 1]))
+        interrupt(lambda: dist.new_group([0, 1]))
         Path(os.environ["FOLDER"], "interrupted").touch()
     else:
         until_interrupted()
@@ -486,8 +459,7 @@ def sleep_after_start(directory: str) -> None:
 def test_nothing_is_left_when_all_ranks_are_killed(tmp_path: Path) -> None:
     before = shared_memory()
     with ranks.spawn(4, sleep_after_start, str(tmp_path), env=SHM) as job:
-        while len(list(tmp_path.glob("ready*"))) < 4:
-            time.sleep(0.01)
+        wait_for_files(tmp_path, "ready*", 4)
         for index in range(4):
             job.kill(index, signal.SIGKILL)
         job.wait()

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from losing import SHM
 from patience import left_in_shared_memory, shared_memory
 from refusals import send_until_told
 
 import hpcomm
 from hpcomm.channel import Receiver, Sender
 
-SHM = {"HPCOMM_CPU_TRANSPORT": "shm"}
 GLOO = {"HPCOMM_CPU_TRANSPORT": "gloo"}
 ONE_SLOT = {"HPCOMM_EMULATE": "nccl"}
 LARGE = 16 << 20  # elements of float32: far more than the ring between two ranks takes

@@ -6,7 +6,6 @@ import functools
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from losing import before_the_wait, kill_rank_1
 from torch import nn
 
 import hpcomm
@@ -206,9 +206,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
 def wait_for_a_dead_rank(directory: str) -> None:
     with hpcomm.init(dp=3, timeout=30) as mesh:
         mesh.dp.barrier()
-        if mesh.rank == 1:
-            time.sleep(60)
-        Path(directory, f"waits{mesh.rank}").touch()
+        before_the_wait(directory, mesh.rank)
         with pytest.raises(RankFailed) as caught:
             mesh.dp.all_reduce(zeros())
         assert caught.value.peer == 1
@@ -216,15 +214,7 @@ def wait_for_a_dead_rank(directory: str) -> None:
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
-    with ranks.spawn(3, wait_for_a_dead_rank, str(tmp_path), env=CHECKED) as job:
-        limit = time.monotonic() + 30
-        while len(list(tmp_path.glob("waits*"))) < 2:
-            assert time.monotonic() < limit, "ranks 0 and 2 never came to wait"
-            time.sleep(0.01)
-        job.kill(1, signal.SIGKILL)
-        outcomes = job.wait()
-    assert outcomes[0].ok, outcomes[0]
-    assert outcomes[2].ok, outcomes[2]
+    kill_rank_1(tmp_path, wait_for_a_dead_rank, env=CHECKED)
 
 
 def ends_a_wait() -> None:

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import ranks
 import torch
+from losing import interrupt
 from torch import nn
 
 import hpcomm
@@ -330,18 +330,10 @@ def test_the_failing_rank_speaks_first(tmp_path: Path) -> None:
     assert tracebacks[0].startswith("[rank1]"), done.stdout
 
 
-def after_an_alarm(wait: Callable[[], object]) -> None:
-    """Within one pytest.raises(): on a slow machine the alarm may come before the wait."""
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
-    wait()
-
-
 def ctrl_c() -> None:
     mesh = hpcomm.init(dp=2)
     if mesh.rank == 0:
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
-        with pytest.raises(KeyboardInterrupt):
-            after_an_alarm(lambda: mesh.dp.recv(torch.empty(1), 1))
+        interrupt(lambda: mesh.dp.recv(torch.empty(1), 1))
         mesh.control.abort("interrupted")
         return
     with pytest.raises(hpcomm.PeerError, match="interrupted"):

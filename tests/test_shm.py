@@ -17,13 +17,20 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
+from losing import (
+    SHM,
+    before_the_wait,
+    interrupt,
+    kill_rank_1,
+    stop_rank_1,
+    until_rank_1_is_stopped,
+    wait_for_files,
+)
 from patience import left_in_shared_memory, shared_memory
 from refusals import require_refused_in_children
 
 import hpcomm
 from hpcomm._C import Communicator
-
-SHM = {"HPCOMM_CPU_TRANSPORT": "shm"}
 
 Operation = Callable[[Communicator, int], object]
 
@@ -98,9 +105,7 @@ def wait_for_rank_1(name: str, directory: str) -> str:
     """Ranks 0 and 2 wait for rank 1 until it is killed; returns the words that they learned it by."""
     mesh = hpcomm.init(dp=3)
     OPERATIONS["barrier"](mesh.dp, 0)
-    if mesh.rank == 1:
-        time.sleep(60)
-    Path(directory, f"waits{mesh.rank}").touch()
+    before_the_wait(directory, mesh.rank)
     with pytest.raises(hpcomm.RankFailed, match=f"{name} #.*rank 1") as caught:
         OPERATIONS[name](mesh.dp, 50_000)
     assert caught.value.peer == 1
@@ -111,15 +116,8 @@ def wait_for_rank_1(name: str, directory: str) -> str:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_killed_rank_is_named_in_every_operation(name: str, tmp_path: Path) -> None:
     before = shared_memory()
-    with ranks.spawn(3, wait_for_rank_1, name, str(tmp_path), env=SHM) as job:
-        while len(list(tmp_path.glob("waits*"))) < 2:
-            time.sleep(0.01)
-        time.sleep(0.05)  # they sleep by now
-        job.kill(1, signal.SIGKILL)
-        outcomes = job.wait()
-    for rank in (0, 2):
-        assert outcomes[rank].ok, outcomes[rank]
-        assert "heartbeat" not in outcomes[rank].value  # neither a time-out nor a silence: its connection ended
+    for words in kill_rank_1(tmp_path, wait_for_rank_1, name).values():
+        assert "heartbeat" not in words  # neither a time-out nor a silence: its connection ended
     assert left_in_shared_memory(before) == set()
 
 
@@ -134,8 +132,7 @@ def sleep_after_start(directory: str) -> None:
 def test_nothing_is_left_when_all_ranks_are_killed(tmp_path: Path) -> None:
     before = shared_memory()
     with ranks.spawn(4, sleep_after_start, str(tmp_path), env=SHM) as job:
-        while len(list(tmp_path.glob("ready*"))) < 4:
-            time.sleep(0.01)
+        wait_for_files(tmp_path, "ready*", 4)
         for rank in range(4):
             job.kill(rank, signal.SIGKILL)
         job.wait()
@@ -145,11 +142,7 @@ def test_nothing_is_left_when_all_ranks_are_killed(tmp_path: Path) -> None:
 def wait_for_a_stopped_rank(directory: str) -> None:
     mesh = hpcomm.init(dp=3)
     mesh.dp.barrier()
-    Path(directory, f"ready{mesh.rank}").touch()
-    if mesh.rank == 1:
-        time.sleep(60)
-    while not Path(directory, "stopped").exists():
-        time.sleep(0.01)
+    until_rank_1_is_stopped(directory, mesh.rank)
     mesh.control.exchange([0, 2], 99, b"", 20.0)  # or one of them would miss the other within the limit
     with pytest.raises(hpcomm.TimedOut, match="rank 1 did not come") as caught:
         mesh.dp.all_reduce(torch.zeros(3), timeout=1.0)
@@ -158,31 +151,13 @@ def wait_for_a_stopped_rank(directory: str) -> None:
 
 
 def test_a_stopped_rank_is_named_by_the_time_out(tmp_path: Path) -> None:
-    with ranks.spawn(3, wait_for_a_stopped_rank, str(tmp_path), env=SHM) as job:
-        while len(list(tmp_path.glob("ready*"))) < 3:
-            time.sleep(0.01)
-        job.kill(1, signal.SIGSTOP)
-        (tmp_path / "stopped").touch()
-        for rank in (0, 2):
-            assert job.told(rank) == "late"
-        job.kill(1, signal.SIGKILL)
-        outcomes = job.wait()
-    for rank in (0, 2):
-        assert outcomes[rank].ok, outcomes[rank]
-
-
-def after_an_alarm(wait: Callable[[], object]) -> None:
-    """Within one pytest.raises(): on a slow machine the alarm may come before the wait."""
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
-    wait()
+    stop_rank_1(tmp_path, wait_for_a_stopped_rank)
 
 
 def interrupted(name: str) -> None:
     mesh = hpcomm.init(dp=3)
     if mesh.rank == 0:
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
-        with pytest.raises(KeyboardInterrupt):
-            after_an_alarm(lambda: OPERATIONS[name](mesh.dp, 50_000))
+        interrupt(lambda: OPERATIONS[name](mesh.dp, 50_000))
         mesh.control.abort("interrupted")
         return
     with pytest.raises(hpcomm.PeerError, match="interrupted"):

@@ -1,38 +1,25 @@
 // engine/message: headers and schemas there and back, and against damaged bytes.
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <numeric>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/message.h"
 #include "engine/parcel.h"
 #include "native/check.h"
+#include "native/message_bytes.h"
 
 using namespace hpcomm;
+using namespace hpcomm::testing;
 
 namespace {
 
 constexpr std::int64_t kHuge = std::numeric_limits<std::int64_t>::max();
 
-// CRC-32C once more, by the definition: whoever damages a header on purpose also repairs its checksum.
-std::string with_crc(std::string header) {
-  std::uint32_t crc = ~0U;
-  for (std::size_t i = 0; i + 4 < kHeaderBytes; ++i) {
-    crc ^= static_cast<unsigned char>(header[i]);
-    for (int bit = 0; bit < 8; ++bit) {
-      crc = (crc & 1U) != 0 ? (crc >> 1) ^ 0x82f63b78U : crc >> 1;
-    }
-  }
-  crc = ~crc;
-  std::memcpy(header.data() + kHeaderBytes - 4, &crc, sizeof crc);
-  return header;
-}
-
-Schema random_schema(std::mt19937& random) {
+Schema random_schema(std::mt19937_64& random) {
   Schema schema;
   schema.structure = std::string(random() % 20, 's');
   for (std::size_t i = random() % 6; i > 0; --i) {
@@ -43,12 +30,7 @@ Schema random_schema(std::mt19937& random) {
       tensor.shape.push_back(random() % 10);
     }
     if (random() % 2 == 0) {
-      tensor.order.resize(tensor.shape.size());
-      std::iota(tensor.order.begin(), tensor.order.end(), std::uint8_t{0});
-      std::shuffle(tensor.order.begin(), tensor.order.end(), random);
-      if (std::is_sorted(tensor.order.begin(), tensor.order.end())) {
-        tensor.order.clear();
-      }
+      put_some_order(random, tensor);
     }
     schema.tensors.push_back(tensor);
   }
@@ -62,28 +44,6 @@ std::string with_shapes(const std::vector<std::vector<std::int64_t>>& shapes) {
   }
   return encode_schema(schema);
 }
-
-void mutate(std::string& bytes, std::mt19937& random) {
-  for (std::size_t flips = 1 + random() % 3; flips > 0 && !bytes.empty(); --flips) {
-    switch (random() % 4) {
-      case 0:
-        bytes[random() % bytes.size()] ^= static_cast<char>(1U << random() % 8);
-        break;
-      case 1:
-        bytes[random() % bytes.size()] = static_cast<char>(random());
-        break;
-      case 2:
-        bytes.resize(random() % (bytes.size() + 1));
-        break;
-      case 3:
-        bytes.insert(random() % (bytes.size() + 1), std::string(1 + random() % 9, static_cast<char>(random())));
-        break;
-    }
-  }
-}
-
-// A copy in memory of exactly its length, so that a read behind the end is seen by the address sanitizer.
-std::vector<char> exact(const std::string& bytes) { return {bytes.begin(), bytes.end()}; }
 
 }  // namespace
 
@@ -136,7 +96,7 @@ TEST(message_header_that_no_version_writes_is_refused) {
 }
 
 TEST(message_header_parser_withstands_mutations) {
-  std::mt19937 random(21);
+  std::mt19937_64 random(21);
   int accepted = 0;
   for (int round = 0; round < 150000; ++round) {
     MessageHeader header{random(), random(), static_cast<std::int32_t>(random()), random(), random(), 0, std::nullopt};
@@ -146,7 +106,7 @@ TEST(message_header_parser_withstands_mutations) {
     }
     header.frozen = random() % 2 == 0;
     std::string bytes = encode_header(header);
-    mutate(bytes, random);
+    damage(random, bytes);
     if (round % 2 == 0 && bytes.size() >= kHeaderBytes) {
       bytes = with_crc(bytes);  // past the checksum, to what is behind it
     }
@@ -163,7 +123,7 @@ TEST(message_header_parser_withstands_mutations) {
 }
 
 TEST(message_schemas_come_back) {
-  std::mt19937 random(22);
+  std::mt19937_64 random(22);
   for (int round = 0; round < 2000; ++round) {
     const Schema schema = random_schema(random);
     const std::string bytes = encode_schema(schema);
@@ -301,11 +261,11 @@ TEST(message_schema_announcing_more_than_it_has_allocates_nothing) {
 }
 
 TEST(message_schema_parser_withstands_mutations) {
-  std::mt19937 random(23);
+  std::mt19937_64 random(23);
   int accepted = 0;
   for (int round = 0; round < 150000; ++round) {
     std::string bytes = encode_schema(random_schema(random));
-    mutate(bytes, random);
+    damage(random, bytes);
     const auto copy = exact(bytes);
     try {
       const Schema parsed = parse_schema({copy.data(), copy.size()});

@@ -2,24 +2,24 @@
 //
 // HPCOMM_FUZZ_MESSAGES sets the number of damaged headers (by default what fits into a second), HPCOMM_FUZZ_SECONDS
 // ends earlier, HPCOMM_FUZZ_SEED gives other ones.
-#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <iterator>
-#include <numeric>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/message.h"
 #include "engine/parcel.h"
 #include "engine/structure.h"
 #include "native/check.h"
+#include "native/message_bytes.h"
 #include "stream/event.h"
 
 using namespace hpcomm;
+using namespace hpcomm::testing;
 
 namespace {
 
@@ -53,19 +53,6 @@ class Rounds {
   long done_ = 0;
 };
 
-// CRC-32C by its definition: whoever damages a header on purpose also repairs its checksum.
-void repair(std::string& header) {
-  std::uint32_t crc = ~0U;
-  for (std::size_t i = 0; i + 4 < kHeaderBytes; ++i) {
-    crc ^= static_cast<unsigned char>(header[i]);
-    for (int bit = 0; bit < 8; ++bit) {
-      crc = (crc & 1U) != 0 ? (crc >> 1) ^ 0x82f63b78U : crc >> 1;
-    }
-  }
-  crc = ~crc;
-  std::memcpy(header.data() + kHeaderBytes - 4, &crc, sizeof crc);
-}
-
 MessageHeader some_header(Random& random) {
   MessageHeader header{random(), random(), static_cast<std::int32_t>(random()), random(), random(), 0, std::nullopt};
   header.schema_bytes = random() % 2 == 0 ? 0 : static_cast<std::uint32_t>(random() % kMaxSchemaBytes);
@@ -75,37 +62,6 @@ MessageHeader some_header(Random& random) {
   header.frozen = random() % 2 == 0;
   return header;
 }
-
-// Flipped, overwritten, cut, extended; lengths near the edges that a parser can get wrong.
-void damage(Random& random, std::string& bytes) {
-  for (std::uint64_t times = 1 + random() % 3; times > 0 && !bytes.empty(); --times) {
-    switch (random() % 5) {
-      case 0:
-        bytes[random() % bytes.size()] ^= static_cast<char>(1U << random() % 8);
-        break;
-      case 1:
-        bytes[random() % bytes.size()] = static_cast<char>(random());
-        break;
-      case 2:
-        bytes.resize(random() % (bytes.size() + 1));
-        break;
-      case 3:
-        bytes.insert(random() % (bytes.size() + 1), std::string(1 + random() % 9, static_cast<char>(random())));
-        break;
-      case 4: {
-        constexpr std::uint32_t kEdges[] = {0, 1, 0x7fffffff, 0x80000000, 0xffffffff, 64, 65, 200, 201};
-        const std::uint32_t length = kEdges[random() % std::size(kEdges)];
-        if (bytes.size() >= sizeof length) {
-          std::memcpy(bytes.data() + random() % (bytes.size() - sizeof length + 1), &length, sizeof length);
-        }
-        break;
-      }
-    }
-  }
-}
-
-// In memory of exactly its length, so that a read behind the end is seen by the address sanitizer.
-std::vector<char> exact(const std::string& bytes) { return {bytes.begin(), bytes.end()}; }
 
 template <typename Parse>
 bool accepted(const std::string& bytes, const Parse& parse) {
@@ -196,12 +152,7 @@ Schema some_schema(Random& random) {
       tensor.shape.push_back(static_cast<std::int64_t>(random() % 9));
     }
     if (random() % 2 == 0) {
-      tensor.order.resize(tensor.shape.size());
-      std::iota(tensor.order.begin(), tensor.order.end(), std::uint8_t{0});
-      std::shuffle(tensor.order.begin(), tensor.order.end(), random);
-      if (std::is_sorted(tensor.order.begin(), tensor.order.end())) {
-        tensor.order.clear();
-      }
+      put_some_order(random, tensor);
     }
     schema.tensors.push_back(std::move(tensor));
   }
@@ -218,7 +169,7 @@ TEST(fuzz_message_headers) {
     std::string bytes = encode_header(some_header(random));
     damage(random, bytes);
     if (bytes.size() >= kHeaderBytes && random() % 2 == 0) {
-      repair(bytes);  // past the checksum, to what is behind it
+      bytes = with_crc(std::move(bytes));  // past the checksum, to what is behind it
     }
     taken += accepted(bytes, [&bytes](std::string_view copy) {
       CHECK(encode_header(parse_header(copy)) == bytes.substr(0, kHeaderBytes));
