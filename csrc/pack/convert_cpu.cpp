@@ -453,9 +453,14 @@ Run find_run(DType from, DType to) {
 
 Run bytes_run() {
 #if defined(__x86_64__)
-  return best<Run>(run_base<Bytes<16>>, run_avx2<Bytes<32>>, run_avx512<Bytes<64>>);
+  if (runs_on_intel()) {
+    return best<Run>(run_base<Bytes<16, kCalledOnIntel>>, run_avx2<Bytes<32, kCalledOnIntel>>,
+                     run_avx512<Bytes<64, kCalledOnIntel>>);
+  }
+  return best<Run>(run_base<Bytes<16, kCalledElsewhere>>, run_avx2<Bytes<32, kCalledElsewhere>>,
+                   run_avx512<Bytes<64, kCalledElsewhere>>);
 #else
-  return run_base<Bytes<16>>;
+  return run_base<Bytes<16, kCalledElsewhere>>;
 #endif
 }
 
