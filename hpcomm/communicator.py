@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import socket
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -23,6 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCP
 from hpcomm import _C
 from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import HpcommError, InvalidArgument, SchemaMismatch, TimedOut, TransportError
+from hpcomm.rendezvous import awaited, interruptible
 
 if TYPE_CHECKING:
     import torch
@@ -38,9 +38,6 @@ DEFAULT_HEARTBEAT_TIMEOUT = 20.0  # seconds
 LONGEST_HEARTBEAT_TIMEOUT = 86400.0  # seconds
 
 MIN_SECRET = 16  # characters
-
-# Seconds between two looks into the store.
-_LONGEST_PAUSE = 0.05
 
 _LIMITS = re.compile(r"(?P<lane>\*|\w+)=(?P<min>\d{1,4})-(?P<max>\d{1,4})(/(?P<cluster>\d))?")
 
@@ -130,7 +127,7 @@ def start_control(store: Store, rank: int, size: int, *, timeout: float, names: 
         return _C.solo_control()
     if rank == 0:
         store.set("token", secrets.token_hex(32))
-    token = bytes.fromhex(_get(store, "token", "rank 0", timeout).decode())
+    token = bytes.fromhex(awaited(store, "token", "rank 0", timeout).decode())
     if secret is not None:
         # Who can read the store still cannot join; what comes from there keeps jobs with the same secret apart.
         token = hmac.digest(secret, b"hpcomm job" + token, "sha256")
@@ -141,7 +138,7 @@ def start_control(store: Store, rank: int, size: int, *, timeout: float, names: 
     store.set(f"control/{rank}", listener.address)
     addresses = [""] * size
     for r in called:
-        addresses[r] = _get(store, f"control/{r}", f"rank {r}", timeout).decode()
+        addresses[r] = awaited(store, f"control/{r}", f"rank {r}", timeout).decode()
     control = listener.connect(addresses, timeout, heartbeat)
     # All ranks take part, whatever they chose: whether they agree on it is asked through this Control.
     apart = f"none, rank {rank} uses gloo" if transport == "gloo" else os.environ.get("HPCOMM_HOST", "")
@@ -292,92 +289,6 @@ def disagreement(
     return None
 
 
-def own_store(store: Store, rank: int, size: int, *, timeout: float) -> tuple[PrefixStore, str]:
-    """A part of ``store`` that only this start of these ranks has, and its name, the same on all (collective).
-
-    A store may outlive those who met there: torchrun keeps one for all its restarts, whose ranks died at different
-    points. So nobody believes what lies there, unless it names something new: each rank writes a random word, rank 0
-    answers with a roster of these and a name, and renews both when a word changes. Whoever finds its own word in the
-    roster says that it has seen this name. When all have, it is the one.
-
-    Raises:
-        TimedOut: a rank did not come within ``timeout`` seconds.
-    """
-    place = PrefixStore("hpcomm/start", store)
-    words = [f"word/{r}" for r in range(size)]
-    seen = [f"seen/{r}" for r in range(size)]
-    mine = secrets.token_hex(8)
-    name, roster = "", [""] * size
-    with _store_errors("the other ranks" if rank == 0 else "rank 0"):
-        place.set(words[rank], mine)
-        for _ in _looks(timeout):
-            if rank == 0:
-                found = [_now(place, word) for word in words]
-                if found != roster and all(found):
-                    name, roster = secrets.token_hex(8), found
-                    place.set("roster", " ".join([name, *roster]))
-                    place.set(seen[0], name)
-                if name and all(_now(place, one) == name for one in seen):
-                    place.set("agreed", name)
-                    return PrefixStore(f"hpcomm/{name}", store), name
-            else:
-                given, *theirs = _now(place, "roster").split() or [""]
-                if given != name and theirs[rank : rank + 1] == [mine]:
-                    name = given
-                    place.set(seen[rank], name)
-                if name and _now(place, "agreed") == name:
-                    return PrefixStore(f"hpcomm/{name}", store), name
-        absent = [r for r in range(size) if not _now(place, words[r])]
-        late = [r for r in range(size) if rank == 0 and _now(place, seen[r]) != name]
-    raise _did_not_come(f"rank {[*absent, *late, 0][0]}", timeout)
-
-
-def _now(store: Store, key: str) -> str:
-    return bytes(store.get(key)).decode() if store.check([key]) else ""
-
-
-def _looks(timeout: float) -> Iterator[None]:
-    """Turns of a loop that looks into a store, until the time is over. torch's own wait sees Ctrl-C only at its end."""
-    deadline = time.monotonic() + timeout
-    pause = 0.001
-    yield
-    while time.monotonic() < deadline:
-        time.sleep(pause)
-        pause = min(1.5 * pause, _LONGEST_PAUSE)
-        yield
-
-
-def _did_not_come(who: str, timeout: float) -> TimedOut:
-    return TimedOut(
-        f"{who} did not come within {timeout:.0f} s while the job was starting; is it running?", operation="init"
-    )
-
-
-@contextlib.contextmanager
-def _store_errors(who: str) -> Iterator[None]:
-    try:
-        yield
-    except HpcommError:
-        raise
-    except RuntimeError as error:
-        raise TransportError(
-            f"waiting for {who} while the job was starting: the store through which ranks find each other has gone "
-            f"({error}); look at the output of the process that had it, rank 0 or torchrun",
-            operation="init",
-        ) from error
-
-
-def _get(store: Store, key: str, who: str, timeout: float) -> bytes:
-    try:
-        store.wait([key], timedelta(seconds=timeout))
-    except RuntimeError as error:
-        with _store_errors(who):
-            there = store.check([key])
-        if not there:
-            raise _did_not_come(who, timeout) from error
-    return bytes(store.get(key))
-
-
 def _listen_host(store: Store, rank: int, size: int, timeout: float) -> str:
     """The numeric address of one interface, through which the others reach this rank (collective).
 
@@ -389,7 +300,7 @@ def _listen_host(store: Store, rank: int, size: int, timeout: float) -> str:
     store.set(f"host/{rank}", f"{mine} {_network()}")
     if not _is_loopback(mine):
         return mine
-    hosts = [_get(store, f"host/{r}", f"rank {r}", timeout).decode().split() for r in range(size)]
+    hosts = [awaited(store, f"host/{r}", f"rank {r}", timeout).decode().split() for r in range(size)]
     for address, _ in hosts:
         if not _is_loopback(address):
             return _interface_to(address)
@@ -490,7 +401,7 @@ def _gloo_factory(store: Store, timeout: float) -> Callable[[str, int, int], Bac
         try:
             # A lane runs one collective at a time.
             options = gloo_options(private, rank, size, timeout=timeout, threads=1)
-            backend: Backend = ProcessGroupGloo(private, rank, size, options)
+            backend: Backend = interruptible(lambda: ProcessGroupGloo(private, rank, size, options))
         except dist.DistError as error:
             raise TimedOut(
                 f"communicator {name}: not all of its {size} ranks made it within {timeout:.0f} s: {error}"

@@ -23,10 +23,10 @@ from hpcomm.communicator import (
     gloo_options,
     nccl_limits,
     over_shared_memory,
-    own_store,
     start_control,
 )
 from hpcomm.errors import HpcommError, SchemaMismatch
+from hpcomm.rendezvous import interruptible, own_store
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend
@@ -147,7 +147,8 @@ def _gloo_backend(options: Any, timeout: float) -> Backend:
     """The whole group on gloo: some of its ranks share no memory."""
     rank, size = options.group_rank, options.group_size
     store, _ = own_store(PrefixStore("gloo", options.store), rank, size, timeout=timeout)
-    backend = ProcessGroupGloo(store, rank, size, gloo_options(store, rank, size, timeout=timeout, threads=2))
+    how = gloo_options(store, rank, size, timeout=timeout, threads=2)
+    backend = interruptible(lambda: ProcessGroupGloo(store, rank, size, how))
     backend._set_sequence_number_for_group()
     if not checks() or size == 1 or get_debug_level() == DebugLevel.DETAIL:  # there torch does it itself
         return backend

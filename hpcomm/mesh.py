@@ -29,11 +29,11 @@ from hpcomm.communicator import (
     default_timeout,
     emulation,
     first_communicator,
-    own_store,
     start_control,
 )
 from hpcomm.devices import pick_device
 from hpcomm.errors import Closed, InvalidArgument, PeerError, RankFailed, TimedOut
+from hpcomm.rendezvous import own_store
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -18,7 +18,7 @@ from patience import left_in_shared_memory, shared_memory
 from test_examples import kill_tree
 
 import hpcomm
-from hpcomm.communicator import own_store
+from hpcomm.rendezvous import own_store
 
 HERE = Path(__file__).resolve().parent
 WORLD = 3

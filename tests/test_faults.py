@@ -344,6 +344,61 @@ def test_signals_are_seen_while_waiting() -> None:
     ranks.run(2, ctrl_c)
 
 
+def interrupted_in_a_split() -> None:
+    mesh = hpcomm.init(dp=2)
+    if mesh.rank == 0:
+        interrupt(lambda: mesh.world.split(0, lane="extra"))
+        mesh.control.abort("interrupted")
+        return
+    with pytest.raises(hpcomm.PeerError, match="interrupted"):
+        mesh.dp.recv(torch.empty(1), 0)
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_ctrl_c_ends_a_split(transport: str) -> None:
+    ranks.run(2, interrupted_in_a_split, env={"HPCOMM_CPU_TRANSPORT": transport})
+
+
+def interrupted_while_gloo_connects() -> None:
+    mesh = hpcomm.init(dp=2)
+    if mesh.rank == 0:
+        interrupt(lambda: mesh.world.split(0, lane="extra"))
+        mesh.control.abort("interrupted")
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hpcomm.communicator.interruptible", lambda _: mesh.control.receive(0, 99, 20.0))
+        with pytest.raises(hpcomm.PeerError, match="interrupted"):
+            mesh.world.split(0, lane="extra")
+
+
+def test_ctrl_c_ends_the_connecting_of_gloo() -> None:
+    ranks.run(2, interrupted_while_gloo_connects, env={"HPCOMM_CPU_TRANSPORT": "gloo"})
+
+
+class AbsentListener:
+    """Of a rank that has met the others, and says nothing more until rank 0 has been interrupted."""
+
+    def __init__(self, *_: object) -> None:
+        while not Path(os.environ["FOLDER"], "interrupted").exists():
+            time.sleep(0.01)
+        raise InterruptedError
+
+
+def interrupted_while_joining() -> None:
+    if int(os.environ["RANK"]) == 0:
+        interrupt(lambda: hpcomm.init(dp=2, timeout=600))
+        Path(os.environ["FOLDER"], "interrupted").touch()
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hpcomm._C.ControlListener", AbsentListener)
+        with pytest.raises(InterruptedError):
+            hpcomm.init(dp=2, timeout=600)
+
+
+def test_ctrl_c_ends_the_start_of_a_mesh(tmp_path: Path) -> None:
+    ranks.run(2, interrupted_while_joining, env={"FOLDER": str(tmp_path)})
+
+
 def bad_environment() -> None:
     for value in ("soon", "-1", "0"):
         os.environ["HPCOMM_TIMEOUT"] = value

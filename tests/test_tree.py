@@ -30,6 +30,7 @@ MODULES = (
     "devices",
     "seats",
     "control_channels",
+    "rendezvous",
     "communicator",
     "channel",
     "job",

@@ -1,6 +1,8 @@
 // What every Control shares, and the Control of a job of one.
 #include "control/control.h"
 
+#include <algorithm>
+#include <chrono>
 #include <map>
 #include <mutex>
 #include <numeric>
@@ -90,16 +92,22 @@ std::optional<Body> Control::try_receive_body(int peer, std::uint64_t channel, D
   return std::nullopt;
 }
 
-std::string Control::receive(int peer, std::uint64_t channel, Deadline deadline) {
-  if (auto body = try_receive(peer, channel, deadline)) {
-    return std::move(*body);
-  }
+std::string Control::receive(int peer, std::uint64_t channel, Deadline deadline, void (*poll)()) {
+  constexpr std::chrono::milliseconds kPoll(50);
+  do {
+    if (auto body = try_receive(peer, channel, poll == nullptr ? deadline : std::min(deadline, Clock::now() + kPoll))) {
+      return std::move(*body);
+    }
+    if (poll != nullptr) {
+      poll();
+    }
+  } while (Clock::now() < deadline);
   throw Error(ErrorKind::kTimedOut, str("rank ", rank(), " waited too long for a message from rank ", peer),
               {rank(), peer, -1, "receive"});
 }
 
 std::vector<std::string> Control::exchange(const std::vector<int>& ranks, std::uint64_t channel,
-                                           const std::string& body, Deadline deadline) {
+                                           const std::string& body, Deadline deadline, void (*poll)()) {
   for (int peer : ranks) {
     if (peer != rank()) {
       send(peer, channel, body);
@@ -108,7 +116,7 @@ std::vector<std::string> Control::exchange(const std::vector<int>& ranks, std::u
   std::vector<std::string> all;
   all.reserve(ranks.size());
   for (int peer : ranks) {
-    all.push_back(peer == rank() ? body : receive(peer, channel, deadline));
+    all.push_back(peer == rank() ? body : receive(peer, channel, deadline, poll));
   }
   return all;
 }

@@ -69,8 +69,9 @@ class Control {
   virtual void land(int /*peer*/, std::uint64_t /*channel*/, MakePlace /*make*/) {}
   // Whether long messages from and to `peer` are copied by nobody but the kernel.
   [[nodiscard]] virtual bool lands(int /*peer*/) const { return false; }
-  // The next message. Throws kTimedOut, or the job's failure.
-  [[nodiscard]] std::string receive(int peer, std::uint64_t channel, Deadline deadline);
+  // The next message. `poll`, if there is one, is called twenty times a second meanwhile, and may throw. Throws that,
+  // kTimedOut, or the job's failure.
+  [[nodiscard]] std::string receive(int peer, std::uint64_t channel, Deadline deadline, void (*poll)() = nullptr);
 
   // Tells every peer that this rank cannot go on, and why: their operations raise kPeerError with `message`.
   virtual void abort(const std::string& message) = 0;
@@ -97,9 +98,10 @@ class Control {
   virtual std::uint64_t on_departure(std::function<void(int peer)> listener) = 0;
   virtual void remove_listener(std::uint64_t token) = 0;
 
-  // Gathers one message from each of `ranks` (this rank among them), in that order. Collective over `ranks`.
+  // Gathers one message from each of `ranks` (this rank among them), in that order. Collective over `ranks`. Waits as
+  // receive() does.
   [[nodiscard]] std::vector<std::string> exchange(const std::vector<int>& ranks, std::uint64_t channel,
-                                                  const std::string& body, Deadline deadline);
+                                                  const std::string& body, Deadline deadline, void (*poll)() = nullptr);
 };
 
 // A job of one rank: nobody to talk to.

@@ -198,8 +198,8 @@ void bind_comm(py::module_& module) {
       .def(py::init([](std::shared_ptr<Control> control, double timeout, const std::string& host,
                        const std::vector<int>& members, bool attach) {
              const WithoutGil scope;
-             return released_without_gil(
-                 shm::Neighbourhood::discover(std::move(control), in_seconds(timeout), host, members, attach));
+             return released_without_gil(shm::Neighbourhood::discover(std::move(control), in_seconds(timeout), host,
+                                                                      members, attach, &check_signals));
            }),
            py::arg("control"), py::arg("timeout"), py::arg("host") = "", py::arg("members") = std::vector<int>(),
            py::arg("attach") = true)
@@ -213,7 +213,7 @@ void bind_comm(py::module_& module) {
       [](std::shared_ptr<Control> below, std::shared_ptr<shm::Neighbourhood> neighbourhood, double timeout) {
         const WithoutGil scope;
         return released_without_gil(std::shared_ptr<Control>(
-            shm::NearControl::over(std::move(below), std::move(neighbourhood), in_seconds(timeout))));
+            shm::NearControl::over(std::move(below), std::move(neighbourhood), in_seconds(timeout), &check_signals)));
       },
       py::arg("below"), py::arg("neighbourhood"), py::arg("timeout"));
   // That of a Control from near_control().

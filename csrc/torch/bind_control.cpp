@@ -26,33 +26,15 @@ py::object failure(const Control& control) {
   return error ? py::object(py::str(error->what())) : py::object(py::none());
 }
 
-std::string receive(Control& control, int peer, std::uint64_t channel, Deadline deadline) {
-  std::optional<std::string> body;
-  const bool came = wait_in_slices(deadline, [&](Deadline until) {
-    body = control.try_receive(peer, channel, until);
-    return body.has_value();
-  });
-  if (!came) {
-    throw Error(ErrorKind::kTimedOut, str("rank ", control.rank(), " waited too long for a message from rank ", peer),
-                {control.rank(), peer, -1, "receive"});
-  }
-  return std::move(*body);
+std::string receive(Control& control, int peer, std::uint64_t channel, double timeout) {
+  const WithoutGil scope;
+  return control.receive(peer, channel, in_seconds(timeout), &check_signals);
 }
 
-// Control::exchange() that looks at signals.
-std::vector<py::bytes> exchange(Control& control, const std::vector<int>& ranks, std::uint64_t channel,
-                                const std::string& body, double timeout) {
-  const Deadline deadline = in_seconds(timeout);
-  for (const int peer : ranks) {
-    if (peer != control.rank()) {
-      control.send(peer, channel, body);
-    }
-  }
-  std::vector<py::bytes> all;
-  for (const int peer : ranks) {
-    all.emplace_back(peer == control.rank() ? body : receive(control, peer, channel, deadline));
-  }
-  return all;
+std::vector<std::string> exchange(Control& control, const std::vector<int>& ranks, std::uint64_t channel,
+                                  const std::string& body, double timeout) {
+  const WithoutGil scope;
+  return control.exchange(ranks, channel, body, in_seconds(timeout), &check_signals);
 }
 
 }  // namespace
@@ -70,10 +52,17 @@ void bind_control(py::module_& module) {
       .def(
           "receive",
           [](Control& control, int peer, std::uint64_t channel, double timeout) {
-            return py::bytes(receive(control, peer, channel, in_seconds(timeout)));
+            return py::bytes(receive(control, peer, channel, timeout));
           },
           py::arg("peer"), py::arg("channel"), py::arg("timeout"))
-      .def("exchange", &exchange, py::arg("ranks"), py::arg("channel"), py::arg("body"), py::arg("timeout"))
+      .def(
+          "exchange",
+          [](Control& control, const std::vector<int>& ranks, std::uint64_t channel, const std::string& body,
+             double timeout) {
+            const std::vector<std::string> all = exchange(control, ranks, channel, body, timeout);
+            return std::vector<py::bytes>(all.begin(), all.end());
+          },
+          py::arg("ranks"), py::arg("channel"), py::arg("body"), py::arg("timeout"))
       .def("abort", &Control::abort, py::arg("message"), py::call_guard<py::gil_scoped_release>())
       .def("check", &Control::check)
       .def("failure", &failure)

@@ -20,11 +20,11 @@ from hpcomm.communicator import (
     default_timeout,
     emulation,
     first_communicator,
-    own_store,
     start_control,
 )
 from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import InvalidArgument, TimedOut
+from hpcomm.rendezvous import own_store
 
 if TYPE_CHECKING:
     from hpcomm._C import Communicator

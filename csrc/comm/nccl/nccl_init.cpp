@@ -15,9 +15,6 @@ namespace hpcomm::nccl {
 
 namespace {
 
-// How often who waits for other ranks looks at signals.
-constexpr auto kPoll = std::chrono::milliseconds(50);
-
 void check_limits(const std::string& lane, const NcclLimits& limits) {
   HPCOMM_REQUIRE(limits.min_ctas >= 0 && limits.max_ctas >= 0 &&
                      (limits.min_ctas == 0 || limits.max_ctas == 0 || limits.min_ctas <= limits.max_ctas),
@@ -65,12 +62,7 @@ UniqueId agree_on_id(const Library& nccl, const CommunicatorConfig& config, cons
     }
     return id;
   }
-  std::optional<std::string> heard;
-  while (config.poll != nullptr && !heard && Clock::now() < deadline) {
-    config.poll();
-    heard = config.control->try_receive(config.ranks.front(), channel, std::min(deadline, Clock::now() + kPoll));
-  }
-  const std::string message = heard ? *heard : config.control->receive(config.ranks.front(), channel, deadline);
+  const std::string message = config.control->receive(config.ranks.front(), channel, deadline, config.poll);
   if (message.size() < sizeof id.bytes) {
     throw Error(ErrorKind::kProtocol, "the id of an NCCL communicator is too short", what);
   }

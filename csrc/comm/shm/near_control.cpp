@@ -40,14 +40,15 @@ std::size_t NearControl::segment_bytes(std::size_t ranks, std::size_t ring_bytes
 }
 
 std::shared_ptr<NearControl> NearControl::over(std::shared_ptr<Control> below,
-                                               std::shared_ptr<Neighbourhood> neighbourhood, Deadline deadline) {
+                                               std::shared_ptr<Neighbourhood> neighbourhood, Deadline deadline,
+                                               void (*poll)()) {
   const std::vector<int>& ranks = neighbourhood->ranks();
   const std::size_t ring_bytes = ring_bytes_for(ranks.size());
   std::shared_ptr<Segment> segment;
   if (ranks.size() > 1) {
     try {  // all of them have it or none: a message that its receiver does not look for would be lost
       segment = neighbourhood->share("control messages of neighbours", ranks, segment_bytes(ranks.size(), ring_bytes),
-                                     deadline);
+                                     deadline, poll);
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::kTransport) {
         throw;

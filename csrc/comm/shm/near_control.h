@@ -28,10 +28,10 @@ namespace hpcomm::shm {
 class NearControl final : public Control {
  public:
   // Collective over the neighbourhood. Without neighbours, or without memory, all messages are those of `below`.
-  // Throws kTimedOut or the job's failure.
+  // Waits as Control::receive() does. Throws kTimedOut or the job's failure.
   [[nodiscard]] static std::shared_ptr<NearControl> over(std::shared_ptr<Control> below,
                                                          std::shared_ptr<Neighbourhood> neighbourhood,
-                                                         Deadline deadline);
+                                                         Deadline deadline, void (*poll)() = nullptr);
   ~NearControl() override;
 
   [[nodiscard]] const std::shared_ptr<Neighbourhood>& neighbourhood() const noexcept { return neighbourhood_; }

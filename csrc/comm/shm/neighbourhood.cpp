@@ -33,7 +33,6 @@ constexpr char kShares = '1';
 constexpr char kAttaches = '2';                            // shares, and reads other memory of that process as well
 constexpr std::size_t kReadAtOnce = std::size_t{1} << 30;  // Linux reads 2 GB less a page in a call
 constexpr auto kPatience = std::chrono::seconds(5);
-constexpr auto kPoll = std::chrono::milliseconds(50);
 // Between the end of a process and what Control says of it.
 constexpr auto kNews = std::chrono::milliseconds(200);
 
@@ -130,13 +129,13 @@ Neighbourhood::Neighbourhood(std::shared_ptr<Control> control, bool attach)
 
 std::shared_ptr<Neighbourhood> Neighbourhood::discover(std::shared_ptr<Control> control, Deadline deadline,
                                                        const std::string& host, const std::vector<int>& members,
-                                                       bool attach) {
+                                                       bool attach, void (*poll)()) {
   const auto made = std::shared_ptr<Neighbourhood>(new Neighbourhood(std::move(control), attach));
-  made->meet(host, members.empty() ? everybody(made->control_->size()) : members, deadline);
+  made->meet(host, members.empty() ? everybody(made->control_->size()) : members, deadline, poll);
   return made;
 }
 
-void Neighbourhood::meet(const std::string& host, const std::vector<int>& all, Deadline deadline) {
+void Neighbourhood::meet(const std::string& host, const std::vector<int>& all, Deadline deadline, void (*poll)()) {
   const int self = control_->rank();
   const std::string page = text_of(random_key_word());
   std::shared_ptr<Segment> offered;
@@ -153,7 +152,7 @@ void Neighbourhood::meet(const std::string& host, const std::vector<int>& all, D
       join({boot_id(), host, courier_ ? courier_->address() : "", courier_ ? text_of(courier_->key_word()) : "", page,
             obstacle_, allowed_cores(), scheduler_group(), str(attach_ ? ::getpid() : 0),
             str(reinterpret_cast<std::uintptr_t>(mark_.data())), text_of(mark_), network()});
-  const std::vector<std::string> greetings = control_->exchange(all, kMeetChannel, greeting, deadline);
+  const std::vector<std::string> greetings = control_->exchange(all, kMeetChannel, greeting, deadline, poll);
   job_.resize(static_cast<std::size_t>(control_->size()));
   for (Neighbour& neighbour : job_) {
     neighbour.obstacle = "the job has no such rank";
@@ -189,7 +188,7 @@ void Neighbourhood::meet(const std::string& host, const std::vector<int>& all, D
                : r != self && attaches_to(neighbour)    ? kAttaches
                                                         : kShares;
   }
-  const std::vector<std::string> reaches = control_->exchange(all, kReachChannel, reach, deadline);
+  const std::vector<std::string> reaches = control_->exchange(all, kReachChannel, reach, deadline, poll);
   // A neighbourhood is a set of ranks in which everybody reads everybody and nobody reads more: the same on all of
   // them.
   const auto mutual = [&reaches](std::size_t a) {
@@ -259,15 +258,7 @@ std::shared_ptr<Segment> Neighbourhood::share(const std::string& name, const std
   const std::uint64_t key = hash_of(name);
   const int leader = members.front();
   const int self = control_->rank();
-  const auto hear = [&](int rank) {
-    while (poll != nullptr && Clock::now() < deadline) {
-      poll();
-      if (auto heard = control_->try_receive(rank, key, std::min(deadline, Clock::now() + kPoll))) {
-        return *std::move(heard);
-      }
-    }
-    return control_->receive(rank, key, deadline);
-  };
+  const auto hear = [&](int rank) { return control_->receive(rank, key, deadline, poll); };
   const auto tell = [&](const std::string& words) {
     for (const int member : members) {
       if (member != leader) {

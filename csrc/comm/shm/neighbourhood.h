@@ -28,11 +28,11 @@ class Neighbourhood {
   // only ranks with equal values do. Never throws because memory cannot be shared: the neighbourhood is then smaller.
   // `members` are the job's ranks, in order, where it has not all that `control` could have; empty for all of these.
   // `attach`: this rank uses read(), and others may use it on this one.
-  // Throws kTimedOut or the job's failure.
+  // Waits as Control::receive() does. Throws kTimedOut or the job's failure.
   [[nodiscard]] static std::shared_ptr<Neighbourhood> discover(std::shared_ptr<Control> control, Deadline deadline,
                                                                const std::string& host = {},
-                                                               const std::vector<int>& members = {},
-                                                               bool attach = true);
+                                                               const std::vector<int>& members = {}, bool attach = true,
+                                                               void (*poll)() = nullptr);
 
   // The job's ranks in it, this one among them, in order. All of them find the same.
   [[nodiscard]] const std::vector<int>& ranks() const noexcept { return ranks_; }
@@ -91,7 +91,7 @@ class Neighbourhood {
   };
 
   Neighbourhood(std::shared_ptr<Control> control, bool attach);
-  void meet(const std::string& host, const std::vector<int>& members, Deadline deadline);
+  void meet(const std::string& host, const std::vector<int>& members, Deadline deadline, void (*poll)());
   [[nodiscard]] bool attaches_to(const Neighbour& neighbour) const;
   // What became of a copy out of another process.
   enum class Copied : std::uint8_t {

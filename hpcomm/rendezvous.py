@@ -1,0 +1,138 @@
+"""How ranks find each other in a store, before they have any other way to talk; all waits end with Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from hpcomm.errors import HpcommError, TimedOut, TransportError
+
+__all__: list[str] = []
+
+T = TypeVar("T")
+
+# Seconds between two looks into the store.
+_LONGEST_PAUSE = 0.05
+# Seconds: a signal ends a wait at once, but not on every platform.
+_LONGEST_WAIT = 0.2
+
+
+def own_store(store: Store, rank: int, size: int, *, timeout: float) -> tuple[PrefixStore, str]:
+    """A part of ``store`` that only this start of these ranks has, and its name, the same on all (collective).
+
+    A store may outlive those who met there: torchrun keeps one for all its restarts, whose ranks died at different
+    points. So nobody believes what lies there, unless it names something new: each rank writes a random word, rank 0
+    answers with a roster of these and a name, and renews both when a word changes. Whoever finds its own word in the
+    roster says that it has seen this name. When all have, it is the one.
+
+    Raises:
+        TimedOut: a rank did not come within ``timeout`` seconds.
+    """
+    place = PrefixStore("hpcomm/start", store)
+    words = [f"word/{r}" for r in range(size)]
+    seen = [f"seen/{r}" for r in range(size)]
+    mine = secrets.token_hex(8)
+    name, roster = "", [""] * size
+    with _store_errors("the other ranks" if rank == 0 else "rank 0"):
+        place.set(words[rank], mine)
+        for _ in _looks(timeout):
+            if rank == 0:
+                found = [_now(place, word) for word in words]
+                if found != roster and all(found):
+                    name, roster = secrets.token_hex(8), found
+                    place.set("roster", " ".join([name, *roster]))
+                    place.set(seen[0], name)
+                if name and all(_now(place, one) == name for one in seen):
+                    place.set("agreed", name)
+                    return PrefixStore(f"hpcomm/{name}", store), name
+            else:
+                given, *theirs = _now(place, "roster").split() or [""]
+                if given != name and theirs[rank : rank + 1] == [mine]:
+                    name = given
+                    place.set(seen[rank], name)
+                if name and _now(place, "agreed") == name:
+                    return PrefixStore(f"hpcomm/{name}", store), name
+        absent = [r for r in range(size) if not _now(place, words[r])]
+        late = [r for r in range(size) if rank == 0 and _now(place, seen[r]) != name]
+    raise _did_not_come(f"rank {[*absent, *late, 0][0]}", timeout)
+
+
+def _now(store: Store, key: str) -> str:
+    return bytes(store.get(key)).decode() if store.check([key]) else ""
+
+
+def _looks(timeout: float) -> Iterator[None]:
+    """Turns of a loop that looks into a store, until the time is over."""
+    deadline = time.monotonic() + timeout
+    pause = 0.001
+    yield
+    while time.monotonic() < deadline:
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE)
+        yield
+
+
+def _did_not_come(who: str, timeout: float) -> TimedOut:
+    return TimedOut(
+        f"{who} did not come within {timeout:.0f} s while the job was starting; is it running?", operation="init"
+    )
+
+
+@contextlib.contextmanager
+def _store_errors(who: str) -> Iterator[None]:
+    try:
+        yield
+    except HpcommError:
+        raise
+    except RuntimeError as error:
+        raise TransportError(
+            f"waiting for {who} while the job was starting: the store through which ranks find each other has gone "
+            f"({error}); look at the output of the process that had it, rank 0 or torchrun",
+            operation="init",
+        ) from error
+
+
+def awaited(store: Store, key: str, who: str, timeout: float) -> bytes:
+    """What ``who`` puts there; torch's own wait sees Ctrl-C only at its end.
+
+    Raises:
+        TimedOut: it was not there within ``timeout`` seconds.
+    """
+    with _store_errors(who):
+        for _ in _looks(timeout):
+            if store.check([key]):
+                return bytes(store.get(key))
+    raise _did_not_come(who, timeout)
+
+
+def interruptible(make: Callable[[], T]) -> T:
+    """``make()``, which waits for other ranks without a look at signals, in a thread of its own.
+
+    Ctrl-C leaves it there: it ends with its own time-out, or with the process.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return make()
+    made: list[T] = []
+    failed: list[BaseException] = []
+    over = threading.Event()
+
+    def body() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            over.set()
+
+    threading.Thread(target=body, name="hpcomm:start", daemon=True).start()
+    while not over.wait(_LONGEST_WAIT):
+        pass
+    if failed:
+        raise failed[0]
+    return made[0]
