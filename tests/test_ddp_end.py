@@ -155,10 +155,11 @@ def interrupt(loss: torch.Tensor, behind: torch.Tensor, later: float = 0.0) -> N
     thread.join()
 
 
-def interrupted() -> None:
+def interrupted(megabytes: float) -> None:
     with hpcomm.init(dp=2) as mesh:
         lacking(True, True)
-        wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh)  # one bucket: a wait for each takes a Ctrl-C
+        wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh, bucket_cap_mb=megabytes)
+        assert (wrapped.buckets == 1) == (megabytes == 25)
         whole = hpcomm.DistributedDataParallel(model(), mesh=mesh, check_finite=True)
         x, y = shard(mesh.rank)
         loss_of(wrapped(x), y).backward()
@@ -179,8 +180,10 @@ def interrupted() -> None:
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_ctrl_c_at_the_end_leaves_the_lane_as_it_is() -> None:
-    ranks.run(2, interrupted)
+@pytest.mark.parametrize("megabytes", [25, 0.0002])
+def test_ctrl_c_at_the_end_leaves_the_lane_as_it_is(megabytes: float) -> None:
+    """One is enough, however many buckets there are to wait for."""
+    ranks.run(2, interrupted, megabytes)
 
 
 def stuck() -> None:

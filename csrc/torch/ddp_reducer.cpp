@@ -64,14 +64,19 @@ void DdpReducer::expect_none() {
 
 // What a backward left on the lane when it ended with an error (Ctrl-C, say) still reads and writes the buckets.
 void DdpReducer::settle() {
-  for (Slot& slot : slots_) {
-    if (const WorkPtr work = slot.work) {
+  const auto settle_one = [this](const WorkPtr work) {
+    if (work != nullptr) {
       try {
         wait(*work);
       } catch (const Error&) {  // the backward has told
       }
     }
+  };
+  for (const Slot& slot : slots_) {
+    settle_one(slot.work);
   }
+  settle_one(used_work_);
+  used_work_ = nullptr;
 }
 
 void DdpReducer::reset() {
@@ -268,29 +273,33 @@ void DdpReducer::issue_at_end() {
   state_ = State::kDraining;
 }
 
-// Waits for all of them, also behind a failed one: nothing may still write what the caller gets back.
+// Waits for all of them, also behind a failed one: nothing may still write what the caller gets back. But Ctrl-C ends
+// the wait for all: what is under way then is settled before the next step.
 void DdpReducer::drain() {
   if (!at_end_) {
     stats_.computed = now();
   }
   std::exception_ptr first;
-  const auto attempt = [&first](const auto& body) {
+  bool interrupted = false;
+  const auto attempt = [&](const WorkPtr work) {
+    if (work == nullptr || (interrupted && !work->done())) {
+      return;
+    }
     try {
-      body();
+      wait(*work);
+    } catch (const Error&) {
+      first = first ? first : std::current_exception();
     } catch (...) {
+      interrupted = true;
       first = first ? first : std::current_exception();
     }
   };
   for (Slot& slot : slots_) {
-    if (const WorkPtr work = slot.work) {
-      attempt([&] { wait(*work); });
-    }
+    attempt(slot.work);
     end_event(slot.event);
   }
-  if (const WorkPtr work = std::exchange(used_work_, nullptr)) {
-    attempt([&] { wait(*work); });
-    end_event(used_event_);
-  }
+  attempt(used_work_);
+  end_event(used_event_);
   const bool was_reset = state_ != State::kDraining;  // by a handler of a signal
   if (!was_reset) {
     state_ = State::kIdle;
@@ -304,6 +313,7 @@ void DdpReducer::drain() {
   if (options_.find_unused) {
     used_by_any_ = used_by_any_.cpu();
   }
+  used_work_ = nullptr;
   for (std::size_t b = 0; b < slots_.size(); ++b) {
     hand_out(b);
     slots_[b].work = nullptr;
