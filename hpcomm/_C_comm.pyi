@@ -163,7 +163,7 @@ def emulated_communicator(inner: Communicator, rules: str) -> Communicator: ...
 def c10d_communicator(
     config: CommunicatorConfig,
     backend: c10d.Backend,
-    factory: Callable[[str, int, int], c10d.Backend] | None = None,
+    factory: Callable[[str, list[int], int], c10d.Backend] | None = None,
     neighbourhood: Neighbourhood | None = None,
 ) -> Communicator: ...
 

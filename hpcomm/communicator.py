@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import socket
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -21,8 +22,8 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCP
 
 from hpcomm import _C
 from hpcomm.control_channels import ControlChannel
-from hpcomm.errors import HpcommError, InvalidArgument, SchemaMismatch, TimedOut, TransportError
-from hpcomm.rendezvous import awaited, interruptible
+from hpcomm.errors import HpcommError, InvalidArgument, RankFailed, SchemaMismatch, TimedOut, TransportError
+from hpcomm.rendezvous import Look, awaited, interruptible, nothing
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,9 @@ DEFAULT_HEARTBEAT_TIMEOUT = 20.0  # seconds
 LONGEST_HEARTBEAT_TIMEOUT = 86400.0  # seconds
 
 MIN_SECRET = 16  # characters
+
+# Seconds that a wait goes on for a rank that has left.
+_GRACE = 2.0
 
 _LIMITS = re.compile(r"(?P<lane>\*|\w+)=(?P<min>\d{1,4})-(?P<max>\d{1,4})(/(?P<cluster>\d))?")
 
@@ -183,14 +187,14 @@ def first_communicator(
     if len(members) == 1:
         return _emulated(_C.solo_communicator(config))
     chosen = cpu_transport()
-    factory = _gloo_factory(store, timeout)
+    factory = _gloo_factory(store, control, timeout)
     if chosen == "gloo":
-        return _emulated(_C.c10d_communicator(config, factory(name, place, len(members)), factory))
+        return _emulated(_C.c10d_communicator(config, factory(name, members, place), factory))
     neighbourhood = _C.neighbourhood_of(control)
     memory = over_shared_memory(config, neighbourhood, members, control.rank, chosen)
     if memory is not None:
         return _emulated(memory)
-    gloo = factory(name, place, len(members))
+    gloo = factory(name, members, place)
     return _emulated(_C.c10d_communicator(config, gloo, factory, neighbourhood))
 
 
@@ -289,7 +293,7 @@ def disagreement(
     return None
 
 
-def _listen_host(store: Store, rank: int, size: int, timeout: float) -> str:
+def _listen_host(store: Store, rank: int, size: int, timeout: float, look: Look = nothing) -> str:
     """The numeric address of one interface, through which the others reach this rank (collective).
 
     That which leads to where they all meet. A host's own name often leads to its loopback, as Debian has it: ranks
@@ -300,7 +304,7 @@ def _listen_host(store: Store, rank: int, size: int, timeout: float) -> str:
     store.set(f"host/{rank}", f"{mine} {_network()}")
     if not _is_loopback(mine):
         return mine
-    hosts = [awaited(store, f"host/{r}", f"rank {r}", timeout).decode().split() for r in range(size)]
+    hosts = [awaited(store, f"host/{r}", f"rank {r}", timeout, look).decode().split() for r in range(size)]
     for address, _ in hosts:
         if not _is_loopback(address):
             return _interface_to(address)
@@ -376,36 +380,51 @@ def _emulated(communicator: Communicator) -> Communicator:
     return communicator if rules is None else _C.emulated_communicator(communicator, rules)
 
 
-def _gloo_device(store: Store, rank: int, size: int, timeout: float) -> object:
+def while_they_stay(control: Control, ranks: Sequence[int]) -> Look:
+    """For waits outside of Control: ends them when the job has failed, or one of ``ranks`` has left it."""
+    seen: dict[int, float] = {}
+
+    def look() -> None:
+        control.check()
+        now = time.monotonic()
+        for rank in ranks:
+            # One that left in order may have been done with what this rank is about to be done with.
+            if rank != control.rank and control.has_left(rank) and now - seen.setdefault(rank, now) > _GRACE:
+                raise RankFailed(f"rank {rank} has left the job", rank=control.rank, peer=rank, operation="init")
+
+    return look
+
+
+def _gloo_device(store: Store, rank: int, size: int, timeout: float, look: Look) -> object:
     """The interface that torch's own groups would use, or that of Control: the host's name may resolve to an address
     that other hosts cannot reach.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         return ProcessGroupGloo.create_device(interface=interface)
-    return ProcessGroupGloo.create_device(hostname=_listen_host(store, rank, size, timeout))
+    return ProcessGroupGloo.create_device(hostname=_listen_host(store, rank, size, timeout, look))
 
 
-def gloo_options(store: Store, rank: int, size: int, *, timeout: float, threads: int) -> ProcessGroupGloo._Options:  # type: ignore[name-defined]
-    """Options of a gloo backend of ours, whose ranks share ``store`` (collective)."""
+def gloo_group(
+    store: Store, rank: int, size: int, *, timeout: float, threads: int, look: Look = nothing
+) -> ProcessGroupGloo:
+    """A gloo backend of ours, whose ranks share ``store`` (collective). ``look`` is called while it waits."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [_gloo_device(store, rank, size, timeout)]
+    options._devices = [_gloo_device(store, rank, size, timeout, look)]
     options._threads = threads
     options._timeout = timedelta(seconds=timeout)
-    return options
+    return interruptible(lambda: ProcessGroupGloo(store, rank, size, options), look)
 
 
-def _gloo_factory(store: Store, timeout: float) -> Callable[[str, int, int], Backend]:
-    def make(name: str, rank: int, size: int) -> Backend:
-        private = PrefixStore(f"gloo/{name}", store)
+def _gloo_factory(store: Store, control: Control, timeout: float) -> Callable[[str, list[int], int], Backend]:
+    def make(name: str, ranks: list[int], rank: int) -> Backend:
+        private, look = PrefixStore(f"gloo/{name}", store), while_they_stay(control, ranks)
         try:
             # A lane runs one collective at a time.
-            options = gloo_options(private, rank, size, timeout=timeout, threads=1)
-            backend: Backend = interruptible(lambda: ProcessGroupGloo(private, rank, size, options))
+            return gloo_group(private, rank, len(ranks), timeout=timeout, threads=1, look=look)
         except dist.DistError as error:
             raise TimedOut(
-                f"communicator {name}: not all of its {size} ranks made it within {timeout:.0f} s: {error}"
+                f"communicator {name}: not all of its {len(ranks)} ranks made it within {timeout:.0f} s: {error}"
             ) from error
-        return backend
 
     return make

@@ -5,6 +5,15 @@ They exist without the native part, which raises them through one translator (``
 
 from __future__ import annotations
 
+import threading
+
+_passing = threading.local()
+
+
+def comes_through_torch(message: str, rank: int, peer: int, operation: str, sequence: int) -> None:
+    """What belongs to the next exception of this thread with this ``message``: torch hands on nothing but that."""
+    _passing.error = (message, rank, peer, operation, sequence)
+
 
 class HpcommError(RuntimeError):
     """Base of all errors of hpcomm.
@@ -17,6 +26,9 @@ class HpcommError(RuntimeError):
         self, message: str = "", *, rank: int = -1, peer: int = -1, operation: str = "", sequence: int = -1
     ) -> None:
         super().__init__(message)
+        passing: tuple[str, int, int, str, int] | None = getattr(_passing, "error", None)
+        if passing is not None and passing[0] == message and (rank, peer, operation) == (-1, -1, ""):
+            _, rank, peer, operation, sequence = passing
         self.rank = rank
         self.peer = peer
         self.operation = operation

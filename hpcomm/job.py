@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import (
     DebugLevel,
     PrefixStore,
-    ProcessGroupGloo,
     Store,
     _ProcessGroupWrapper,
     get_debug_level,
@@ -20,13 +19,14 @@ from hpcomm import _C
 from hpcomm.communicator import (
     checks,
     cpu_transport,
-    gloo_options,
+    gloo_group,
     nccl_limits,
     over_shared_memory,
     start_control,
+    while_they_stay,
 )
 from hpcomm.errors import HpcommError, SchemaMismatch
-from hpcomm.rendezvous import interruptible, own_store
+from hpcomm.rendezvous import Look, nothing, own_store, store_errors
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend
@@ -51,7 +51,7 @@ def create_group(options: Any) -> Backend:
     if not options.global_ranks_in_group and (communicator is not None or _C.built_with_cuda()):
         job.native.anchor()
     if communicator is None:
-        gloo = _gloo_backend(options, timeout)
+        gloo = _gloo_backend(options, timeout, while_they_stay(job.native.control, config.ranks))
         # For CUDA tensors NCCL, whatever serves those of the CPU.
         return _C.backend_beside(gloo, config, job.native, limits=limits)
     return _C.backend(communicator, job.native, limits=limits)
@@ -63,13 +63,15 @@ def _require_equal(options: Any, transport: str) -> None:
 
     Raises:
         SchemaMismatch: on ranks that chose another one than the first to come.
+        TransportError: the store has gone.
     """
     store = options.store
-    # One key per group of this name: a store may outlive it.
-    generation = store.add(f"hpcomm/made/{options.group_rank}", 1)
     settings = {"HPCOMM_CPU_TRANSPORT": transport, "HPCOMM_CHECK": "1" if checks() else "0"}
     mine = f"{' '.join(settings.values())} of rank {options.group_rank}"
-    first = store.compare_set(f"hpcomm/transport/{generation}", "", mine).decode().split()
+    with store_errors("the other ranks"):
+        # One key per group of this name: a store may outlive it.
+        generation = store.add(f"hpcomm/made/{options.group_rank}", 1)
+        first = store.compare_set(f"hpcomm/transport/{generation}", "", mine).decode().split()
     for (name, own), other in zip(settings.items(), first, strict=False):
         if own != other:
             raise SchemaMismatch(
@@ -143,17 +145,14 @@ def _leave() -> None:
             job.native.end()
 
 
-def _gloo_backend(options: Any, timeout: float) -> Backend:
+def _gloo_backend(options: Any, timeout: float, look: Look = nothing) -> Backend:
     """The whole group on gloo: some of its ranks share no memory."""
     rank, size = options.group_rank, options.group_size
-    store, _ = own_store(PrefixStore("gloo", options.store), rank, size, timeout=timeout)
-    how = gloo_options(store, rank, size, timeout=timeout, threads=2)
-    backend = interruptible(lambda: ProcessGroupGloo(store, rank, size, how))
+    store, _ = own_store(PrefixStore("gloo", options.store), rank, size, timeout=timeout, look=look)
+    backend = gloo_group(store, rank, size, timeout=timeout, threads=2, look=look)
     backend._set_sequence_number_for_group()
     if not checks() or size == 1 or get_debug_level() == DebugLevel.DETAIL:  # there torch does it itself
         return backend
-    helper = PrefixStore("check", store)
-    compared: Backend = _ProcessGroupWrapper(
-        backend, ProcessGroupGloo(helper, rank, size, gloo_options(helper, rank, size, timeout=timeout, threads=1))
-    )
+    helper = gloo_group(PrefixStore("check", store), rank, size, timeout=timeout, threads=1, look=look)
+    compared: Backend = _ProcessGroupWrapper(backend, helper)
     return compared

@@ -16,14 +16,18 @@ from hpcomm.errors import HpcommError, TimedOut, TransportError
 __all__: list[str] = []
 
 T = TypeVar("T")
+# Called again and again in a wait, which ends with what it raises.
+Look = Callable[[], None]
 
-# Seconds between two looks into the store.
+# Seconds between two looks.
 _LONGEST_PAUSE = 0.05
-# Seconds: a signal ends a wait at once, but not on every platform.
-_LONGEST_WAIT = 0.2
 
 
-def own_store(store: Store, rank: int, size: int, *, timeout: float) -> tuple[PrefixStore, str]:
+def nothing() -> None:
+    """A Look that has nothing to see."""
+
+
+def own_store(store: Store, rank: int, size: int, *, timeout: float, look: Look = nothing) -> tuple[PrefixStore, str]:
     """A part of ``store`` that only this start of these ranks has, and its name, the same on all (collective).
 
     A store may outlive those who met there: torchrun keeps one for all its restarts, whose ranks died at different
@@ -39,9 +43,9 @@ def own_store(store: Store, rank: int, size: int, *, timeout: float) -> tuple[Pr
     seen = [f"seen/{r}" for r in range(size)]
     mine = secrets.token_hex(8)
     name, roster = "", [""] * size
-    with _store_errors("the other ranks" if rank == 0 else "rank 0"):
+    with store_errors("the other ranks" if rank == 0 else "rank 0", look):
         place.set(words[rank], mine)
-        for _ in _looks(timeout):
+        for _ in _looks(timeout, look):
             if rank == 0:
                 found = [_now(place, word) for word in words]
                 if found != roster and all(found):
@@ -60,19 +64,21 @@ def own_store(store: Store, rank: int, size: int, *, timeout: float) -> tuple[Pr
                     return PrefixStore(f"hpcomm/{name}", store), name
         absent = [r for r in range(size) if not _now(place, words[r])]
         late = [r for r in range(size) if rank == 0 and _now(place, seen[r]) != name]
-    raise _did_not_come(f"rank {[*absent, *late, 0][0]}", timeout)
+    missing = absent or late or [0]
+    raise _did_not_come(", ".join(f"rank {r}" for r in missing), timeout)
 
 
 def _now(store: Store, key: str) -> str:
     return bytes(store.get(key)).decode() if store.check([key]) else ""
 
 
-def _looks(timeout: float) -> Iterator[None]:
-    """Turns of a loop that looks into a store, until the time is over."""
+def _looks(timeout: float, look: Look) -> Iterator[None]:
+    """Turns of a loop that looks into a store, until the time is over; each begins with ``look()``."""
     deadline = time.monotonic() + timeout
     pause = 0.001
     yield
     while time.monotonic() < deadline:
+        look()
         time.sleep(pause)
         pause = min(1.5 * pause, _LONGEST_PAUSE)
         yield
@@ -80,44 +86,51 @@ def _looks(timeout: float) -> Iterator[None]:
 
 def _did_not_come(who: str, timeout: float) -> TimedOut:
     return TimedOut(
-        f"{who} did not come within {timeout:.0f} s while the job was starting; is it running?", operation="init"
+        f"{who} did not come within {timeout:.0f} s while ranks were meeting; is it running?", operation="init"
     )
 
 
+def _ask_once_more(look: Look) -> None:
+    """Something failed below: ``look()`` may know a moment later which rank that was."""
+    for _ in range(0 if look is nothing else 15):
+        look()
+        time.sleep(0.02)
+
+
 @contextlib.contextmanager
-def _store_errors(who: str) -> Iterator[None]:
+def store_errors(who: str, look: Look = nothing) -> Iterator[None]:
+    """Torch's error of a store inside is a :class:`TransportError`, unless ``look()`` has a better one."""
     try:
         yield
     except HpcommError:
         raise
     except RuntimeError as error:
+        _ask_once_more(look)
         raise TransportError(
-            f"waiting for {who} while the job was starting: the store through which ranks find each other has gone "
+            f"waiting for {who} while ranks were meeting: the store through which ranks find each other has gone "
             f"({error}); look at the output of the process that had it, rank 0 or torchrun",
             operation="init",
         ) from error
 
 
-def awaited(store: Store, key: str, who: str, timeout: float) -> bytes:
+def awaited(store: Store, key: str, who: str, timeout: float, look: Look = nothing) -> bytes:
     """What ``who`` puts there; torch's own wait sees Ctrl-C only at its end.
 
     Raises:
         TimedOut: it was not there within ``timeout`` seconds.
     """
-    with _store_errors(who):
-        for _ in _looks(timeout):
+    with store_errors(who, look):
+        for _ in _looks(timeout, look):
             if store.check([key]):
                 return bytes(store.get(key))
     raise _did_not_come(who, timeout)
 
 
-def interruptible(make: Callable[[], T]) -> T:
-    """``make()``, which waits for other ranks without a look at signals, in a thread of its own.
+def interruptible(make: Callable[[], T], look: Look = nothing) -> T:
+    """``make()``, which waits for other ranks and sees no signal, in a thread of its own; ``look()`` meanwhile.
 
-    Ctrl-C leaves it there: it ends with its own time-out, or with the process.
+    Ctrl-C, or what ``look()`` raises, leaves it there: it ends with its own time-out, or with the process.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return make()
     made: list[T] = []
     failed: list[BaseException] = []
     over = threading.Event()
@@ -131,8 +144,9 @@ def interruptible(make: Callable[[], T]) -> T:
             over.set()
 
     threading.Thread(target=body, name="hpcomm:start", daemon=True).start()
-    while not over.wait(_LONGEST_WAIT):
-        pass
+    while not over.wait(_LONGEST_PAUSE):
+        look()
     if failed:
+        _ask_once_more(look)
         raise failed[0]
     return made[0]

@@ -5,6 +5,7 @@ Values encode the rank: 3 ** rank, or 10 ** rank.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -455,6 +456,51 @@ def overlapping() -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_part_may_lie_anywhere_in_the_whole(size: int) -> None:
     ranks.run(size, overlapping)
+
+
+def one_memory_of_the_root() -> None:
+    """The root's own part lies where another rank's comes from, or goes to."""
+    with world() as (rank, size):
+        for count in (3, 5000, 2_000_000):
+            for step in (1, 2):  # parts that are written in place, and such that are not contiguous
+                whole = torch.zeros(size, step * count)
+                parts = [part[::step] for part in whole.unbind()]
+                own = parts[1] if rank == 0 else torch.empty(count)
+                own.fill_(rank + 1.0)
+                dist.gather(own, parts if rank == 0 else None)
+                if rank == 0:
+                    assert [part.unique().tolist() for part in parts] == [[r + 1.0] for r in range(size)]
+
+                for r, part in enumerate(parts):
+                    part.fill_(r + 10.0)
+                own = parts[1] if rank == 0 else torch.empty(count)
+                dist.scatter(own, parts if rank == 0 else None)
+                assert own.unique().tolist() == [rank + 10.0]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_roots_own_part_may_lie_in_another_ranks(size: int) -> None:
+    ranks.run(size, one_memory_of_the_root)
+
+
+def into_views_with_a_graph() -> None:
+    """Autograd's notes of a view are not touched behind its back, by a lane that writes after the call."""
+    with world() as (rank, size):
+        for i in range(20):
+            for step in (1, 2):
+                given = torch.full((size, 4), 10.0 * rank + i, requires_grad=True)
+                whole = torch.empty(size, 4 * step)
+                outputs = [row[::step] for row in whole]
+                if rank == 1:
+                    time.sleep(0.002)  # rank 0 has returned by then, and its lane not
+                work = dist.all_to_all(outputs, list(given), async_op=True)
+                assert work is not None
+                work.wait()
+                same(torch.stack([output.clone().detach()[0] for output in outputs]), torch.arange(size) * 10.0 + i)
+
+
+def test_an_asynchronous_all_to_all_into_views_with_a_graph() -> None:
+    ranks.run(2, into_views_with_a_graph)
 
 
 def many_at_once() -> None:

@@ -8,15 +8,18 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
 from backend_group import world
+from losing import interrupt
 from patience import with_patience
 
 import hpcomm
+from hpcomm.job import _require_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -49,6 +52,32 @@ def test_ranks_that_disagree_are_told_what_on_both_sides() -> None:
     first, second = ranks.run(2, disagreeing)
     for texts in (first, second):
         assert all("rank 0" in text and "rank 1" in text for text in texts)
+
+
+def without_memory() -> None:
+    with world():
+        for dtype in (torch.float32, torch.uint16, torch.uint64, torch.complex32, torch.float8_e8m0fnu):
+            for tensor in (torch.zeros(4, 3).to(dtype), torch.zeros(4, 3).to(dtype).t()):
+                tensor.untyped_storage().resize_(0)
+                with pytest.raises(hpcomm.InvalidArgument, match="no memory of its own"):
+                    dist.broadcast(tensor, 0)
+                with pytest.raises(hpcomm.InvalidArgument, match="no memory of its own"):
+                    dist.all_gather_into_tensor(torch.zeros(24).to(dtype), tensor)
+        dist.barrier()
+
+
+def test_a_tensor_whose_storage_was_given_back_is_refused() -> None:
+    ranks.run(2, without_memory)
+
+
+def test_a_store_that_has_gone_is_a_transport_error() -> None:
+    class Gone:
+        def add(self, *_: object) -> int:
+            raise dist.DistNetworkError("Connection was likely closed")
+
+    options = SimpleNamespace(store=Gone(), group_rank=1)
+    with pytest.raises(hpcomm.TransportError, match="the store through which ranks find each other has gone"):
+        _require_equal(options, "auto")
 
 
 def equal_parts() -> tuple[list[float], list[str]]:
@@ -246,26 +275,18 @@ def test_a_rank_that_dies_is_named() -> None:
     assert outcomes[2].ok, outcomes[2]
 
 
-def after_an_interrupt(wait: Callable[[], object]) -> None:
-    """Within one pytest.raises(): on a slow machine the signal may come before the wait."""
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    wait()
-
-
 def interrupted() -> None:
     dist.init_process_group("hpcomm", timeout=timedelta(seconds=20))
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
         store.wait(["interrupted"])  # alive, and not there
     else:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
         waits: list[Callable[[], object]] = [
             lambda: dist.recv(torch.zeros(1), 1),
             lambda: dist.gather(torch.zeros(1), [torch.zeros(1)] * 2, dst=0),
         ]
         for wait in waits:
-            with pytest.raises(KeyboardInterrupt):
-                after_an_interrupt(wait)
+            interrupt(wait)
         store.set("interrupted", "")
 
 

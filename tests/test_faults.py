@@ -8,12 +8,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import ranks
 import torch
-from losing import interrupt
+from losing import before_the_wait, interrupt, kill_rank_1
 from torch import nn
 
 import hpcomm
@@ -255,6 +256,63 @@ def test_a_killed_rank_is_named_by_every_survivor(tmp_path: Path) -> None:
         assert "heartbeat" not in outcomes[rank].value  # it is the end of the connection that tells, at once
 
 
+MAKES: dict[str, Callable[[hpcomm.Mesh], object]] = {
+    "split": lambda mesh: mesh.world.split(0, lane="extra"),
+    "lane": lambda mesh: mesh.lane([0, 1, 2], "extra"),
+    "two of three": lambda mesh: mesh.lane([0, 2], "extra") if mesh.rank == 0 else mesh.world.barrier(),
+    "DDP": lambda mesh: hpcomm.DistributedDataParallel(model(), mesh=mesh),
+}
+
+
+def makes_without_rank_1(name: str, directory: str) -> tuple[int, str]:
+    """The limit is ten minutes."""
+    mesh = hpcomm.init(dp=3)
+    mesh.world.barrier()
+    before_the_wait(directory, mesh.rank)
+    with pytest.raises(hpcomm.RankFailed) as caught:
+        MAKES[name](mesh)
+    return caught.value.peer, str(caught.value)
+
+
+@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_rank_that_is_killed_while_others_make_a_communicator(transport: str, name: str, tmp_path: Path) -> None:
+    env = {"HPCOMM_CPU_TRANSPORT": transport}
+    for peer, words in kill_rank_1(tmp_path, makes_without_rank_1, name, env=env).values():
+        assert peer == 1, words
+
+
+def leaves_others_to_connect() -> None:
+    mesh = hpcomm.init(dp=2)
+    mesh.world.barrier()
+    if mesh.rank == 1:
+        mesh.control.close()
+        return
+    with pytest.raises(hpcomm.RankFailed, match="rank 1 has left the job") as caught:
+        mesh.lane([0, 1], "extra")
+    assert caught.value.peer == 1
+
+
+def test_a_rank_that_leaves_while_others_connect_over_gloo() -> None:
+    ranks.run(2, leaves_others_to_connect, env={"HPCOMM_CPU_TRANSPORT": "gloo"})
+
+
+def backward_without_rank_1(directory: str) -> tuple[int, int, str]:
+    mesh = hpcomm.init(dp=3)
+    wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh)
+    x = torch.ones(2, 4)
+    wrapped(x).sum().backward()
+    loss = wrapped(x).sum()
+    before_the_wait(directory, mesh.rank)
+    with pytest.raises(hpcomm.RankFailed) as caught:
+        loss.backward()
+    return caught.value.rank - mesh.rank, caught.value.peer, caught.value.operation
+
+
+def test_an_error_that_passed_through_autograd_says_which_rank(tmp_path: Path) -> None:
+    assert set(kill_rank_1(tmp_path, backward_without_rank_1).values()) == {(0, 1, "all_reduce")}
+
+
 def leaves_early() -> None:
     mesh = hpcomm.init(dp=2)
     if mesh.rank == 1:
@@ -366,7 +424,7 @@ def interrupted_while_gloo_connects() -> None:
         mesh.control.abort("interrupted")
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hpcomm.communicator.interruptible", lambda _: mesh.control.receive(0, 99, 20.0))
+        patch.setattr("hpcomm.communicator.interruptible", lambda *_: mesh.control.receive(0, 99, 20.0))
         with pytest.raises(hpcomm.PeerError, match="interrupted"):
             mesh.world.split(0, lane="extra")
 

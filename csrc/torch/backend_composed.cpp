@@ -151,15 +151,18 @@ HpcommBackend::C10dWork HpcommBackend::gather(TensorLists& outputs, Tensors& inp
                        step.exchange();
                        return;
                      }
+                     // Its own part first: `from` may lie where another one's goes.
+                     const auto self = static_cast<std::size_t>(root);
                      Tensors received;
                      for (const auto& part : to) {
                        received.push_back(receptacle(part));
-                       if (const int peer = static_cast<int>(received.size()) - 1; peer != root) {
-                         step.recv(received.back(), peer);
+                     }
+                     received[self].copy_(from.view_as(received[self]));
+                     for (std::size_t peer = 0; peer < received.size(); ++peer) {
+                       if (peer != self) {
+                         step.recv(received[peer], static_cast<int>(peer));
                        }
                      }
-                     const auto self = static_cast<std::size_t>(root);
-                     received[self].copy_(from.view_as(received[self]));
                      step.exchange();
                      for (std::size_t i = 0; i < to.size(); ++i) {
                        deliver(received[i], to[i]);
@@ -201,8 +204,8 @@ HpcommBackend::C10dWork HpcommBackend::scatter(Tensors& outputs, TensorLists& in
                          step.send(direct(from[static_cast<std::size_t>(peer)], "scatter"), peer);
                        }
                      }
+                     step.exchange();  // before `to` is written, which may lie where another one's part does
                      to.copy_(from[static_cast<std::size_t>(root)].view_as(to));
-                     step.exchange();
                    });
   });
 }

@@ -30,12 +30,12 @@ bool is_direct(const at::Tensor& tensor) {
 
 at::Tensor direct(const at::Tensor& tensor, const char* what) {
   require_served(tensor, what, kHost);
+  require_memory(tensor, what);
   return is_direct(tensor) ? tensor : tensor.resolve_conj().resolve_neg().contiguous();
 }
 
 at::Tensor lane_alias(const at::Tensor& tensor) {
-  const at::NoGradGuard no_grad;
-  return tensor.layout() == at::kStrided ? tensor.detach() : tensor;
+  return tensor.layout() == at::kStrided ? tensor.variable_data() : tensor;
 }
 
 std::vector<at::Tensor> lane_aliases(const std::vector<at::Tensor>& tensors) {
@@ -57,6 +57,7 @@ BufferView movable_view(const at::Tensor& tensor, const char* what, Device devic
     case at::kFloat8_e4m3fnuz:
     case at::kFloat8_e5m2fnuz:
     case at::kFloat8_e8m0fnu: {
+      require_memory(tensor, what);
       const std::size_t bytes = tensor.nbytes();
       return {tensor.data_ptr(), bytes, bytes, DType::kUInt8, device};
     }

@@ -27,7 +27,9 @@ enum class TagSpace : std::uint64_t { kUser = 0, kComposed = 1, kMonitoredBarrie
 [[nodiscard]] bool is_direct(const at::Tensor& tensor);
 // `tensor`, of the host, itself or a contiguous copy. Checks device and layout.
 [[nodiscard]] at::Tensor direct(const at::Tensor& tensor, const char* what);
-// The same storage, sizes and strides in a tensor that has no Python object: the lane lets go of it without the GIL.
+// The same storage, sizes and strides in a tensor that has no Python object, so the lane lets go of it without the GIL,
+// and counts its own changes: torch asserts that a view's counter does not change behind the back of autograd, and the
+// lane writes when the call has returned.
 [[nodiscard]] at::Tensor lane_alias(const at::Tensor& tensor);
 [[nodiscard]] std::vector<at::Tensor> lane_aliases(const std::vector<at::Tensor>& tensors);
 inline constexpr Device kHost{};

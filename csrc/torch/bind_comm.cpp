@@ -59,9 +59,9 @@ C10dBackendFactory to_factory(py::function function) {
     const py::gil_scoped_acquire gil;
     delete owned;
   });
-  return [shared](const std::string& name, int rank, int size) {
+  return [shared](const std::string& name, const std::vector<int>& ranks, int rank) {
     const py::gil_scoped_acquire gil;
-    return (*shared)(name, rank, size).cast<C10dBackend>();
+    return (*shared)(name, ranks, rank).cast<C10dBackend>();
   };
 }
 

@@ -115,7 +115,7 @@ class C10dCommunicator final : public HostCommunicator {
       return make_shm_communicator(std::move(child), neighbourhood_);
     }
     HPCOMM_REQUIRE(factory_ != nullptr, "this communicator wraps a backend that it did not make and cannot divide it");
-    C10dBackend backend = factory_(child.name, child.rank, static_cast<int>(child.ranks.size()));
+    C10dBackend backend = factory_(child.name, child.ranks, child.rank);
     return make_c10d_communicator(std::move(child), std::move(backend), factory_, neighbourhood_);
   }
 

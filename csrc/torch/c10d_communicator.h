@@ -13,8 +13,9 @@
 namespace hpcomm {
 
 using C10dBackend = c10::intrusive_ptr<c10d::Backend>;
-// Makes a backend for a new group: (the communicator's name, rank, size). Collective over the group.
-using C10dBackendFactory = std::function<C10dBackend(const std::string& name, int rank, int size)>;
+// Makes a backend for a new group, with the communicator's name. Collective over the group: `ranks` of the job, in
+// order, `rank` this one's place among them.
+using C10dBackendFactory = std::function<C10dBackend(const std::string& name, const std::vector<int>& ranks, int rank)>;
 
 // `backend` belongs to this communicator alone: c10d counts collectives per backend, so a second user on another
 // thread would break the order. `factory` serves subgroup() and may be empty. Subgroups whose members all are in

@@ -94,6 +94,12 @@ bool has_memory(const at::Tensor& tensor) {
   return tensor.numel() == 0 || (tensor.has_storage() && tensor.storage().data() != nullptr);
 }
 
+void require_memory(const at::Tensor& tensor, const char* what) {
+  HPCOMM_REQUIRE(has_memory(tensor), what,
+                 ": the tensor has no memory of its own (a wrapper such as a DTensor, or its ",
+                 "storage was given back)");
+}
+
 BufferView view_of(const at::Tensor& tensor, const char* what, Device device) {
   HPCOMM_REQUIRE(tensor.defined(), what, ": expected a tensor, got None");
   HPCOMM_REQUIRE(tensor.device() == torch_device(device), what, ": this communicator serves tensors on ",
@@ -101,9 +107,7 @@ BufferView view_of(const at::Tensor& tensor, const char* what, Device device) {
   HPCOMM_REQUIRE(tensor.layout() == at::kStrided, what, ": sparse tensors are not supported");
   const DType dtype = dtype_of(tensor);
   HPCOMM_REQUIRE(tensor.is_contiguous(), what, ": the tensor must be contiguous; call .contiguous() first");
-  HPCOMM_REQUIRE(has_memory(tensor), what,
-                 ": the tensor has no memory of its own (a wrapper such as a DTensor, or its ",
-                 "storage was given back)");
+  require_memory(tensor, what);
   const auto count = static_cast<std::size_t>(tensor.numel());
   return {tensor.data_ptr(), count * size_of(dtype), count, dtype, device};
 }

@@ -19,6 +19,8 @@ namespace hpcomm {
 // False where there are elements and nothing to read them from: a wrapper around other tensors (a DTensor), a fake one,
 // one whose storage was given back.
 [[nodiscard]] bool has_memory(const at::Tensor& tensor);
+// Throws kInvalidArgument where it has none.
+void require_memory(const at::Tensor& tensor, const char* what);
 
 // A view of a dense, contiguous tensor on `device`. `what` names it in the error. Checks device, dtype, contiguity.
 [[nodiscard]] BufferView view_of(const at::Tensor& tensor, const char* what, Device device);
