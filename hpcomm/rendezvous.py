@@ -86,7 +86,7 @@ def _looks(timeout: float, look: Look) -> Iterator[None]:
 
 def _did_not_come(who: str, timeout: float) -> TimedOut:
     return TimedOut(
-        f"{who} did not come within {timeout:.0f} s while ranks were meeting; is it running?", operation="init"
+        f"{who} did not come within {timeout:g} s while ranks were meeting; is it running?", operation="init"
     )
 
 
