@@ -22,9 +22,9 @@ enum class Fetching : std::uint8_t {
   kIntel,
   // Elsewhere, so little that it may lie in a cache: the first and the third line of each short tensor on the side that
   // is scattered, since the hardware finds the rest and the whole other side. Whole tensors take up what the copies
-  // need to get at a cache: a tenth slower with 1 MB in tensors of 256 B, unpacked a fifth. Zen 4 waits for the addresses of
-  // pages with those: a bare loop over 1 MB of them took 9 ns a tensor in pages of 4 KB and 8 in pages of 2 MB, as
-  // bfloat16 7.6 and 5.8.
+  // need to get at a cache: a tenth slower with 1 MB in tensors of 256 B, unpacked a fifth. Zen 4 waits for the
+  // addresses of pages with those: a bare loop over 1 MB of them took 9 ns a tensor in pages of 4 KB and 8 in pages of
+  // 2 MB, as bfloat16 7.6 and 5.8.
   kSources,
   kTargets,
   // Elsewhere, more than that: whole tensors, into the second-level cache; both sides, but for long ones that a cast
