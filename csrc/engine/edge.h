@@ -37,12 +37,11 @@ struct EdgeConfig {
   bool movable = false;
 };
 
-// A tensor that is no dense block: what its owner copies straight to where it travels from.
+// A tensor in host memory that is no dense block: what its owner copies straight to where it travels from.
 class StridedSource {
  public:
   virtual ~StridedSource() = default;
-  // Writes all elements in order, cast to `wire`, densely to `target`. On a CPU from any thread; on a GPU it launches
-  // on the stream that the caller computes on.
+  // Writes all elements in order, cast to `wire`, densely to `target`. From any thread.
   virtual void write(void* target, DType wire) const = 0;
 };
 

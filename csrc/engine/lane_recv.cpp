@@ -99,8 +99,10 @@ class LaneRecv final : public RecvRoute {
     State(const EdgeConfig& config, std::shared_ptr<Allocator> allocator, std::shared_ptr<Inbound> edge)
         : inbound(std::move(edge)),
           in_order(in_stream_order(*config.communicator)),
-          slots(std::make_shared<SlotPool>(std::move(allocator), config.slots, config.communicator->compute(),
-                                           in_order ? config.communicator->shared_stream() : nullptr)),
+          slots(std::make_shared<SlotPool>(std::move(allocator), config.slots,
+                                           SlotPool::Streams{config.communicator->compute(),
+                                                             in_order ? config.communicator->shared_stream() : nullptr,
+                                                             config.communicator->compute()})),
           rendezvous(make_rendezvous(config, inbound->id)),
           window(*config.communicator, config.peer, inbound->id, config.slots),
           control(config.communicator->shared_control()),

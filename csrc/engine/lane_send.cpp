@@ -28,7 +28,9 @@ class LaneSend final : public SendRoute {
         edge_(edge),
         refusal_(std::move(refusal)),
         in_order_(in_stream_order(communicator_)),
-        slots_(std::move(allocator), config.slots, in_order_ ? communicator_.shared_stream() : nullptr),
+        slots_(std::move(allocator), config.slots,
+               in_order_ ? SlotPool::Streams{communicator_.shared_stream(), nullptr, communicator_.compute()}
+                         : SlotPool::Streams{}),
         rendezvous_(make_rendezvous(config, edge)),
         window_(communicator_, peer_, edge, config.slots) {
     slots_.reserve(config.slots, config.slot_bytes);
@@ -50,10 +52,7 @@ class LaneSend final : public SendRoute {
     for (const Parcel::Direct& one : parcel.direct) {
       bytes += message.sources[one.tensor].strided != nullptr ? line(one.bytes) : 0;
     }
-    // What is no dense block is written by the caller's stream, which must not wait for a lane that may wait for peers.
-    const bool at_once = in_order_ && std::any_of(message.sources.begin(), message.sources.end(),
-                                                  [](const Source& source) { return source.strided != nullptr; });
-    const SlotPool::Slot lent = bytes > 0 ? slots_.acquire(bytes, at_once) : SlotPool::Slot{};
+    const SlotPool::Slot lent = bytes > 0 ? slots_.acquire(bytes) : SlotPool::Slot{};
     const Buffer& slot = lent.buffer;
     auto* const memory = static_cast<char*>(slot.view.data);
     std::vector<BufferView> views;

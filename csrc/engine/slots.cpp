@@ -2,102 +2,142 @@
 #include "engine/slots.h"
 
 #include <algorithm>
+#include <functional>
 #include <optional>
 #include <utility>
 
 namespace hpcomm {
 
-SlotPool::SlotPool(std::shared_ptr<Allocator> allocator, std::size_t max_free, std::shared_ptr<Stream> reader,
-                   std::shared_ptr<Stream> lane)
-    : allocator_(std::move(allocator)), free_(std::make_shared<Free>()) {
-  free_->max_free = max_free;
-  free_->reader = std::move(reader);
-  free_->lane = std::move(lane);
+namespace {
+
+// Never one more than twice as large: a small message must not pin the slot of a large one.
+bool fits(const Buffer& buffer, std::size_t bytes) {
+  return buffer.view.bytes >= bytes && buffer.view.bytes / 2 <= bytes;
 }
 
-SlotPool::Slot SlotPool::acquire(std::size_t bytes, bool at_once) {
-  std::optional<Slot> slot;
+template <typename T>
+T take(std::vector<T>& from, typename std::vector<T>::iterator place) {
+  T taken = std::move(*place);
+  from.erase(place);
+  return taken;
+}
+
+}  // namespace
+
+SlotPool::SlotPool(std::shared_ptr<Allocator> allocator, std::size_t max_free)
+    : SlotPool(std::move(allocator), max_free, Streams{}) {}
+
+SlotPool::SlotPool(std::shared_ptr<Allocator> allocator, std::size_t max_free, Streams streams)
+    : allocator_(std::move(allocator)), state_(std::make_shared<State>()) {
+  state_->max_free = max_free;
+  state_->streams = std::move(streams);
+}
+
+SlotPool::Slot SlotPool::acquire(std::size_t bytes) {
+  const Streams& streams = state_->streams;
+  const std::uint64_t capture = streams.caller == nullptr ? 0 : streams.caller->capture();
+  auto lease = std::make_shared<Lease>();
+  std::optional<Free> slot;
   {
-    std::lock_guard lock(free_->mutex);
-    // Never one more than twice as large: a small message must not pin the slot of a large one.
-    const auto fits = [bytes, at_once](const Slot& candidate) {
-      return candidate.buffer.view.bytes >= bytes && candidate.buffer.view.bytes / 2 <= bytes &&
-             (!at_once || candidate.free.done());
-    };
-    const auto found = std::find_if(free_->slots.begin(), free_->slots.end(), fits);
-    if (found != free_->slots.end()) {
-      slot = std::move(*found);
-      free_->slots.erase(found);
+    const std::lock_guard lock(state_->mutex);
+    state_->unpin();
+    if (capture != 0) {
+      if (auto pinned = state_->find_pinned(bytes, capture)) {
+        slot = std::move(pinned->slot);
+        lease->graphs = std::move(pinned->graphs);
+      } else {
+        lease->graphs.push_back(state_->watch(capture));
+      }
     }
+    if (!slot) {
+      slot = state_->find(bytes, capture != 0);
+    }
+    state_->count_lent();
   }
-  if (!slot) {
-    slot = make(bytes);
-  } else if (slot->free.captured()) {
-    // Let go of inside a capture, whose event nobody outside can wait for. The graph's launches are on the reader's
-    // stream: what comes behind it now comes behind those that were.
-    slot->free = free_->reader->record();
+  try {
+    if (!slot) {
+      slot = make(bytes);
+    } else if (slot->event.captured()) {
+      // Of this capture: what comes behind the reader's last node comes behind that one.
+      slot->event = streams.reader->record();
+    }
+  } catch (...) {
+    const std::lock_guard lock(state_->mutex);
+    state_->count_returned();
+    throw;
   }
   Slot lent;
-  lent.free = std::move(slot->free);
+  lent.free = std::move(slot->event);
   lent.buffer.view = slot->buffer.view;
   lent.buffer.view.bytes = lent.buffer.view.count = bytes;
+  lent.lease_ = lease;
   // The deleter owns the slot; what `owner` points at is only an identity.
-  lent.last_use_ = std::make_shared<std::optional<Event>>();
-  lent.buffer.owner =
-      Keepalive(slot->buffer.view.data, [free = free_, buffer = std::move(slot->buffer), last_use = lent.last_use_](
-                                            const void*) { free->take_back(buffer, std::move(*last_use)); });
+  lent.buffer.owner = Keepalive(slot->buffer.view.data, [state = state_, buffer = std::move(slot->buffer),
+                                                         lease](const void*) { state->take_back(buffer, *lease); });
   return lent;
 }
 
-SlotPool::Slot SlotPool::make(std::size_t bytes) {
-  Slot slot;
+SlotPool::Free SlotPool::make(std::size_t bytes) {
+  Free slot;
   slot.buffer = allocator_->allocate(bytes);
-  const std::lock_guard lock(free_->mutex);
-  free_->bytes += slot.buffer.view.bytes;
+  const std::lock_guard lock(state_->mutex);
+  state_->total += slot.buffer.view.bytes;
   return slot;
 }
 
 void SlotPool::reserve(std::size_t count, std::size_t bytes) {
   for (std::size_t i = 0; bytes > 0 && i < count; ++i) {
-    Slot slot = make(bytes);
-    const std::lock_guard lock(free_->mutex);
-    free_->slots.push_back(std::move(slot));
+    Free slot = make(bytes);
+    const std::lock_guard lock(state_->mutex);
+    state_->slots.push_back(std::move(slot));
   }
 }
 
 std::size_t SlotPool::bytes() const {
-  const std::lock_guard lock(free_->mutex);
-  return free_->bytes;
+  const std::lock_guard lock(state_->mutex);
+  return state_->total;
 }
 
-SlotPool::Free::~Free() {
-  for (const Slot& slot : slots) {
+// --- What is shared with those that are lent -------------------------------------------------------------------------
+
+SlotPool::State::~State() {
+  for (const Free& slot : slots) {
     give_up(slot.buffer);
+  }
+  for (const Pinned& one : pinned) {
+    give_up(one.slot.buffer);
   }
 }
 
-void SlotPool::Free::take_back(const Buffer& buffer, std::optional<Event> last_use) noexcept {
+void SlotPool::State::take_back(const Buffer& buffer, Lease& lease) noexcept {
   try {
-    Slot slot;
-    slot.buffer = buffer;
-    if (last_use) {
-      slot.free = std::move(*last_use);
-    } else if (reader != nullptr) {
-      slot.free = reader->record();
+    Free slot{buffer, {}};
+    if (lease.last_use) {
+      slot.event = std::move(*lease.last_use);
+    } else if (streams.reader != nullptr) {
+      slot.event = streams.reader->record();
     }
-    std::optional<Slot> oldest;
+    std::uint64_t captured_in = 0;
+    if (slot.event.captured()) {
+      captured_in = streams.caller == nullptr ? 0 : streams.caller->capture();
+    }
+    std::vector<Free> surplus;
     {
-      std::lock_guard lock(mutex);
-      slots.push_back(std::move(slot));
-      // The oldest gives way: its size may be one that nobody asks for any more.
-      if (slots.size() > max_free) {
-        oldest = std::move(slots.front());
-        bytes -= oldest->buffer.view.bytes;
-        slots.erase(slots.begin());
+      const std::lock_guard lock(mutex);
+      count_returned();
+      if (captured_in != 0) {
+        lease.graphs.push_back(watch(captured_in));
       }
+      if (lease.graphs.empty()) {
+        slots.push_back(std::move(slot));
+      } else {
+        pinned.push_back({std::move(slot), captured_in, std::move(lease.graphs)});
+      }
+      unpin();
+      surplus = trim();
     }
-    if (oldest) {
-      give_up(oldest->buffer);
+    for (const Free& one : surplus) {
+      give_up(one.buffer);
     }
   } catch (...) {
     // The device is gone, or there is no memory for the list: the slot is let go of.
@@ -105,8 +145,8 @@ void SlotPool::Free::take_back(const Buffer& buffer, std::optional<Event> last_u
   }
 }
 
-void SlotPool::Free::give_up(const Buffer& buffer) noexcept {
-  for (const auto& stream : {reader, lane}) {
+void SlotPool::State::give_up(const Buffer& buffer) noexcept {
+  for (const auto& stream : {streams.reader, streams.lane}) {
     try {
       if (stream != nullptr) {
         stream->hold(buffer.owner);
@@ -115,6 +155,60 @@ void SlotPool::Free::give_up(const Buffer& buffer) noexcept {
     } catch (...) {  // the device is gone: the stream keeps it for ever
     }
   }
+}
+
+std::optional<SlotPool::Free> SlotPool::State::find(std::size_t bytes, bool in_capture) {
+  // A graph cannot wait for what was issued before it.
+  const auto found = std::find_if(slots.begin(), slots.end(), [&](const Free& slot) {
+    return fits(slot.buffer, bytes) && (!in_capture || slot.event.done());
+  });
+  return found == slots.end() ? std::nullopt : std::optional(take(slots, found));
+}
+
+std::optional<SlotPool::Pinned> SlotPool::State::find_pinned(std::size_t bytes, std::uint64_t in_capture) {
+  const auto found = std::find_if(pinned.begin(), pinned.end(), [&](const Pinned& one) {
+    return one.capture == in_capture && fits(one.slot.buffer, bytes);
+  });
+  return found == pinned.end() ? std::nullopt : std::optional(take(pinned, found));
+}
+
+void SlotPool::State::count_lent() { most = std::max(most, ++lent); }
+
+void SlotPool::State::count_returned() {
+  if (--lent == 0) {
+    most_before = std::exchange(most, 0);
+  }
+}
+
+void SlotPool::State::unpin() {
+  const auto runs_no_more = [](const Pinned& one) {
+    return std::all_of(one.graphs.begin(), one.graphs.end(), [](const GraphIsGone& gone) { return gone->load(); });
+  };
+  const auto free = std::stable_partition(pinned.begin(), pinned.end(), std::not_fn(runs_no_more));
+  for (auto one = free; one != pinned.end(); ++one) {
+    slots.push_back({std::move(one->slot.buffer), {}});
+  }
+  pinned.erase(free, pinned.end());
+}
+
+// The oldest give way: their size may be one that nobody asks for any more.
+std::vector<SlotPool::Free> SlotPool::State::trim() {
+  const std::size_t busy = std::max(most, most_before);
+  const std::size_t limit = std::max(max_free, busy - std::min(busy, lent));
+  std::vector<Free> surplus;
+  while (slots.size() > limit) {
+    surplus.push_back(take(slots, slots.begin()));
+    total -= surplus.back().buffer.view.bytes;
+  }
+  return surplus;
+}
+
+GraphIsGone SlotPool::State::watch(std::uint64_t id) {
+  if (capture != id) {
+    graph = streams.caller->watch_graph();
+    capture = id;
+  }
+  return graph;
 }
 
 }  // namespace hpcomm

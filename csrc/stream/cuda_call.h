@@ -4,6 +4,9 @@
 #include <cuda_runtime_api.h>
 
 #include <atomic>
+#include <climits>
+#include <memory>
+#include <utility>
 
 #include "base/error.h"
 
@@ -77,6 +80,34 @@ class RelaxedCapture {
   }
   check(error, "cudaStreamIsCapturing");
   return status != cudaStreamCaptureStatusNone;
+}
+
+// The graph that what is issued on `stream` goes into. An id of 0: it runs.
+struct CapturedGraph {
+  unsigned long long id = 0;
+  cudaGraph_t graph = nullptr;
+};
+[[nodiscard]] inline CapturedGraph graph_of(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  CapturedGraph captured;
+  const cudaError_t error = cudaStreamGetCaptureInfo(stream, &status, &captured.id, &captured.graph);
+  if (error == cudaErrorStreamCaptureImplicit) {  // see is_capturing(): in a capture, and of no graph
+    (void)cudaGetLastError();
+    return {ULLONG_MAX, nullptr};
+  }
+  check(error, "cudaStreamGetCaptureInfo");
+  return status == cudaStreamCaptureStatusNone ? CapturedGraph{} : captured;
+}
+
+// Holds `memory` until `graph`, which is being captured, and all that is made of it are destroyed. It goes on a thread
+// of CUDA's, where nothing of CUDA may be called.
+inline void keep_with_graph(cudaGraph_t graph, std::shared_ptr<const void> memory) {
+  auto held = std::make_unique<std::shared_ptr<const void>>(std::move(memory));
+  const auto let_go = [](void* pointer) { delete static_cast<std::shared_ptr<const void>*>(pointer); };
+  cudaUserObject_t object = nullptr;
+  check(cudaUserObjectCreate(&object, held.get(), let_go, 1, cudaUserObjectNoDestructorSync), "cudaUserObjectCreate");
+  (void)held.release();
+  check(cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove), "cudaGraphRetainUserObject");
 }
 
 }  // namespace hpcomm::cuda

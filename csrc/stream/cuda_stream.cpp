@@ -223,9 +223,18 @@ class CudaStream final : public Stream {
     }
   }
 
-  [[nodiscard]] bool is_capturing() const override {
+  [[nodiscard]] std::uint64_t capture() const override {
     const DeviceGuard device(device_);
-    return cuda::is_capturing(handle());
+    return cuda::graph_of(handle()).id;
+  }
+
+  [[nodiscard]] GraphIsGone watch_graph() override {
+    const DeviceGuard device(device_);
+    const cudaGraph_t graph = cuda::graph_of(handle()).graph;
+    HPCOMM_REQUIRE(graph != nullptr, "no graph is captured on this stream");
+    auto gone = std::make_shared<std::atomic<bool>>(false);
+    cuda::keep_with_graph(graph, std::shared_ptr<const void>(nullptr, [gone](const void*) { gone->store(true); }));
+    return gone;
   }
 
   [[nodiscard]] Event record() override {

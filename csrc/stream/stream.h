@@ -1,6 +1,8 @@
 // Stream: an ordered queue of device work. The same contract on CPU and CUDA, so overlap is written once.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -10,6 +12,8 @@
 #include "stream/event.h"
 
 namespace hpcomm {
+
+using GraphIsGone = std::shared_ptr<const std::atomic<bool>>;
 
 // Host code that runs in stream order. It must not throw: failures belong to a Work (comm/work.h).
 using Task = std::function<void()>;
@@ -35,8 +39,11 @@ class Stream {
   virtual void wait(const Event& event) = 0;
   // True when the calling code already runs in this stream's order: it may execute at once what it would enqueue.
   [[nodiscard]] virtual bool is_current() const noexcept = 0;
-  // True when what is issued now goes into a CUDA graph instead of running.
-  [[nodiscard]] virtual bool is_capturing() const { return false; }
+  // What is issued now goes into the CUDA graph of this capture instead of running; 0: it runs.
+  [[nodiscard]] virtual std::uint64_t capture() const { return 0; }
+  [[nodiscard]] bool is_capturing() const { return capture() != 0; }
+  // In a capture: becomes true when its graph can never run again, since it and all that was made of it are destroyed.
+  [[nodiscard]] virtual GraphIsGone watch_graph() { return nullptr; }
   // True when nothing is enqueued or running.
   [[nodiscard]] virtual bool idle() const noexcept = 0;
   // The cudaStream_t that kernels are launched on; null for CPU streams.

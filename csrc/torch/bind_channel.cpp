@@ -44,15 +44,17 @@ EdgeConfig make_config(std::shared_ptr<Communicator> communicator, int peer, boo
 
 // --- sending ---------------------------------------------------------------------------------------------------------
 
+// As a message has it: its dimensions in `order` if there is one. Detached: no Python object, so a lane may let go of
+// it without the GIL.
+at::Tensor in_order_of(const at::Tensor& tensor, const std::uint8_t* order) {
+  const at::Tensor detached = tensor.detach();
+  return order == nullptr ? detached : detached.permute(std::vector<std::int64_t>(order, order + tensor.dim()));
+}
+
 // What is no dense block: torch's own kernel copies it, from its strides straight to where it travels from.
 class TensorSource final : public StridedSource {
  public:
-  // Detached: no Python object, so a lane may let go of it without the GIL.
-  TensorSource(const at::Tensor& tensor, const std::uint8_t* order) : tensor_(tensor.detach()) {
-    if (order != nullptr) {
-      tensor_ = tensor_.permute(std::vector<std::int64_t>(order, order + tensor.dim()));
-    }
-  }
+  explicit TensorSource(at::Tensor tensor) : tensor_(std::move(tensor)) {}
   void write(void* target, DType wire) const override {
     const c10::AutoGradMode no_grad(false);
     const auto options = at::TensorOptions().dtype(scalar_type(wire)).device(tensor_.device());
@@ -202,8 +204,16 @@ class TreeSender {
       if (tensor.numel() == 0 || (in_order && (own.get() != nullptr || is_dense(tensor)))) {
         sources.emplace_back(static_cast<const void*>(tensor.const_data_ptr()));
         owners->push_back(tensor.storage());
+      } else if (device.is_cuda()) {
+        // The place that it travels from may be the lane's for as long as a peer is late, so the caller's stream cannot
+        // write there. Torch's allocator gives memory that this stream is free to write now.
+        const c10::AutoGradMode no_grad(false);
+        const at::Tensor from = in_order_of(tensor, order);
+        const at::Tensor dense = at::empty(from.sizes(), from.options()).copy_(from);
+        sources.emplace_back(static_cast<const void*>(dense.const_data_ptr()));
+        owners->push_back(dense.storage());
       } else {
-        sources.emplace_back(std::make_shared<TensorSource>(tensor, order));
+        sources.emplace_back(std::make_shared<TensorSource>(in_order_of(tensor, order)));
       }
     }
     const WithoutGil scope;

@@ -9,7 +9,6 @@
 
 #include "comm/communicator_allocator.h"
 #include "engine/bucket_reduction.h"
-#include "engine/slots.h"
 #include "native/nccl_job.h"
 
 using namespace hpcomm;
@@ -159,60 +158,5 @@ TEST(cuda_memory_outlives_a_device_that_failed) {
     fake_cuda::break_device(rank);
     memory = {};  // does not throw
     fake_cuda::reset();
-  });
-}
-
-TEST(cuda_slots_are_used_in_stream_order_or_when_they_are_free) {
-  const NcclJob job(1);
-  job.run_threads([&](int rank) {
-    const Rank gpu(job, rank);
-    SlotPool slots(std::make_shared<CommunicatorAllocator>(gpu.lane), 2, gpu.compute);
-    const Gate gate;
-    SlotPool::Slot slot = slots.acquire(256);
-    const void* const place = slot.buffer.view.data;
-    CHECK_EQ(fake_cuda_enqueue(gpu.stream(), gate.kernel()), cudaSuccess);
-    slot = {};
-    slot = slots.acquire(256);
-    CHECK_EQ(static_cast<const void*>(slot.buffer.view.data), place);
-    CHECK(!slot.free.done());
-    slot = {};
-    slot = slots.acquire(256, true);  // the other one is not free yet
-    CHECK(slot.buffer.view.data != place && slot.free.done());
-    *gate.open = true;
-    gpu.compute->synchronize();
-    CHECK_EQ(static_cast<const void*>(slots.acquire(256, true).buffer.view.data), place);
-    slot = {};
-    gpu.compute->synchronize();
-    gpu.lane->close();
-  });
-}
-
-TEST(cuda_slots_let_go_of_in_a_capture_serve_after_it) {
-  const NcclJob job(1);
-  job.run_threads([&](int rank) {
-    const Rank gpu(job, rank);
-    SlotPool slots(std::make_shared<CommunicatorAllocator>(gpu.lane), 2, gpu.compute);
-    SlotPool::Slot slot = slots.acquire(256);
-    const void* const place = slot.buffer.view.data;
-    gpu.compute->synchronize();
-    CHECK_EQ(cudaStreamBeginCapture(gpu.stream(), cudaStreamCaptureModeGlobal), cudaSuccess);
-    CHECK_EQ(fake_cuda_enqueue(gpu.stream(), [] {}), cudaSuccess);
-    slot = {};  // a tensor over it dies while the step is captured
-    cudaGraph_t graph = nullptr;
-    CHECK_EQ(cudaStreamEndCapture(gpu.stream(), &graph), cudaSuccess);
-    CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
-    const Gate gate;  // a launch of the graph, which reads the slot
-    CHECK_EQ(fake_cuda_enqueue(gpu.stream(), gate.kernel()), cudaSuccess);
-    slot = slots.acquire(256);
-    CHECK_EQ(static_cast<const void*>(slot.buffer.view.data), place);
-    gpu.lane->stream().wait(slot.free);  // an event of the capture would be refused
-    const Event after = gpu.lane->stream().record();
-    std::this_thread::sleep_for(5ms);
-    CHECK(!after.done());
-    *gate.open = true;
-    CHECK(after.wait_until(Clock::now() + 10s));
-    slot = {};
-    gpu.compute->synchronize();
-    gpu.lane->close();
   });
 }

@@ -1,4 +1,4 @@
-// engine/edge and engine/slots: messages between ranks that are threads, headers over real Controls.
+// engine/edge: messages between ranks that are threads, headers over real Controls.
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -12,7 +12,6 @@
 
 #include "comm/solo/solo_communicator.h"
 #include "engine/edge.h"
-#include "engine/slots.h"
 #include "native/check.h"
 #include "native/thread_communicator.h"
 
@@ -848,81 +847,4 @@ TEST(edge_makes_slots_of_a_known_size_beforehand) {
   });
   CHECK_EQ(sending->allocations.load(), 3);
   CHECK_EQ(receiving->allocations.load(), 3);
-}
-
-TEST(slots_are_lent_again_when_the_last_owner_is_gone) {
-  const auto allocator = std::make_shared<HeapAllocator>();
-  SlotPool pool(allocator, 2);
-  Buffer a = pool.acquire(100).buffer;
-  CHECK_EQ(a.view.bytes, 100);
-  CHECK_EQ(a.view.count, 100);
-  const void* data = a.view.data;
-  Keepalive second = a.owner;
-  a = {};
-  CHECK(pool.acquire(100).buffer.view.data != data);  // still held
-  second.reset();
-  CHECK_EQ(allocator->allocations.load(), 2);
-  const Buffer b = pool.acquire(100).buffer;
-  const Buffer c = pool.acquire(100).buffer;
-  CHECK(b.view.data == data || c.view.data == data);
-  CHECK_EQ(allocator->allocations.load(), 2);
-  CHECK(pool.acquire(100).buffer.view.data != b.view.data);
-  CHECK_EQ(allocator->allocations.load(), 3);
-}
-
-TEST(slots_fit_closely) {
-  const auto allocator = std::make_shared<HeapAllocator>();
-  SlotPool pool(allocator, 4);
-  (void)pool.acquire(100).buffer;
-  CHECK_EQ(pool.acquire(101).buffer.view.bytes, 101);  // too large for the free one
-  CHECK_EQ(allocator->allocations.load(), 2);
-  CHECK_EQ(pool.acquire(60).buffer.view.bytes, 60);  // a slot of up to twice the size serves
-  CHECK_EQ(allocator->allocations.load(), 2);
-  CHECK_EQ(pool.acquire(20).buffer.view.bytes, 20);  // but no larger one
-  CHECK_EQ(allocator->allocations.load(), 3);
-  CHECK_EQ(pool.acquire(0).buffer.view.bytes, 0);
-}
-
-TEST(slots_follow_a_change_of_size) {
-  const auto allocator = std::make_shared<HeapAllocator>();
-  SlotPool pool(allocator, 4);
-  const auto four_of = [&pool](std::size_t bytes) {
-    std::vector<Buffer> slots;
-    for (int i = 0; i < 4; ++i) {
-      slots.push_back(pool.acquire(bytes).buffer);
-    }
-  };
-  four_of(100);
-  four_of(10000);
-  CHECK_EQ(allocator->allocations.load(), 8);
-  // The pool is full of small slots; they must give way, or no large one would ever be used twice.
-  four_of(10000);
-  CHECK_EQ(allocator->allocations.load(), 8);
-}
-
-TEST(slots_outlive_their_pool) {
-  Buffer slot;
-  {
-    SlotPool pool(std::make_shared<HeapAllocator>(), 2);
-    slot = pool.acquire(100).buffer;
-    (void)pool.acquire(100).buffer;
-  }
-  std::memset(slot.view.data, 1, slot.view.bytes);
-}
-
-TEST(slots_come_back_from_any_thread) {
-  const auto allocator = std::make_shared<HeapAllocator>();
-  SlotPool pool(allocator, 4);
-  run_ranks(4, [&](int rank) {
-    for (std::size_t i = 0; i < 500; ++i) {
-      const Buffer slot = pool.acquire(64 + i % 64).buffer;
-      std::memset(slot.view.data, rank, slot.view.bytes);
-      if (i % 16 == 0) {
-        std::this_thread::yield();
-      }
-      const auto* bytes = static_cast<const unsigned char*>(slot.view.data);
-      CHECK_EQ(bytes[0], rank);
-      CHECK_EQ(bytes[slot.view.bytes - 1], rank);
-    }
-  });
 }

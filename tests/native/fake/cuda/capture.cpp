@@ -6,12 +6,18 @@
 
 #include "native/fake/cuda/machine.h"
 
-// A captured graph, and one that can be launched.
+// What a graph, its executables and their launches under way have in common.
+struct GraphBody {
+  std::vector<fake_cuda::GraphNode> nodes;
+  std::vector<std::shared_ptr<const void>> objects;  // of users
+};
+
+// A captured graph, or one that is being captured; and one that can be launched.
 struct CUgraph_st {
-  std::shared_ptr<const std::vector<fake_cuda::GraphNode>> nodes;
+  std::shared_ptr<GraphBody> body = std::make_shared<GraphBody>();
 };
 struct CUgraphExec_st {
-  std::shared_ptr<const std::vector<fake_cuda::GraphNode>> nodes;
+  std::shared_ptr<const GraphBody> body;
   std::atomic<unsigned> launches{0};
 };
 
@@ -24,7 +30,8 @@ struct Capture {
   bool invalid = false;
   bool ended = false;
   std::map<CUstream_st*, Order> streams;  // what comes before the next node of each
-  std::vector<GraphNode> nodes;
+  unsigned long long id = 0;
+  std::unique_ptr<CUgraph_st> graph = std::make_unique<CUgraph_st>();
 };
 
 namespace {
@@ -33,6 +40,7 @@ struct Captures {
   std::mutex mutex;
   std::vector<std::shared_ptr<Capture>> active;
   std::atomic<int> count{0};  // of `active`: without captures nobody takes the mutex
+  unsigned long long ids = 0;
 };
 
 Captures& captures() {
@@ -69,7 +77,7 @@ cudaError_t add_node(Capture& capture, CUstream_st* stream, std::function<void()
   }
   Order& before = capture.streams[stream];
   const int sequence = ++before[stream];
-  capture.nodes.push_back({std::move(run), stream, sequence, before});
+  capture.graph->body->nodes.push_back({std::move(run), stream, sequence, before});
   return cudaSuccess;
 }
 
@@ -165,6 +173,7 @@ cudaError_t begin_capture(CUstream_st* stream, cudaStreamCaptureMode mode) {
   capture->origin = stream;
   capture->mode = mode;
   capture->thread = std::this_thread::get_id();
+  capture->id = ++all.ids;
   capture->streams[stream] = {};
   stream->capture = capture.get();
   all.active.push_back(std::move(capture));
@@ -195,17 +204,19 @@ cudaError_t end_capture(CUstream_st* stream, cudaGraph_t* graph) {
     member->capture = nullptr;
     joined = joined && at_end[member] >= order[member];
   }
+  std::unique_ptr<CUgraph_st> captured = std::move(capture->graph);
   if (capture->invalid) {
     return cudaErrorStreamCaptureInvalidated;
   }
   if (!joined) {
     return cudaErrorStreamCaptureUnjoined;
   }
-  *graph = new CUgraph_st{std::make_shared<const std::vector<GraphNode>>(std::move(capture->nodes))};
+  *graph = captured.release();
   return cudaSuccess;
 }
 
-cudaError_t capture_status(CUstream_st* stream, cudaStreamCaptureStatus* status) {
+cudaError_t capture_status(CUstream_st* stream, cudaStreamCaptureStatus* status, unsigned long long* id,
+                           cudaGraph_t* graph) {
   *status = cudaStreamCaptureStatusNone;
   if (captures().count.load() == 0) {
     return cudaSuccess;
@@ -216,6 +227,12 @@ cudaError_t capture_status(CUstream_st* stream, cudaStreamCaptureStatus* status)
   }
   if (const auto capture = find(stream->capture.load())) {
     *status = capture->invalid ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
+    if (id != nullptr) {
+      *id = capture->id;
+    }
+    if (graph != nullptr) {
+      *graph = capture->graph.get();
+    }
   }
   return cudaSuccess;
 }
@@ -346,11 +363,17 @@ cudaError_t query_event(CUevent_st* event, bool wait) {
 
 // --- Graphs ---------------------------------------------------------------------------------------------------------
 
+cudaError_t retain_object(cudaGraph_t graph, std::shared_ptr<const void> object) {
+  const std::lock_guard lock(captures().mutex);
+  graph->body->objects.push_back(std::move(object));
+  return cudaSuccess;
+}
+
 cudaError_t instantiate(cudaGraphExec_t* executable, cudaGraph_t graph) {
   if (graph == nullptr) {
     return cudaErrorInvalidValue;
   }
-  *executable = new CUgraphExec_st{graph->nodes};
+  *executable = new CUgraphExec_st{graph->body};
   return cudaSuccess;
 }
 
@@ -358,9 +381,9 @@ cudaError_t launch_graph(cudaGraphExec_t executable, CUstream_st* stream) {
   if (executable == nullptr) {
     return cudaErrorInvalidValue;
   }
-  return submit(stream, [nodes = executable->nodes, seed = ++executable->launches] {
-    for (const std::size_t at : some_order(*nodes, seed)) {
-      (*nodes)[at].run();
+  return submit(stream, [body = executable->body, seed = ++executable->launches] {
+    for (const std::size_t at : some_order(body->nodes, seed)) {
+      body->nodes[at].run();
     }
   });
 }

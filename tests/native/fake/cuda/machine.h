@@ -141,7 +141,9 @@ cudaError_t query_stream_in_capture(CUstream_st* stream);
 
 cudaError_t begin_capture(CUstream_st* stream, cudaStreamCaptureMode mode);
 cudaError_t end_capture(CUstream_st* stream, cudaGraph_t* graph);
-cudaError_t capture_status(CUstream_st* stream, cudaStreamCaptureStatus* status);
+// `id` and `graph` may be null.
+cudaError_t capture_status(CUstream_st* stream, cudaStreamCaptureStatus* status, unsigned long long* id = nullptr,
+                           cudaGraph_t* graph = nullptr);
 cudaError_t exchange_mode(cudaStreamCaptureMode* mode);
 
 // Work for a stream, whether it runs or is captured.
@@ -151,6 +153,8 @@ cudaError_t wait_event(CUstream_st* stream, CUevent_st* event);
 // Success, cudaErrorNotReady, or why it cannot be said.
 cudaError_t query_event(CUevent_st* event, bool wait);
 
+// `object` is let go of when the graph and all that was made of it are destroyed.
+cudaError_t retain_object(cudaGraph_t graph, std::shared_ptr<const void> object);
 cudaError_t instantiate(cudaGraphExec_t* executable, cudaGraph_t graph);
 cudaError_t launch_graph(cudaGraphExec_t executable, CUstream_st* stream);
 cudaError_t destroy_graph(cudaGraph_t graph);

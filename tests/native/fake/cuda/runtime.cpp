@@ -437,6 +437,40 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* 
   return keep(capture_status(stream, status));
 }
 
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                     cudaGraph_t* graph, const cudaGraphNode_t**, const cudaGraphEdgeData**,
+                                     std::size_t*) {
+  ENTER(cudaStreamGetCaptureInfo)
+  CUstream_st* stream = nullptr;
+  RETURN_IF(resolve(handle, stream))
+  return keep(capture_status(stream, status, id, graph));
+}
+
+// A user object has one reference here, which goes to one graph.
+cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* pointer, cudaHostFn_t destroy, unsigned count,
+                                 unsigned flags) {
+  ENTER(cudaUserObjectCreate)
+  if (count != 1 || flags != cudaUserObjectNoDestructorSync) {
+    return keep(cudaErrorInvalidValue);
+  }
+  *object = reinterpret_cast<cudaUserObject_t>(new std::shared_ptr<const void>(pointer, [destroy](void* last) {
+    bool& inside = inside_kernel();
+    const bool before = std::exchange(inside, true);  // no call of the runtime in there
+    destroy(last);
+    inside = before;
+  }));
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned count, unsigned flags) {
+  ENTER(cudaGraphRetainUserObject)
+  if (graph == nullptr || count != 1 || flags != cudaGraphUserObjectMove) {
+    return keep(cudaErrorInvalidValue);
+  }
+  const std::unique_ptr<std::shared_ptr<const void>> moved(reinterpret_cast<std::shared_ptr<const void>*>(object));
+  return keep(retain_object(graph, std::move(*moved)));
+}
+
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   ENTER(cudaThreadExchangeStreamCaptureMode)
   return keep(exchange_mode(mode));
