@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hpcomm
+from hpcomm.pipeline.stage import evaluate
 
 LIMIT = 120.0  # seconds; no rank may wait so long for another one's error
 
@@ -276,3 +277,14 @@ def test_what_nobody_would_notice_is_refused(options: dict[str, Any], words: str
 def test_a_trace_that_cannot_be_written_names_its_variable(monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
     monkeypatch.setenv("HPCOMM_TRACE", folder)
     refused_alone({}, f"HPCOMM_TRACE='{folder}': no folder")
+
+
+def test_a_weight_on_a_device_is_warned_of() -> None:
+    def loss_fn(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return output.sum(), torch.empty((), device="meta")  # as one on a GPU, but for a number
+
+    with (
+        pytest.warns(UserWarning, match="a tensor on meta: .* the host waits"),
+        pytest.raises(RuntimeError, match="meta"),
+    ):
+        evaluate(loss_fn, torch.ones(2), None)

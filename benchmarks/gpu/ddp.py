@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import hpcomm
-from benchmarks.gpu.harness import Job, Step, fastest, measure, ratio
+from benchmarks.gpu.harness import Job, Step, fastest, measure, peak_bytes, ratio
 from benchmarks.gpu.trace import launches, record, share_under_compute
 
 # layers, width, batch
@@ -112,7 +112,7 @@ def one_model(job: Job, mesh: hpcomm.Mesh, name: str, layers: int, width: int, b
                if share is not None}  # fmt: skip
     job.report.row(f"{name}, {job.ranks} rank(s)", samples, columns=columns, shares_under_compute=shares,
                    launches={key: launches(found) for key, found in events.items()},
-                   best={"hpcomm": ours, "stock": stock})  # fmt: skip
+                   best={"hpcomm": ours, "stock": stock}, peak_bytes=peak_bytes(job, variants))  # fmt: skip
     if job.ranks == 1:
         times = ratio(samples, ours, "local")
         got = f"{100 * (times - 1):+.1f} % ({ours})"

@@ -182,6 +182,25 @@ def measure(
     return samples
 
 
+def peak_bytes(job: Job, variants: Mapping[str, Step], steps: int = 3) -> dict[str, int] | None:
+    """What PyTorch's allocator had given out at most in a few steps, beyond what it had before; None on a CPU.
+
+    The host waits for nothing in between: memory that is let go of late shows. The transports' own memory is not in it.
+    """
+    if not job.on_gpu:
+        return None
+    peaks = {}
+    for name, step in variants.items():
+        job.synchronize()
+        torch.cuda.reset_peak_memory_stats(job.device)
+        before = torch.cuda.memory_allocated(job.device)
+        for _ in range(steps):
+            step()
+        job.synchronize()
+        peaks[name] = torch.cuda.max_memory_allocated(job.device) - before
+    return peaks
+
+
 def summary(values: Iterable[float]) -> dict[str, Any]:
     """Median, quartiles and all values."""
     numbers = list(values)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import hpcomm
-from benchmarks.gpu.harness import Job, Step, fastest, measure, ratio
+from benchmarks.gpu.harness import Job, Step, fastest, measure, peak_bytes, ratio
 
 # layers, width, batch, microbatches
 CASES = {
@@ -72,7 +72,8 @@ def one_case(job: Job, mesh: hpcomm.Mesh, name: str, layers: int, width: int, ba
     require_equal_gradients(pipes, stage)
     samples = measure(job, variants, block=0.1, most=30)
     require_equal_gradients(pipes, stage)
-    job.report.row(f"{name}, {mesh.pp.size} stage(s)", samples)
+    peaks = peak_bytes(job, variants)
+    job.report.row(f"{name}, {mesh.pp.size} stage(s)", samples, peak_bytes=peaks)
     best = fastest(samples, list(pipes))
     times = ratio(samples, best, "torch pipelining, 1F1B")
     wanted = "not slower than torch's 1F1B"

@@ -10,17 +10,19 @@ namespace hpcomm {
 
 class DeviceStepLoss {
  public:
-  // `communicator` spans all ranks whose gradients belong together, on a lane of its own.
-  DeviceStepLoss(std::shared_ptr<Communicator> communicator, Allocator& allocator);
+  // `communicator` spans all ranks whose gradients belong together, on a lane of its own. `odd`: a zero in host memory
+  // that the device may write.
+  DeviceStepLoss(std::shared_ptr<Communicator> communicator, Allocator& allocator, std::shared_ptr<double> odd);
 
-  // float64[4]: loss sum, weight sum, 1 on a rank that reduces its gradients in this step, and 1 on a rank that keeps
-  // gradients of steps before. The caller's stream writes this rank's part before issue(), and reads the sums over all
-  // ranks after ready().
+  // float64[4], the first of LossSums: loss sum, weight sum, 1 on a rank that reduces its gradients in this step
+  // (kEvaluation where it evaluates), and 1 on a rank that keeps gradients of steps before. The caller's stream writes
+  // this rank's part before issue(), and reads the sums over all ranks after ready().
   [[nodiscard]] const BufferView& numbers() const noexcept { return numbers_; }
   [[nodiscard]] const Keepalive& owner() const noexcept { return memory_.owner; }
 
   // Issues the reduction of what the caller's stream has written so far. With `accumulate`, the step's gradients are
-  // kept for a later step, whose factor then covers both.
+  // kept for a later step, whose factor then covers both. Throws kSchemaMismatch where the ranks were found to take
+  // steps of different kinds before: the host does not wait to learn it of the step at hand.
   void issue(bool accumulate);
   // The gradients of accumulating steps were dropped: the next factor covers its own step alone.
   void forget();
@@ -40,6 +42,7 @@ class DeviceStepLoss {
   std::shared_ptr<Communicator> communicator_;
   Buffer memory_;
   BufferView numbers_;
+  std::shared_ptr<double> odd_;
   WorkPtr work_;
   bool keeps_ = false;     // the weight of a step that accumulated
   bool captured_ = false;  // replays of a graph do so without a word

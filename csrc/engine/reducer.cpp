@@ -66,6 +66,7 @@ void Reducer::arm(Scale scale, Event scale_ready, std::size_t permitted) {
   scale_ = std::move(scale);
   next_ = 0;
   works_.clear();
+  held_.clear();
   marked_.assign(marked_.size(), 0);
   pending_.clear();
   for (const Bucket& bucket : plan_.buckets) {
@@ -148,6 +149,11 @@ void Reducer::note(std::size_t bucket, double Times::* moment) {
 }
 
 std::vector<WorkPtr> Reducer::flush() {
+  std::vector<std::shared_ptr<Held>> held;
+  return issue_rest(held);
+}
+
+std::vector<WorkPtr> Reducer::issue_rest(std::vector<std::shared_ptr<Held>>& held) {
   std::lock_guard lock(mutex_);
   HPCOMM_ASSERT(armed_, "finish() without arm()");
   for (Pending& pending : pending_) {
@@ -163,21 +169,28 @@ std::vector<WorkPtr> Reducer::flush() {
     works_.push_back(std::move(refused));
   }
   pending_.clear();
+  held = std::exchange(held_, {});
   return std::exchange(works_, {});
 }
 
-void Reducer::finish() {
+void Reducer::finish(const std::function<void(const Work&)>& wait) {
   // All of them, also behind a failed one: the caller gets its gradients back, so nothing may still write them.
   std::exception_ptr first;
-  for (const WorkPtr& work : flush()) {
+  std::vector<std::shared_ptr<Held>> held;
+  for (const WorkPtr& work : issue_rest(held)) {
     try {
-      work->wait();
+      wait(*work);
     } catch (...) {
       first = first ? first : std::current_exception();
     }
   }
   if (first) {
     std::rethrow_exception(first);
+  }
+  // Tasks of the lane let go of them at its next record, which on a GPU may be most of a step away: a set of gradients
+  // too many until then. But whatever uses this memory next on the caller's stream comes behind them now.
+  for (const auto& bucket : held) {
+    bucket->first.clear();
   }
 }
 
@@ -209,8 +222,7 @@ WorkPtr Reducer::issue(std::size_t index) {
   stream.wait(communicator_->compute()->record());  // the gradients are the backward's, which may still run
   // Every task holds what it touches: any of them may be refused when those before it are already on the lane, and
   // this object may be gone before they run. A copy, since a refused bucket is issued once more by flush().
-  using Held = std::pair<std::vector<Keepalive>, Keepalive>;
-  const auto held = std::make_shared<const Held>(pending.owners, buffers_[index].owner);
+  const auto held = held_.emplace_back(std::make_shared<Held>(pending.owners, buffers_[index].owner));
   ErrorContext what = communicator_->context("reduce", -1, index);
   if (times_ != nullptr) {
     times_->at(index).issued = now();

@@ -2,8 +2,8 @@
 //
 //   state     | arm        | mark_ready          | finish
 //   ----------+------------+---------------------+-----------------------------------------
-//   kIdle     | -> kArmed  | ignored             | error
-//   kArmed    | error      | counts; may issue   | issues the rest -> waits -> kIdle
+//   idle      | -> armed   | ignored             | error
+//   armed     | error      | counts; may issue   | issues the rest -> waits -> idle
 //
 // Marks before arm() belong to backwards that only accumulate, so they are ignored by design: the runner arms the
 // Reducer for the backward that makes the last contribution.
@@ -11,8 +11,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -43,11 +45,12 @@ class Reducer {
   [[nodiscard]] bool armed() const;
   // Whether a mark is still missing for `param` (false when idle).
   [[nodiscard]] bool awaits(int param) const;
-  // Marks what is missing as null, and waits for all reductions. Throws the first error in plan order once none runs
-  // any more; idle again either way.
-  void finish();
+  // Marks what is missing as null, and calls `wait` for all reductions: on a GPU it lets the caller's stream wait, by
+  // which the reducer's hold on the gradients ends. Throws the first error in plan order once none runs any more; idle
+  // again either way.
+  void finish(const std::function<void(const Work&)>& wait = [](const Work& work) { work.wait(); });
   // The same without waiting: the Works of all buckets, in plan order. The first bucket that cannot be issued is the
-  // last of them, and its Work has failed.
+  // last of them, and its Work has failed. Gradients are held until the lane lets go of them.
   [[nodiscard]] std::vector<WorkPtr> flush();
 
   // After finish(): the last reduction of `param`, for which this rank gave null and another one, perhaps, gave more.
@@ -83,6 +86,11 @@ class Reducer {
     std::size_t entry = 0;
   };
 
+  // A bucket's gradients and its memory. Kept by all tasks that touch them, which only ask that they live.
+  using Held = std::pair<std::vector<Keepalive>, Keepalive>;
+
+  // What the tasks of this step hold is in `held`.
+  [[nodiscard]] std::vector<WorkPtr> issue_rest(std::vector<std::shared_ptr<Held>>& held);
   void issue_complete();
   WorkPtr issue(std::size_t bucket);
   void note(std::size_t bucket, double Times::* moment);
@@ -102,6 +110,7 @@ class Reducer {
   std::size_t next_ = 0;
   std::size_t permitted_ = kAllBuckets;
   std::vector<WorkPtr> works_;
+  std::vector<std::shared_ptr<Held>> held_;    // of this step
   std::shared_ptr<std::vector<Times>> times_;  // written on the lane; null when nothing is traced
 };
 

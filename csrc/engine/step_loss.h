@@ -4,11 +4,13 @@
 // sums travel in one small all-reduce; 1 / weight is then read by the gradient lane when it packs.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 
 #include "comm/communicator.h"
 #include "pack/pack.h"
+#include "pack/step_math.h"
 
 namespace hpcomm {
 
@@ -36,15 +38,7 @@ class StepLoss {
   [[nodiscard]] double value() const noexcept;
 
  private:
-  struct Sums {
-    double loss = 0;
-    double weight = 0;
-    double reducing = 0;     // ranks that reduce in this step, all or none, and kEvaluation for each that evaluates
-    double keeping = 0;      // ranks that keep gradients of steps before
-    double kept_weight = 0;  // of steps whose gradients wait for a later reduction
-  };
-
-  static constexpr std::int64_t kEvaluation = 1 << 20;  // more than there are ranks
+  using Sums = std::array<double, LossSums::kCount>;
 
   std::shared_ptr<Communicator> communicator_;
   const bool evaluates_;
@@ -52,5 +46,9 @@ class StepLoss {
   std::shared_ptr<double> factor_;
   WorkPtr work_;
 };
+
+// Throws kSchemaMismatch: of `ranks`, some evaluate while others train, or some reduce while others accumulate. `sum`
+// as at LossSums::kReducing.
+[[noreturn]] void refuse_step_kinds(double sum, int ranks, const ErrorContext& what);
 
 }  // namespace hpcomm

@@ -99,10 +99,10 @@ void clear(Stream& stream, const BufferView& buffer, Keepalive keepalive) {
   launch(stream, {{nullptr, buffer.data, buffer.bytes, DType::kUInt8, DType::kUInt8}}, {}, std::move(keepalive), {});
 }
 
-void finish_loss(Stream& stream, double* sums, double* factor, bool accumulate, Keepalive keepalive) {
+void finish_loss(Stream& stream, double* sums, double* factor, bool accumulate, Keepalive keepalive, StepKinds kinds) {
   run_on(
-      stream, std::move(keepalive), [&] { launch_finish_loss_cuda(stream, sums, factor, accumulate); },
-      [sums, factor, accumulate] { run_finish_loss(sums, factor, accumulate); });
+      stream, std::move(keepalive), [&] { launch_finish_loss_cuda(stream, sums, factor, accumulate, kinds); },
+      [=] { run_finish_loss(sums, factor, accumulate, kinds); });
 }
 
 }  // namespace hpcomm

@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(kThreads, 4) copy_kernel(const __grid_constant
   }
 }
 
-__global__ void finish_loss_kernel(double* sums, double* factor, bool accumulate) {
-  run_finish_loss(sums, factor, accumulate);
+__global__ void finish_loss_kernel(double* sums, double* factor, bool accumulate, StepKinds kinds) {
+  run_finish_loss(sums, factor, accumulate, kinds);
 }
 
 // --- Host
@@ -145,9 +145,9 @@ void launch_copies_cuda(Stream& stream, const std::vector<CopyItem>& items, cons
   }
 }
 
-void launch_finish_loss_cuda(Stream& stream, double* sums, double* factor, bool accumulate) {
+void launch_finish_loss_cuda(Stream& stream, double* sums, double* factor, bool accumulate, StepKinds kinds) {
   const cuda::DeviceGuard scope(stream.device().index);
-  launch(finish_loss_kernel, 1, 1, stream, sums, factor, accumulate);
+  launch(finish_loss_kernel, 1, 1, stream, sums, factor, accumulate, kinds);
 }
 
 void load_kernels_cuda() {

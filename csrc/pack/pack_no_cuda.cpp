@@ -9,7 +9,7 @@ void launch_copies_cuda(Stream&, const std::vector<CopyItem>&, const Scale&, std
   HPCOMM_ASSERT(false, "a CUDA stream in a build without CUDA");
 }
 
-void launch_finish_loss_cuda(Stream&, double*, double*, bool) {
+void launch_finish_loss_cuda(Stream&, double*, double*, bool, StepKinds) {
   HPCOMM_ASSERT(false, "a CUDA stream in a build without CUDA");
 }
 

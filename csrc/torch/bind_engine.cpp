@@ -78,7 +78,6 @@ void bind_deferred(py::module_& module) {
            py::arg("done"))
       .def_property("taking", &Deferred::taking, &Deferred::take)
       .def("protect", &Deferred::protect, py::arg("parameters"))
-      .def("clear", &Deferred::clear)
       .def("__len__", &Deferred::size);
 }
 
@@ -136,8 +135,6 @@ void bind_engine(py::module_& module) {
           },
           py::arg("loss"), py::arg("permitted") = Reducer::kAllBuckets, WithoutLock())
       .def("permit", &Reducer::permit, py::arg("buckets"), WithoutLock())
-      .def("awaits", &Reducer::awaits, py::arg("param"), WithoutLock())
-      .def_property_readonly("issued", py::cpp_function(&Reducer::issued, WithoutLock()))
       .def("trace", &Reducer::trace, WithoutLock())
       .def("times",
            [](const Reducer& reducer) {
@@ -163,22 +160,11 @@ void bind_engine(py::module_& module) {
           },
           py::arg("param"), py::arg("gradient"))
       .def("finish", [](Reducer& reducer) {
-        // All of them, also after an error: nothing may still write the gradients when the caller goes on.
-        std::exception_ptr first;
-        const auto works = [&reducer] {
-          const py::gil_scoped_release release;
-          return reducer.flush();
-        }();
-        for (const WorkPtr& work : works) {
-          try {
-            wait_for(*work, -1);
-          } catch (...) {
-            first = first ? first : std::current_exception();
-          }
-        }
-        if (first) {
-          std::rethrow_exception(first);
-        }
+        const py::gil_scoped_release release;
+        reducer.finish([](const Work& work) {
+          const py::gil_scoped_acquire gil;
+          wait_for(work, -1);
+        });
       });
 
   py::class_<ReadyHooks>(module, "ReadyHooks")

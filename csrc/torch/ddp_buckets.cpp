@@ -258,13 +258,17 @@ Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const 
   return {data, data, false};
 }
 
-// Has any rank a gradient for it?
-bool DdpReducer::is_used(std::size_t index, std::size_t entry) const {
+// Has any rank a gradient for it? On a GPU the host waits for the answer: not to be asked for what this rank knows.
+bool DdpReducer::is_used(std::size_t index, std::size_t entry) {
+  const auto count_of = [](at::Tensor& counts, std::size_t place) {
+    counts = counts.cpu();
+    return counts.data_ptr<std::int32_t>()[place];
+  };
   if (slots_[index].used.defined()) {
-    return slots_[index].used.data_ptr<std::int32_t>()[entry] != 0;
+    return count_of(slots_[index].used, entry) != 0;
   }
-  const int number = plan_.buckets[index].params[entry];
-  return !options_.find_unused || used_by_any_.data_ptr<std::int32_t>()[number] != 0;
+  const auto number = static_cast<std::size_t>(plan_.buckets[index].params[entry]);
+  return !options_.find_unused || count_of(used_by_any_, number) != 0;
 }
 
 void DdpReducer::hand_out(std::size_t index) {

@@ -29,6 +29,16 @@ bool lane_lacks_core(const Communicator& communicator) {
          CPU_COUNT(&allowed) < 2 * communicator.size();
 }
 
+// Numbers of the host for a device, which the host does not wait for: by way of pinned memory, as torch does it.
+at::Tensor on_device(const at::Tensor& numbers, const c10::Device& device) {
+  at::Tensor sent = at::empty(numbers.sizes(), numbers.options().device(device));
+  if (device.is_cpu()) {
+    return sent.copy_(numbers);  // not clone(): a program may forbid it, to find copies of its own
+  }
+  at::Tensor pinned = at::empty(numbers.sizes(), numbers.options().pinned_memory(true));
+  return sent.copy_(pinned.copy_(numbers), /*non_blocking=*/true);
+}
+
 }  // namespace
 
 class DdpReducer::Hook final : public torch::autograd::FunctionPostHook {
@@ -143,11 +153,9 @@ void DdpReducer::search_unused(const std::vector<at::Tensor>& outputs) {
   }
 }
 
-// A gradient that no rank has stays None. The numbers are read on the host, as torch reads its own.
+// A gradient that no rank has stays None. Only a rank that has none itself reads the numbers.
 void DdpReducer::agree_on_used(bool in_caller) {
-  // Not clone(): a program may forbid it, to find copies of its own.
-  used_by_any_ = at::empty(used_.sizes(), used_.options().device(params_.front().device()));
-  used_by_any_.copy_(used_);
+  used_by_any_ = on_device(used_, params_.front().device());
   used_event_ = begin_event("all_reduce", used_by_any_);
   used_work_ = sum_on_all(used_by_any_, in_caller);
   end_on_lane(used_event_);
@@ -162,8 +170,7 @@ void DdpReducer::agree_on_used_of(std::size_t bucket) {
     here.data_ptr<std::int32_t>()[e] = slot.fates[e] == Fate::kMissing ? 0 : 1;
     used_.data_ptr<std::int32_t>()[members[e]] = 0;  // reduced, and not in the next backward
   }
-  slot.used = at::empty(here.sizes(), here.options().device(params_.front().device()));
-  slot.used.copy_(here);
+  slot.used = on_device(here, params_.front().device());
   slot.used_work = sum_on_all(slot.used, false);
 }
 
@@ -182,9 +189,16 @@ void DdpReducer::report_not_finite() {
   constexpr auto kNone = std::numeric_limits<std::int64_t>::max();
   std::int64_t first = kNone;
   const auto options = used_.options().device(params_.front().device());
-  for (std::size_t b = 0; b < slots_.size(); ++b) {
+  std::vector<at::Tensor> numbers;  // of all runs: read at once, for the host waits each time
+  for (const Slot& slot : slots_) {
+    for (const RunCheck& check : slot.checks) {
+      numbers.push_back(at::from_blob(check.first_bad.get(), {1}, options));
+    }
+  }
+  const at::Tensor found = numbers.empty() ? at::Tensor() : at::cat(numbers).cpu();
+  for (std::size_t b = 0, run = 0; b < slots_.size(); ++b) {
     for (const RunCheck& check : slots_[b].checks) {
-      const auto bad = at::from_blob(check.first_bad.get(), {1}, options).item<std::int32_t>();
+      const std::int32_t bad = found.data_ptr<std::int32_t>()[run++];
       if (bad != INT32_MAX) {
         const auto entry = check.first_entry + static_cast<std::size_t>(bad);
         first = std::min<std::int64_t>(

@@ -172,9 +172,9 @@ void DdpReducer::complete_bucket(std::size_t index, const at::Tensor& incoming) 
   const Bucket& bucket = plan_.buckets[index];
   Slot& slot = slots_[index];
   open(index);
-  // The bucket by its memory: its storage is counted to see who else looks at it, and the lane may be late to let go.
-  auto held = std::make_shared<std::pair<std::vector<c10::Storage>, Keepalive>>();
-  held->second = slot.owner;
+  slot.held = std::make_shared<Held>();
+  Held& held = *slot.held;
+  held.second = slot.owner;
   BucketReduction& reduction = slot.complete = {};
   reduction.bucket = &bucket;
   const std::size_t bytes = memory_bytes(index);
@@ -183,11 +183,11 @@ void DdpReducer::complete_bucket(std::size_t index, const at::Tensor& incoming) 
   slot.fates.assign(bucket.params.size(), Fate::kMissing);
   slot.staged.assign(bucket.params.size(), {});
   reduction.entries.reserve(bucket.params.size());
-  held->first.reserve(bucket.params.size());
+  held.first.reserve(bucket.params.size());
   for (std::size_t e = 0; e < bucket.params.size(); ++e) {
-    reduction.entries.push_back(contribute(index, e, incoming, held->first));
+    reduction.entries.push_back(contribute(index, e, incoming, held.first));
   }
-  reduction.held = std::move(held);
+  reduction.held = slot.held;
   if (options_.check_finite) {
     reduction.make_check = [options = used_.options().device(params_.front().device())] {
       const auto number = std::make_shared<const at::Tensor>(at::full({1}, INT32_MAX, options));
@@ -310,13 +310,11 @@ void DdpReducer::drain() {
   if (was_reset) {
     return;
   }
-  if (options_.find_unused) {
-    used_by_any_ = used_by_any_.cpu();
-  }
   used_work_ = nullptr;
   for (std::size_t b = 0; b < slots_.size(); ++b) {
     hand_out(b);
     slots_[b].work = nullptr;
+    let_go(slots_[b]);
   }
   if (options_.find_unused) {
     used_.zero_();
@@ -355,10 +353,18 @@ void DdpReducer::finish(std::size_t bucket) {
   end_event(slots_[bucket].event);
   if (used_work != nullptr) {
     wait(*used_work);
-    slots_[bucket].used = slots_[bucket].used.cpu();
   }
   hand_out(bucket);
+  let_go(slots_[bucket]);
   slots_[bucket].used.reset();
+}
+
+// Of gradients whose reduction the caller's stream has waited for: what takes their memory next comes behind it. A lane
+// on a GPU would keep them until it records again, half a backward later.
+void DdpReducer::let_go(Slot& slot) {
+  if (const auto held = std::exchange(slot.held, nullptr)) {
+    held->first.clear();
+  }
 }
 
 std::shared_ptr<ProfilerEvent> DdpReducer::begin_event(const char* operation, const at::Tensor& input) const {
@@ -436,7 +442,7 @@ DdpReducer::Stats DdpReducer::stats() const {
 
 at::Tensor DdpReducer::used_by() const {
   std::lock_guard lock(mutex_);
-  return used_by_any_.defined() ? used_by_any_ : at::zeros_like(used_);
+  return used_by_any_.defined() ? used_by_any_.cpu() : at::zeros_like(used_);
 }
 
 DdpReducer::Counts DdpReducer::counts() const {

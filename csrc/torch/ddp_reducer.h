@@ -150,6 +150,10 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
     std::size_t bucket = 0;
     std::size_t entry = 0;
   };
+  // What a reduction uses: storages of gradients, and the bucket by its memory, for its storage is counted to see who
+  // else looks at it. The lane keeps both without looking into them, and may be late to let go.
+  using Held = std::pair<std::vector<c10::Storage>, Keepalive>;
+
   struct Slot {               // a bucket in this step
     at::Tensor flat;          // its memory, as bytes; every .grad in it holds the same storage
     Keepalive owner;          // of the same memory
@@ -159,7 +163,8 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
     std::vector<Fate> fates;
     std::vector<at::Tensor> staged;  // by entry, where the fate is kStaged, or what a missing gradient becomes
     std::vector<RunCheck> checks;
-    BucketReduction complete;           // what is to be issued
+    BucketReduction complete;  // what is to be issued
+    std::shared_ptr<Held> held;
     bool open = false;                  // its memory is that of this step: gradients may be packed
     std::vector<std::uint8_t> carried;  // by entry: carry() has packed it
     // Of start() with find_unused: by entry, the number of ranks that have a gradient. Undefined otherwise.
@@ -181,8 +186,9 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void carry(int param, const at::Tensor& incoming);
   [[nodiscard]] Contribution contribute(std::size_t index, std::size_t entry, const at::Tensor& incoming,
                                         std::vector<c10::Storage>& held);
-  [[nodiscard]] bool is_used(std::size_t index, std::size_t entry) const;
+  [[nodiscard]] bool is_used(std::size_t index, std::size_t entry);
   void hand_out(std::size_t index);
+  static void let_go(Slot& slot);
   void reserve();
   void allocate(std::size_t index);
   [[nodiscard]] std::size_t memory_bytes(std::size_t index) const;
@@ -238,9 +244,9 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   std::vector<int> unused_before_;
   std::uint64_t prepared_ = 0;
   std::atomic<bool> graph_static_ = true;
-  bool reserved_ = false;  // room in the transport's memory for all buckets
-  at::Tensor used_;        // int32 per parameter: received a gradient since the last reduction
-  at::Tensor used_by_any_;
+  bool reserved_ = false;   // room in the transport's memory for all buckets
+  at::Tensor used_;         // int32 per parameter: received a gradient since the last reduction
+  at::Tensor used_by_any_;  // of all ranks, where they were summed
   WorkPtr used_work_;
   std::shared_ptr<ProfilerEvent> used_event_;
   Counts counts_;

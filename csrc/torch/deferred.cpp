@@ -137,12 +137,6 @@ void Deferred::protect(const std::vector<at::Tensor>& parameters) {
   }
 }
 
-void Deferred::clear() {
-  std::vector<Use> uses;  // let go of without the lock
-  const std::lock_guard lock(mutex_);
-  uses.swap(uses_);
-}
-
 std::size_t Deferred::size() const {
   const std::lock_guard lock(mutex_);
   return uses_.size();

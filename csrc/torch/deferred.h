@@ -41,7 +41,6 @@ class Deferred : public std::enable_shared_from_this<Deferred> {
   // there is one, is told each parameter that is final.
   void compute(const std::function<void(const at::Tensor&)>& done);
 
-  void clear();
   [[nodiscard]] std::size_t size() const;
 
  private:

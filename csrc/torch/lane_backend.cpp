@@ -124,7 +124,7 @@ LaneBackend::C10dWork LaneBackend::issue_all(const Call& call, Tensors results, 
     return work;
   }
   return c10::make_intrusive<LaneWork>(rank_, call.type, std::move(all), communicator_->shared_stream(),
-                                       std::move(results));
+                                       std::move(results), std::move(held));
 }
 
 void LaneBackend::require_part(const Tensors& parts, const at::Tensor& mine, const char* what) const {

@@ -16,12 +16,17 @@ namespace hpcomm {
 
 class LaneWork final : public c10d::Work {
  public:
-  LaneWork(int rank, c10d::OpType type, WorkPtr work, std::shared_ptr<Stream> lane, std::vector<at::Tensor> results)
+  using Storages = std::vector<c10::Storage>;
+
+  // `held`: what the operation uses. The lane keeps it as well, without looking into it.
+  LaneWork(int rank, c10d::OpType type, WorkPtr work, std::shared_ptr<Stream> lane, std::vector<at::Tensor> results,
+           std::shared_ptr<Storages> held)
       : c10d::Work(rank, type),
         work_(std::move(work)),
         lane_(std::move(lane)),
         device_(lane_->device()),
-        results_(std::move(results)) {}
+        results_(std::move(results)),
+        held_(std::move(held)) {}
 
   bool isCompleted() override { return work_->done(); }
   bool isSuccess() const override { return exception() == nullptr; }
@@ -37,6 +42,7 @@ class LaneWork final : public c10d::Work {
     return for_torch([&] {
       work_->check();
       compute_stream(device_)->wait(work_->event());
+      let_go();
       if (timeout != kNoTimeout) {
         wait_to_end(*work_, timeout);  // a limit is for the host
       }
@@ -57,10 +63,20 @@ class LaneWork final : public c10d::Work {
   }
 
  private:
+  // The lane lets go of memory at a later operation of its own, and a program that gathers layer by layer has no room
+  // for that. Once the stream that the memory comes from waits for the operation, torch's allocator may have it back.
+  void let_go() {
+    Storages freed;
+    const std::lock_guard lock(mutex_);
+    freed.swap(*held_);
+  }
+
   WorkPtr work_;
   std::shared_ptr<Stream> lane_;
   Device device_;
   std::vector<at::Tensor> results_;
+  std::mutex mutex_;
+  std::shared_ptr<Storages> held_;
   std::once_flag asked_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };

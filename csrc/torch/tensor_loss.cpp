@@ -7,6 +7,7 @@
 #include "comm/communicator_allocator.h"
 #include "engine/device_step_loss.h"
 #include "engine/step_loss.h"
+#include "pack/step_math.h"
 #include "torch/bindings.h"
 #include "torch/device.h"
 #include "torch/tensor.h"
@@ -37,8 +38,8 @@ class HostLoss final : public TensorLoss {
 
 class DeviceLoss final : public TensorLoss {
  public:
-  explicit DeviceLoss(const std::shared_ptr<Communicator>& communicator)
-      : DeviceLoss(communicator, CommunicatorAllocator(communicator)) {}
+  DeviceLoss(const std::shared_ptr<Communicator>& communicator, bool evaluates)
+      : DeviceLoss(communicator, CommunicatorAllocator(communicator), evaluates) {}
 
   void issue(const at::Tensor& loss_sum, double weight_sum, bool accumulate, bool keeps) override {
     HPCOMM_REQUIRE(loss_sum.numel() == 1, "a loss has one element, this one has ", loss_sum.numel());
@@ -49,7 +50,7 @@ class DeviceLoss final : public TensorLoss {
       numbers_.select(0, 0).copy_(loss_sum.detach().reshape({}));
     }
     numbers_.select(0, 1).fill_(weight_sum);
-    numbers_.select(0, 2).fill_(accumulate ? 0.0 : 1.0);
+    numbers_.select(0, 2).fill_(evaluates_ ? static_cast<double>(LossSums::kEvaluation) : (accumulate ? 0.0 : 1.0));
     numbers_.select(0, 3).fill_(keeps ? 1.0 : 0.0);
     loss_.issue(accumulate);
   }
@@ -63,9 +64,17 @@ class DeviceLoss final : public TensorLoss {
   [[nodiscard]] Event ready() const override { return loss_.ready(); }
 
  private:
-  DeviceLoss(const std::shared_ptr<Communicator>& communicator, CommunicatorAllocator allocator)
-      : loss_(communicator, allocator), numbers_(as_tensor(loss_.numbers(), loss_.owner())) {}
+  DeviceLoss(const std::shared_ptr<Communicator>& communicator, CommunicatorAllocator allocator, bool evaluates)
+      : evaluates_(evaluates),
+        loss_(communicator, allocator, pinned_zero()),
+        numbers_(as_tensor(loss_.numbers(), loss_.owner())) {}
 
+  static std::shared_ptr<double> pinned_zero() {
+    const at::Tensor zero = at::zeros({1}, at::TensorOptions().dtype(at::kDouble).pinned_memory(true));
+    return {zero.data_ptr<double>(), [storage = zero.storage()](double*) {}};
+  }
+
+  const bool evaluates_;
   DeviceStepLoss loss_;
   at::Tensor numbers_;  // float64[4] over the device's memory
 };
@@ -76,7 +85,7 @@ std::unique_ptr<TensorLoss> make_tensor_loss(std::shared_ptr<Communicator> commu
   if (communicator->device().type == DeviceType::kCpu) {
     return std::make_unique<HostLoss>(std::move(communicator), evaluates);
   }
-  return std::make_unique<DeviceLoss>(communicator);
+  return std::make_unique<DeviceLoss>(communicator, evaluates);
 }
 
 }  // namespace hpcomm

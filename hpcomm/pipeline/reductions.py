@@ -10,6 +10,7 @@ import torch
 from hpcomm import _C
 from hpcomm.errors import InternalError
 from hpcomm.pipeline.ordered import ReplicaSum, Tree, added
+from hpcomm.pipeline.planning import lane_of, lanes_of
 from hpcomm.pipeline.presence import Presence
 
 if TYPE_CHECKING:
@@ -73,11 +74,6 @@ class _Group:
     def times(self) -> list[list[float]]:
         """Of the last step, by bucket; see ``Reducer.times``."""
         return self._reducer.times()
-
-    @property
-    def issued(self) -> int:
-        """Buckets of the current step."""
-        return self._reducer.issued
 
 
 class _OrderedGroup:
@@ -177,10 +173,7 @@ class Reductions:
         ordered: bool,
     ) -> None:
         self._on_host = mesh.device.type == "cpu"
-        lanes: dict[int, Communicator] = {}  # by place in plan.communicators
-        for place, spec in enumerate(plan.communicators):
-            if mesh.rank in spec.ranks:
-                lanes[place] = mesh.lane(spec.ranks, spec.lane.name.lower())
+        lanes = lanes_of(plan, mesh)
         self._stages: dict[int, _Group | _OrderedGroup] = {}
         self._ties: dict[int, _Group] = {}
         self._final: dict[int, tuple[int, int]] = {}  # stage -> its last backward, and how many buckets go out in it
@@ -194,7 +187,7 @@ class Reductions:
             if action.kind in (_C.ActionKind.BACKWARD, _C.ActionKind.WEIGHT_GRAD):
                 self._final[action.stage] = (action.op, len(action.inside))
             for reduction in [*action.inside, action]:
-                lane = lanes.get(reduction.communicator) or mesh.lane([mesh.rank], "alone")
+                lane = lane_of(reduction.communicator, lanes, mesh)
                 if reduction.kind == _C.ActionKind.REDUCE:
                     placed.setdefault(reduction.stage, []).append(reduction.bucket)
                     self._ops[reduction.stage, reduction.bucket] = reduction.op
@@ -276,7 +269,3 @@ class Reductions:
         of_ties = [(self._tie_ops[tie], row) for tie, group in self._ties.items() for row in group.times()]
         rows = [(self._ops[key], row) for key, row in found] + of_ties
         return [(op, *(1e9 * moment for moment in row)) for op, row in rows]  # type: ignore[misc]
-
-    def buckets_issued(self, stage: int) -> int:
-        """Of the current step: what a test of overlap looks at."""
-        return self._stages[stage].issued

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,12 @@ def evaluate(loss_fn: LossFn, output: Any, target: Any) -> Loss:
             f"loss_fn must return a scalar tensor (mean loss), or a pair (sum, weight); it returned {result!r:.200}"
         )
     if weight is not None:
+        if isinstance(weight, torch.Tensor) and weight.device.type != "cpu":
+            warnings.warn(
+                f"the weight that loss_fn returned is a tensor on {weight.device}: in every microbatch the host waits "
+                "for that device to read it, and messages are sent late; count on the CPU, from targets that are there",
+                stacklevel=2,
+            )
         return Loss(total, float(weight))
     weight = samples(target) or samples(output)
     return Loss(total * weight, float(weight))

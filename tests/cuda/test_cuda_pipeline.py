@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -97,6 +98,24 @@ def accumulated(device: str, axes: dict[str, int]) -> tuple[float, dict[str, tor
 @MESHES
 def test_accumulation(device: str, axes: dict[str, int]) -> None:
     require_one_process(run(device, world_of(axes), accumulated, axes), axes.get("dp", 1))
+
+
+def told_of_other_kinds(device: str) -> None:
+    with mesh_on(device, dp=2) as mesh:
+        pipe = hpcomm.Pipeline(model(), mesh=mesh, num_microbatches=2, loss_fn=mse)
+        x, y = batch(mesh.dp.rank, device)
+        pipe.step(x, target=y)
+        synchronize(device)
+        told = pytest.raises((hpcomm.SchemaMismatch, hpcomm.PeerError), match="1 of 2 ranks reduce their gradients")
+        with told:  # at once on a CPU; on a GPU, whose numbers nobody waits for, a little later
+            for _ in range(50):
+                pipe.step(x, target=y, reduce=mesh.rank == 0)
+                time.sleep(0.1)
+
+
+@pytest.mark.multirank
+def test_ranks_that_do_not_all_reduce_are_told(device: str) -> None:
+    run(device, 2, told_of_other_kinds)
 
 
 class Branch(nn.Module):

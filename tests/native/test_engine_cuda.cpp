@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "comm/communicator_allocator.h"
@@ -14,6 +15,7 @@
 #include "engine/reducer.h"
 #include "native/nccl_job.h"
 #include "native/patience.h"
+#include "pack/step_math.h"
 
 using namespace hpcomm;
 using namespace hpcomm::testing;
@@ -38,10 +40,11 @@ class Gpu {
   }
   void hold(Keepalive memory) const { compute_->hold(std::move(memory)); }
   // What the Python seam does with a Work.
-  void wait(const WorkPtr& work) const {
-    work->check();
-    compute_->wait(work->event());
+  void wait(const Work& work) const {
+    work.check();
+    compute_->wait(work.event());
   }
+  void wait(const WorkPtr& work) const { wait(*work); }
   void synchronize() const { compute_->synchronize(); }
 
  private:
@@ -93,7 +96,7 @@ TEST(engine_cuda_gradients_are_reduced_behind_the_backward) {
     const auto gradient_lane = gpu.lane("gradient");
     const auto loss_lane = gpu.lane("loss");
     CommunicatorAllocator memory(loss_lane);
-    DeviceStepLoss loss(loss_lane, memory);
+    DeviceStepLoss loss(loss_lane, memory, std::make_shared<double>(0));
     Reducer reducer(gradient_lane, model.plan, model.params, std::make_shared<CommunicatorAllocator>(gradient_lane));
     auto* numbers = static_cast<double*>(loss.numbers().data);
     std::atomic<int> wrong = 0;
@@ -129,9 +132,7 @@ TEST(engine_cuda_gradients_are_reduced_behind_the_backward) {
         });
         reducer.mark_ready(static_cast<int>(p), &(*gradient)[0], gradient);
       }
-      for (const WorkPtr& work : reducer.flush()) {
-        gpu.wait(work);
-      }
+      reducer.finish([&](const Work& work) { gpu.wait(work); });
       gpu.wait(loss.work());
       // The optimizer's kernel reads what was reduced; the host lets go of the gradients at once.
       std::vector<const float*> reduced;
@@ -164,6 +165,123 @@ TEST(engine_cuda_gradients_are_reduced_behind_the_backward) {
     loss_lane->close();
   });
   CHECK_EQ(fake_cuda::queries_in_captures(), 0);
+}
+
+// One rank reduces what another one keeps: neither host waits, and both are told at their next step.
+TEST(engine_cuda_ranks_that_take_other_kinds_of_steps_are_told) {
+  const NcclJob job(2);
+  job.run_threads([&](int rank) {
+    const Gpu gpu(job, rank);
+    const auto lane = gpu.lane("loss");
+    CommunicatorAllocator memory(lane);
+    DeviceStepLoss loss(lane, memory, std::make_shared<double>(0));
+    auto* numbers = static_cast<double*>(loss.numbers().data);
+    const auto step = [&](double kind) {
+      gpu.launch([numbers, kind] {
+        numbers[0] = numbers[1] = 1;
+        numbers[2] = kind;
+        numbers[3] = 0;
+      });
+      loss.issue(kind == 0);
+      gpu.wait(loss.work());
+      gpu.synchronize();
+    };
+    step(1);
+    step(0);
+    step(LossSums::kEvaluation);
+    step(rank == 0 ? 1 : 0);
+    CHECK_THROWS(ErrorKind::kSchemaMismatch, loss.issue(true), "1 of 2 ranks reduce their gradients in this step");
+    lane->close();
+  });
+}
+
+TEST(engine_cuda_weights_that_launches_of_a_graph_keep_are_forgotten_in_order) {
+  const NcclJob job(1);
+  job.run_threads([&](int rank) {
+    const Gpu gpu(job, rank);
+    const auto lane = gpu.lane("loss");
+    CommunicatorAllocator memory(lane);
+    DeviceStepLoss loss(lane, memory, std::make_shared<double>(0));
+    auto* numbers = static_cast<double*>(loss.numbers().data);
+    const auto step = [&] {
+      gpu.launch([numbers] {
+        numbers[0] = numbers[1] = numbers[3] = 1;
+        numbers[2] = 0;
+      });
+      loss.issue(true);
+      gpu.wait(loss.work());
+    };
+    step();
+    gpu.synchronize();
+    auto* const stream = static_cast<cudaStream_t>(gpu.compute().native_handle());
+    CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+    step();
+    cudaGraph_t graph = nullptr;
+    CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+    cudaGraphExec_t executable = nullptr;
+    CHECK_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
+    std::atomic<bool> go = false;
+    const auto wait_to_go = [&go] {
+      while (!go) {
+        std::this_thread::yield();
+      }
+    };
+    // One that is still to run is forgotten, and one that comes behind is not.
+    gpu.launch(wait_to_go);
+    CHECK_EQ(cudaGraphLaunch(executable, stream), cudaSuccess);
+    loss.forget();
+    std::atomic<double> kept = -1;
+    gpu.launch([&kept, numbers] { kept = numbers[LossSums::kKept]; });
+    CHECK_EQ(cudaGraphLaunch(executable, stream), cudaSuccess);
+    std::this_thread::sleep_for(5ms);
+    go = true;
+    gpu.synchronize();
+    CHECK_EQ(kept.load(), 0.0);
+    CHECK_EQ(numbers[LossSums::kKept], 1.0);
+    CHECK_EQ(cudaGraphExecDestroy(executable), cudaSuccess);
+    CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
+    lane->close();
+  });
+}
+
+// What a lane holds it lets go of when it records again. The reducer's hold ends when the caller's stream waits: for
+// torch's allocator that is enough, long before the device gets there.
+TEST(engine_cuda_gradients_are_not_held_when_the_caller_waits_for_them) {
+  const Model model;
+  for (const int ranks : {1, 2}) {
+    const NcclJob job(ranks);
+    job.run_threads([&](int rank) {
+      const Gpu gpu(job, rank);
+      const auto lane = gpu.lane("gradient");
+      Reducer reducer(lane, model.plan, model.params, std::make_shared<CommunicatorAllocator>(lane));
+      std::vector<Floats> gradients;  // the memory itself
+      for (const std::size_t count : model.counts) {
+        gradients.push_back(floats(rank, count, 1));
+      }
+      const auto go = std::make_shared<std::atomic<bool>>(false);
+      gpu.launch([go] {
+        while (!*go) {
+          std::this_thread::yield();
+        }
+      });
+      reducer.arm({}, {});
+      const auto token = std::make_shared<int>(0);
+      for (std::size_t p = gradients.size(); p-- > 0;) {
+        reducer.mark_ready(static_cast<int>(p), &(*gradients[p])[0], token);
+      }
+      CHECK(token.use_count() > 1);
+      std::vector<Event> events;
+      reducer.finish([&](const Work& work) {
+        gpu.wait(work);
+        events.push_back(work.event());
+      });
+      CHECK_EQ(token.use_count(), 1);
+      CHECK(!events.back().done());
+      *go = true;
+      gpu.synchronize();
+      lane->close();
+    });
+  }
 }
 
 TEST(engine_cuda_step_does_not_block_the_host) {
@@ -698,9 +816,7 @@ TEST(engine_cuda_a_bucket_takes_few_calls_of_the_runtime) {
       for (std::size_t p = gradients.size(); p-- > 0;) {
         reducer.mark_ready(static_cast<int>(p), &(*gradients[p])[0], gradients[p]);
       }
-      for (const WorkPtr& work : reducer.flush()) {
-        gpu.wait(work);
-      }
+      reducer.finish([&](const Work& work) { gpu.wait(work); });
     }
     calls.end(rank);
     gpu.synchronize();

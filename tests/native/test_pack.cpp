@@ -789,6 +789,25 @@ TEST(finish_loss_makes_the_factor) {
   CHECK_EQ(factor, 0.0);
 }
 
+TEST(finish_loss_tells_which_ranks_take_other_steps) {
+  const auto stream = make_caller_stream();
+  const auto told = [&](double reducing, int ranks) {
+    std::array<double, 5> sums{10, 3, reducing, 0, 0};
+    double factor = -1;
+    double odd = 0;
+    finish_loss(*stream, sums.data(), &factor, false, nullptr, {ranks, &odd});
+    CHECK_EQ(factor, 1.0 / 3);
+    return odd;
+  };
+  constexpr auto kEvaluation = static_cast<double>(LossSums::kEvaluation);
+  for (const double alike : {0.0, 3.0, 3 * kEvaluation}) {
+    CHECK_EQ(told(alike, 3), 0.0);
+  }
+  for (const double odd : {1.0, 2.0, kEvaluation, 2 * kEvaluation, 2 * kEvaluation + 1, kEvaluation + 2}) {
+    CHECK_EQ(told(odd, 3), odd);
+  }
+}
+
 // In the stream's order: the sums that were there when it is its turn, and memory that lives until then.
 TEST(finish_loss_waits_for_its_turn) {
   const auto stream = make_worker_stream("pack test");

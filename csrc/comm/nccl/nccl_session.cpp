@@ -37,6 +37,14 @@ void Session::settle(Result result, CommHandle polled, Deadline deadline, const 
     if (is_aborted()) {
       throw error_of_operation(*aborted(), what, lane);
     }
+    // First: mostly it is done, and a thread that yields to others may wait for milliseconds.
+    const Result asked = nccl.CommGetAsyncError(polled, &result);
+    if (asked != Result::kSuccess) {
+      result = asked;
+    }
+    if (result != Result::kInProgress) {
+      break;
+    }
     if (Clock::now() >= deadline) {
       throw Error(ErrorKind::kTimedOut,
                   str(what.operation, " #", what.sequence, " on lane ", lane,
@@ -51,10 +59,6 @@ void Session::settle(Result result, CommHandle polled, Deadline deadline, const 
       if (poll != nullptr && round % 100 == 0) {
         poll();
       }
-    }
-    const Result asked = nccl.CommGetAsyncError(polled, &result);
-    if (asked != Result::kSuccess) {
-      result = asked;
     }
   }
   if (result != Result::kSuccess) {

@@ -49,10 +49,10 @@ void launch_copies_cuda(Stream& stream, const std::vector<CopyItem>& items, cons
   });
 }
 
-void launch_finish_loss_cuda(Stream& stream, double* sums, double* factor, bool accumulate) {
+void launch_finish_loss_cuda(Stream& stream, double* sums, double* factor, bool accumulate, StepKinds kinds) {
   require_on_device(sums);
   require_on_device(factor);
-  launch(stream, [sums, factor, accumulate] { run_finish_loss(sums, factor, accumulate); });
+  launch(stream, [=] { run_finish_loss(sums, factor, accumulate, kinds); });
 }
 
 void load_kernels_cuda() {}
