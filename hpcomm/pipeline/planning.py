@@ -142,12 +142,24 @@ def _compile(mesh: Mesh, schedule: Schedule, wishes: Wishes) -> StepPlan:
     )
 
 
+def lanes_of(plan: StepPlan, mesh: Mesh) -> list[Communicator | None]:
+    """By place in ``plan.communicators``; None where this rank takes no part (collective).
+
+    New ones are made in the plan's order: no two ranks may make those that they share in different orders.
+    """
+    return [
+        mesh.lane(spec.ranks, spec.lane.name.lower()) if mesh.rank in spec.ranks else None
+        for spec in plan.communicators
+    ]
+
+
+def lane_of(place: int, lanes: Sequence[Communicator | None], mesh: Mesh) -> Communicator:
+    """That of an operation, by its place in ``plan.communicators``; -1: of this rank alone."""
+    return (lanes[place] if place >= 0 else None) or mesh.lane([mesh.rank], "alone")
+
+
 def scalar_lane(plan: StepPlan, mesh: Mesh) -> Communicator:
     """That of the plan's loss, or one of this rank alone where the mesh has one rank."""
-    places = [op.communicator for op in plan.operations if op.kind == _C.OpKind.LOSS]
-    spec = plan.communicators[places[0]] if places[0] >= 0 else None
-    # All lanes in the plan's order: no two ranks may make those that they share in different orders.
-    for each in plan.communicators:
-        if mesh.rank in each.ranks:
-            mesh.lane(each.ranks, each.lane.name.lower())
-    return mesh.lane([mesh.rank], "alone") if spec is None else mesh.lane(spec.ranks, spec.lane.name.lower())
+    lanes = lanes_of(plan, mesh)
+    place = next(op.communicator for op in plan.operations if op.kind == _C.OpKind.LOSS)
+    return lane_of(place, lanes, mesh)

@@ -19,6 +19,7 @@ from hpcomm.channel import SLOTS, Receiver, Sender
 from hpcomm.pipeline.board import Board
 from hpcomm.pipeline.links import handed_over
 from hpcomm.pipeline.microbatch import samples
+from hpcomm.pipeline.planning import lanes_of
 from hpcomm.pipeline.recorder import recorder_for
 from hpcomm.pipeline.stage import evaluate
 from hpcomm.seats import is_crowded
@@ -369,10 +370,7 @@ def _edges(
     An edge has a buffer for each message that the plan may have under way.
     """
     slots = max(SLOTS, plan.slot_depth)
-    lanes = [
-        mesh.lane(spec.ranks, spec.lane.name.lower()) if mesh.rank in spec.ranks else None
-        for spec in plan.communicators
-    ]
+    lanes = lanes_of(plan, mesh)
     ends: dict[tuple[bool, int, int], Action] = {}
     for action in actions:
         if action.kind in (_C.ActionKind.SEND, _C.ActionKind.RECV):
