@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import re
 import signal
 import sys
@@ -52,6 +53,15 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def cores(text: str) -> list[int]:
+    """0,0,1,1: of this machine, and allowed to this process."""
+    allowed = os.sched_getaffinity(0)
+    chosen = [int(part) if part.isdigit() else -1 for part in text.split(",")]
+    if not allowed.issuperset(chosen):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected cores of {sorted(allowed)}, one for each rank")
+    return chosen
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-b", "--begin", type=byte_count, default=4, help="smallest size in bytes (4)")
@@ -62,6 +72,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("-c", "--check", type=int, default=1, help="checks per size and peer; 0 for none (1)")
     parser.add_argument("--rounds", type=positive, help="blocks of each peer per size (7; 4 with --wait)")
     parser.add_argument("--ranks", default="2", help="of each job, such as 2,4,8")
+    parser.add_argument("--cores", type=cores, help="of the ranks, such as 0,0,1,1 (the scheduler's choice)")
     parser.add_argument("--ops", default="all_reduce", help=f"of {','.join(OPERATIONS)}; or all")
     parser.add_argument("--vs", default="hpcomm-zero,c10d-hpcomm,gloo,mpich", help=f"peers, of {','.join(PEERS)}")
     parser.add_argument("--baseline", default="hpcomm", help="the peer that the others are divided by (hpcomm)")
@@ -78,6 +89,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         arguments.ranks = [positive(part) for part in arguments.ranks.split(",")]
     except argparse.ArgumentTypeError as error:
         parser.error(f"--ranks: {error}")
+    if arguments.cores and any(len(arguments.cores) != ranks for ranks in arguments.ranks):
+        parser.error(f"--cores: {len(arguments.cores)} cores for --ranks {arguments.ranks}")
     arguments.ops = list(OPERATIONS) if arguments.ops == "all" else arguments.ops.split(",")
     arguments.peers = list(dict.fromkeys([arguments.baseline, *filter(None, arguments.vs.split(","))]))
     arguments.dtype = ALIASES.get(arguments.dtype, arguments.dtype)

@@ -315,6 +315,8 @@ def main() -> None:
     adopt_mpi_environment()
     arguments = json.loads(sys.argv[1])
     try:
+        if arguments["cores"]:  # before there are threads, which inherit it
+            os.sched_setaffinity(0, {arguments["cores"][int(os.environ["RANK"])]})
         torch.set_num_threads(1)
         gc.disable()
         rank = Rank(arguments)

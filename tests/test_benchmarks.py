@@ -238,6 +238,8 @@ def test_sizes_and_counts() -> None:
         (["--ranks", "two"], "expected a positive number"),
         (["-b", "8", "-e", "4"], "sizes must grow"),
         (["--root", "2"], "no rank 2"),
+        (["--cores", "0,0,0"], "3 cores for --ranks [2]"),
+        (["--cores", "0,x"], "expected cores of"),
         (["--redop", "avg", "--dtype", "int32"], "not exact"),
     ],
 )

@@ -100,13 +100,9 @@ DType wire_dtype(const py::handle& dtype) {
   const at::ScalarType type = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
   HPCOMM_REQUIRE(c10::isFloatingType(type), "wire_dtype: ", c10::toString(type),
                  " is no real floating point type; only those are cast on the way");
-  // Not by a tensor of that type: making one is an operation.
-  for (std::uint8_t code = 0; const auto wire = dtype_from_wire(code); ++code) {
-    if (is_floating(*wire) && scalar_type(*wire) == type) {
-      return *wire;
-    }
-  }
-  throw Error(ErrorKind::kInvalidArgument, str("wire_dtype: there is no cast to ", c10::toString(type)));
+  const auto wire = movable_dtype_of(type);
+  HPCOMM_REQUIRE(wire && is_floating(*wire), "wire_dtype: there is no cast to ", c10::toString(type));
+  return *wire;
 }
 
 // The wire type of each tensor: all alike, or what a function of place and tensor says.

@@ -53,13 +53,9 @@ void end(Communicator& self) {
   (self.*kEnd)();
 }
 
-// Python functions need the GIL to be called and to be let go of; communicators are destroyed without it.
 C10dBackendFactory to_factory(py::function function) {
-  const std::shared_ptr<py::function> shared(new py::function(std::move(function)), [](py::function* owned) {
-    const py::gil_scoped_acquire gil;
-    delete owned;
-  });
-  return [shared](const std::string& name, const std::vector<int>& ranks, int rank) {
+  return [shared = released_with_gil(std::move(function))](const std::string& name, const std::vector<int>& ranks,
+                                                           int rank) {
     const py::gil_scoped_acquire gil;
     return (*shared)(name, ranks, rank).cast<C10dBackend>();
   };

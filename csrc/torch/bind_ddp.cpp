@@ -35,7 +35,7 @@ std::vector<TensorSize> gradient_sizes(const std::vector<at::Tensor>& params) {
 }
 
 std::optional<DType> wire_of(const std::optional<at::ScalarType>& dtype) {
-  return dtype ? std::optional(dtype_of(at::empty({0}, *dtype))) : std::nullopt;
+  return dtype ? std::optional(dtype_of(*dtype)) : std::nullopt;
 }
 
 BucketPlan plan_of(const std::vector<at::Tensor>& params, const std::vector<int>& order,
@@ -89,11 +89,7 @@ void bind_ddp(py::module_& module) {
       .def(
           "meet",
           [](DdpReducer& reducer, py::function meet) {
-            // Let go of under the GIL, wherever that is.
-            const std::shared_ptr<py::function> callable(new py::function(std::move(meet)), [](py::function* last) {
-              const py::gil_scoped_acquire gil;
-              delete last;
-            });
+            const auto callable = released_with_gil(std::move(meet));
             const py::gil_scoped_release scope;
             reducer.meet([callable] {
               const py::gil_scoped_acquire gil;

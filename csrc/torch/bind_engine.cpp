@@ -38,14 +38,6 @@ BucketPlan plan_of(const std::vector<TensorSize>& sizes, std::size_t first_bytes
   return plan_buckets(sizes, order, {first_bytes, cap_bytes});
 }
 
-// A function of Python that may be let go by a thread without the GIL, as a graph's last owner is.
-std::shared_ptr<py::function> held(py::function function) {
-  return {new py::function(std::move(function)), [](py::function* mine) {
-            const py::gil_scoped_acquire gil;
-            delete mine;
-          }};
-}
-
 void bind_deferred(py::module_& module) {
   py::class_<Deferred, std::shared_ptr<Deferred>>(module, "Deferred")
       .def(py::init<>())
@@ -53,7 +45,7 @@ void bind_deferred(py::module_& module) {
           "add",
           [](Deferred& deferred, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& dy,
              py::function compute) {
-            deferred.add(weight, bias.value_or(at::Tensor()), dy, [function = held(std::move(compute))] {
+            deferred.add(weight, bias.value_or(at::Tensor()), dy, [function = released_with_gil(std::move(compute))] {
               const py::gil_scoped_acquire gil;
               const auto [of_weight, of_bias] = (*function)().cast<std::pair<at::Tensor, std::optional<at::Tensor>>>();
               return Deferred::Gradients(of_weight, of_bias.value_or(at::Tensor()));

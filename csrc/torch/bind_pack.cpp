@@ -26,7 +26,7 @@ Layout make_layout(const std::vector<at::Tensor>& tensors, const py::object& wir
     return Layout(sizes);
   }
   HPCOMM_REQUIRE(THPDtype_Check(wire.ptr()), "layout: wire must be a torch.dtype");
-  return Layout(sizes, dtype_of(at::empty({0}, reinterpret_cast<THPDtype*>(wire.ptr())->scalar_type)));
+  return Layout(sizes, dtype_of(reinterpret_cast<THPDtype*>(wire.ptr())->scalar_type));
 }
 
 // One number of `dtype` on the device, read or written by the kernel when it runs.

@@ -1,4 +1,5 @@
-// The GIL at the seam. It is released in two places only: waits, and the destruction of objects that join threads.
+// The GIL at the seam: released wherever another thread may have to be waited for (waits, locks, calls that issue, the
+// destruction of objects that join threads), and taken by whatever touches Python in a thread of ours.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -32,6 +33,14 @@ template <typename T>
     const WithoutGil scope;
     owner.reset();
   });
+}
+
+// A function of Python that a thread without the GIL may let go of.
+[[nodiscard]] inline std::shared_ptr<pybind11::function> released_with_gil(pybind11::function function) {
+  return {new pybind11::function(std::move(function)), [](pybind11::function* last) {
+            const pybind11::gil_scoped_acquire gil;
+            delete last;
+          }};
 }
 
 }  // namespace hpcomm

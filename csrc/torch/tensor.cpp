@@ -30,14 +30,14 @@ DTypes make_dtypes() {
 
 }  // namespace
 
-std::optional<DType> movable_dtype_of(const at::Tensor& tensor) {
+std::optional<DType> movable_dtype_of(at::ScalarType type) {
   static const DTypes dtypes = make_dtypes();
-  return dtypes[static_cast<std::uint8_t>(tensor.scalar_type())];
+  return dtypes[static_cast<std::uint8_t>(type)];
 }
 
-DType dtype_of(const at::Tensor& tensor) {
-  const auto dtype = movable_dtype_of(tensor);
-  HPCOMM_REQUIRE(dtype.has_value() && !is_only_moved(*dtype), "tensors of dtype ", c10::toString(tensor.scalar_type()),
+DType dtype_of(at::ScalarType type) {
+  const auto dtype = movable_dtype_of(type);
+  HPCOMM_REQUIRE(dtype.has_value() && !is_only_moved(*dtype), "tensors of dtype ", c10::toString(type),
                  " are not supported");
   return *dtype;
 }

@@ -11,9 +11,13 @@
 namespace hpcomm {
 
 // Throws kInvalidArgument for dtypes that nothing here computes with (quantised, complex32, ...).
-[[nodiscard]] DType dtype_of(const at::Tensor& tensor);
+[[nodiscard]] DType dtype_of(at::ScalarType type);
+[[nodiscard]] inline DType dtype_of(const at::Tensor& tensor) { return dtype_of(tensor.scalar_type()); }
 // Also those that are only moved; empty where a dtype does not travel at all (quantised, bits, ...).
-[[nodiscard]] std::optional<DType> movable_dtype_of(const at::Tensor& tensor);
+[[nodiscard]] std::optional<DType> movable_dtype_of(at::ScalarType type);
+[[nodiscard]] inline std::optional<DType> movable_dtype_of(const at::Tensor& tensor) {
+  return movable_dtype_of(tensor.scalar_type());
+}
 [[nodiscard]] at::ScalarType scalar_type(DType dtype) noexcept;
 
 // False where there are elements and nothing to read them from: a wrapper around other tensors (a DTensor), a fake one,
