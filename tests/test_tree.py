@@ -94,9 +94,9 @@ MODULES = (
     "pipeline",
     "amp",
     "reference",
+    "report",
     "",  # hpcomm itself: the list of public names
     "doctor",
-    "report",
     "cli",
     "__main__",
 )
