@@ -36,7 +36,7 @@ class HpcommError(RuntimeError):
 
 
 class InvalidArgument(HpcommError, ValueError):
-    """A call that cannot be right on this rank: shape, dtype, device, mesh, model."""
+    """A call that cannot be right on this rank: shape, dtype, device, mesh, model, or a file that cannot be read."""
 
 
 class RankFailed(HpcommError):

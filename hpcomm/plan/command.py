@@ -137,7 +137,7 @@ def _from_file(read: Callable[[Path], _T], path: str | Path) -> _T:
     try:
         return read(Path(path))
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise InvalidArgument(f"{path}: {error}") from error
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -216,13 +216,13 @@ def _import(options: argparse.Namespace) -> int:
     is_csv = options.table.endswith(".csv")
     if options.as_it_stands:
         if not is_csv:
-            raise ValueError("--as-it-stands needs a .csv with communication in it")
+            raise InvalidArgument("--as-it-stands needs a .csv with communication in it")
         plan = _from_file(lambda path: plan_from_csv(path.read_text(encoding="utf-8")), options.table)
     else:
         read = table_from_csv if is_csv else parse
         table = _from_file(lambda path: read(path.read_text(encoding="utf-8")), options.table)
         if not any(table):
-            raise ValueError(f"{options.table}: the schedule has no computations")
+            raise InvalidArgument(f"{options.table}: the schedule has no computations")
         placement = placement_of(table)
         print(draw(table))
         trains = any(action.kind != "F" for actions in table for action in actions)

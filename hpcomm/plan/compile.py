@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from hpcomm._native import load
-from hpcomm.errors import DeadlockError
+from hpcomm.errors import DeadlockError, InvalidArgument
 from hpcomm.plan.schedules import by_name
 from hpcomm.plan.table import ComputeAction, one_stage_each
 
@@ -82,24 +82,25 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
     device: "cuda" or "cpu": where the plan will run, so that it says who guarantees that what is issued starts. It
         changes nothing else but the hash.
 
-    Raises ``hpcomm.errors.InvalidArgument`` for arguments that contradict each other,
-    ``hpcomm.errors.DeadlockError`` for a compute order that contradicts its data or needs more slots,
-    ``ValueError`` for an unknown name or lengths that do not fit.
+    Raises ``hpcomm.errors.InvalidArgument`` for an unknown name, lengths that do not fit and arguments that contradict
+    each other, ``hpcomm.errors.DeadlockError`` for a compute order that contradicts its data or needs more slots.
     """
     table: Sequence[Sequence[ComputeAction]]
     if isinstance(schedule, str):
         table, placement, per_rank = by_name(schedule, pp, num_microbatches, stages_per_rank)
         if stage_to_rank is not None and list(stage_to_rank) != placement:
-            raise ValueError(f"schedule {schedule!r} puts its stages on {placement}; stage_to_rank is {stage_to_rank}")
+            raise InvalidArgument(
+                f"schedule {schedule!r} puts its stages on {placement}; stage_to_rank is {stage_to_rank}"
+            )
     else:
         table = schedule
         if not any(table):
-            raise ValueError("the schedule has no computations")
+            raise InvalidArgument("the schedule has no computations")
         named = {action.stage for actions in table for action in actions}
         num_stages = max(named) + 1
         if num_stages > len(named):
             missing = next(stage for stage in range(len(named) + 1) if stage not in named)
-            raise ValueError(f"the schedule has an action of stage {num_stages - 1} and none of stage {missing}")
+            raise InvalidArgument(f"the schedule has an action of stage {num_stages - 1} and none of stage {missing}")
         per_rank = -(-num_stages // pp)
         placement = one_stage_each(pp, per_rank)[:num_stages] if stage_to_rank is None else list(stage_to_rank)
     num_stages = len(placement)
@@ -116,7 +117,7 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
     spec.reduce = _member(native.ReducePolicy, "reduce", reduce)
     spec.schema = _member(native.Schema, "schema", schema)
     if device not in _START_ORDER:
-        raise ValueError(f"device={device!r}; use 'cpu', 'cuda' or None")
+        raise InvalidArgument(f"device={device!r}; use 'cpu', 'cuda' or None")
     spec.start_order = getattr(native.StartOrder, _START_ORDER[device])
     spec.max_communicators = 0 if max_communicators is None else max_communicators
     spec.group = group
@@ -132,7 +133,7 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
         backward = _per_stage("backward_cost", backward_cost, DEFAULT_BACKWARD_COST, num_stages)
         costs.stages = [native.StageCost(f, b) for f, b in zip(forward, backward, strict=True)]
     elif forward_cost is not None or backward_cost is not None or link_latency or not math.isinf(link_bandwidth):
-        raise ValueError("give costs, or forward_cost, backward_cost, link_latency and link_bandwidth, not both")
+        raise InvalidArgument("give costs, or forward_cost, backward_cost, link_latency and link_bandwidth, not both")
     spec.cost = costs
     kinds = {
         "F": native.OpKind.FORWARD,
@@ -163,7 +164,7 @@ def _compile(spec: CompileSpec, slot_depth: int, enough: int) -> StepPlan:
 def _member(enum: Any, name: str, value: str) -> Any:
     known = {key.lower(): member for key, member in enum.__members__.items()}
     if value not in known:
-        raise ValueError(f"{name}={value!r}; use one of {', '.join(known)}")
+        raise InvalidArgument(f"{name}={value!r}; use one of {', '.join(known)}")
     return known[value]
 
 
@@ -171,12 +172,14 @@ def _chain(num_stages: int, activation_bytes: int | Sequence[int]) -> list[tuple
     boundaries = num_stages - 1
     sizes = [activation_bytes] * boundaries if isinstance(activation_bytes, int) else list(activation_bytes)
     if len(sizes) != boundaries:
-        raise ValueError(f"activation_bytes has {len(sizes)} sizes; {num_stages} stages have {boundaries} boundaries")
+        raise InvalidArgument(
+            f"activation_bytes has {len(sizes)} sizes; {num_stages} stages have {boundaries} boundaries"
+        )
     return [(stage, stage + 1, size) for stage, size in enumerate(sizes)]
 
 
 def _per_stage(name: str, seconds: Sequence[float] | None, default: float, num_stages: int) -> list[float]:
     values = [default] * num_stages if seconds is None else list(seconds)
     if len(values) != num_stages:
-        raise ValueError(f"{name} has {len(values)} costs; there are {num_stages} stages")
+        raise InvalidArgument(f"{name} has {len(values)} costs; there are {num_stages} stages")
     return values

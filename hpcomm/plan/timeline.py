@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpcomm.errors import InvalidArgument
+
 if TYPE_CHECKING:
     from hpcomm._C import Action, CostModel, StepPlan, Timeline
 
@@ -73,14 +75,21 @@ def draw_ticks(plan: StepPlan, costs: CostModel | None = None, *, tick: float = 
     An action stands where it begins; ``-`` is its later ticks, ``.`` a tick in which the rank computes nothing. An
     action that takes less than a tick, or begins within one, is drawn at the tick in which it begins.
 
-    Raises ``ValueError`` for a tick that is not above 0 or makes more than 100,000 columns, and what ``plan.simulate``
-    raises.
+    Args:
+        costs: what is simulated; without one forwards take 1 second and backwards 2.
+        tick: seconds, above 0.
+
+    Raises:
+        InvalidArgument: a tick that is not above 0, or makes more than 100,000 columns; costs that do not fit the plan.
+        DeadlockError: the plan cannot end.
     """
     if not 0 < tick < math.inf:
-        raise ValueError(f"tick={tick}; give seconds above 0")
+        raise InvalidArgument(f"tick={tick}; give seconds above 0")
     timeline = plan.simulate(costs)
     if timeline.makespan_seconds / tick > _MAX_COLUMNS:
-        raise ValueError(f"tick={tick} makes more than {_MAX_COLUMNS} columns of {timeline.makespan_seconds:.6g} s")
+        raise InvalidArgument(
+            f"tick={tick} makes more than {_MAX_COLUMNS} columns of {timeline.makespan_seconds:.6g} s"
+        )
     columns = round(timeline.makespan_seconds / tick)
     rows = []
     for rank in range(0, plan.world, plan.world // plan.pp):

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcomm._native import load
+from hpcomm.errors import InvalidArgument
 from hpcomm.plan.table import ComputeAction, Table, num_microbatches_of, placement_of
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def plan_to_csv(plan: StepPlan, *, waits: bool = False) -> str:
             the end of the row, a reduction at once: none of them can make the order of a plan that verified wait for
             what comes later.
 
-    Raises ``ValueError`` for a skip connection or tied parameters.
+    Raises ``InvalidArgument`` for a skip connection or tied parameters.
     """
     rows = []
     for rank in range(0, plan.world, plan.world // plan.pp):
@@ -66,7 +67,7 @@ def plan_to_csv(plan: StepPlan, *, waits: bool = False) -> str:
 def table_from_csv(text: str) -> Table:
     """The computations in a CSV of torch's, in their order; its communication, if there is any, is left out.
 
-    Raises ``ValueError`` that names the row and the cell which cannot be read.
+    Raises ``InvalidArgument`` that names the row and the cell which cannot be read.
     """
     return [
         [ComputeAction(cell.kind, cell.stage, cell.microbatch) for cell in row if cell.kind in "FBIW"]  # type: ignore[arg-type]
@@ -81,7 +82,7 @@ def plan_from_csv(text: str, *, slot_depth: int = 0) -> StepPlan:
     per direction, and ``REDUCE_GRAD`` as a reduction of one rank. ``UNSHARD``, ``RESHARD`` and the waits are left out:
     ``verify()`` lets each send wait for its receive where it stands, which is sooner.
 
-    Raises ``ValueError`` that names the row and the cell which cannot be read, or what the file contradicts.
+    Raises ``InvalidArgument`` that names the row and the cell which cannot be read, or what the file contradicts.
     """
     rows = list(_read(text))
     table = table_from_csv(text)
@@ -102,11 +103,11 @@ def _cell(action: Any) -> str:
     if kind == "REDUCE":
         return f"{action.stage}REDUCE_GRAD"
     if kind == "TIED":
-        raise ValueError(f"torch's CSV has no tied gradients; the plan reduces tie {action.bucket}")
+        raise InvalidArgument(f"torch's CSV has no tied gradients; the plan reduces tie {action.bucket}")
     if kind == "LOSS":
         return ""
     if abs(action.stage - action.peer_stage) != 1:
-        raise ValueError(
+        raise InvalidArgument(
             f"torch's CSV has messages between neighbouring stages; the plan joins {action.stage} and "
             f"{action.peer_stage}"
         )
@@ -135,7 +136,7 @@ def _rows(text: str) -> Iterator[list[str]]:
     try:
         yield from csv.reader(io.StringIO(text, newline=None))
     except csv.Error as error:
-        raise ValueError(f"this is no CSV: {error}") from error
+        raise InvalidArgument(f"this is no CSV: {error}") from error
 
 
 def _read(text: str) -> Iterator[list[_Cell]]:
@@ -149,7 +150,7 @@ def _read(text: str) -> Iterator[list[_Cell]]:
                     continue
                 match = _CELL.fullmatch(part.strip())
                 if match is None or (match[3] == "") != (match[2] in _WITHOUT_MICROBATCH):
-                    raise ValueError(
+                    raise InvalidArgument(
                         f"row {number}: {part.strip()!r:.40} is no action, such as 2F0 or 1SEND_F3; numbers have at "
                         "most nine digits"
                     )
@@ -165,7 +166,7 @@ class _Builder:
         self._native = native
         self._placement = placement_of(table)
         if not self._placement:
-            raise ValueError("the file has no computations")
+            raise InvalidArgument("the file has no computations")
         self._operations: list[Any] = []
         self._index: dict[tuple[Any, ...], int] = {}
         self._reduced = {cell.stage for row in rows for cell in row if cell.kind == "REDUCE_GRAD"}
@@ -190,7 +191,7 @@ class _Builder:
     def _operation(self, cell: _Cell, rank: int) -> int:
         native = self._native
         if not 0 <= cell.stage < len(self._placement) or self._placement[cell.stage] != rank:
-            raise ValueError(f"row {rank}: stage {cell.stage} does not compute there")
+            raise InvalidArgument(f"row {rank}: stage {cell.stage} does not compute there")
         kinds = {
             "F": native.OpKind.FORWARD,
             "B": native.OpKind.BACKWARD,
@@ -210,7 +211,9 @@ class _Builder:
         step = 1 if forward else -1
         source, destination = (cell.stage, cell.stage + step) if verb == "SEND" else (cell.stage - step, cell.stage)
         if not (0 <= source < len(self._placement) and 0 <= destination < len(self._placement)):
-            raise ValueError(f"row {rank}: {cell.stage}{cell.kind}{cell.microbatch} leads to a stage that is not there")
+            raise InvalidArgument(
+                f"row {rank}: {cell.stage}{cell.kind}{cell.microbatch} leads to a stage that is not there"
+            )
         operation = native.Operation(
             native.OpKind.TRANSFER,
             stage=source,
