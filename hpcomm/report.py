@@ -12,7 +12,7 @@ from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline.recorder import COMPUTE, cost_model, seconds_of, with_rest
 from hpcomm.plan.render import draw_spans, svg
 from hpcomm.plan.serialize import from_json
-from hpcomm.plan.timeline import Span, draw_strips, label, spans
+from hpcomm.plan.timeline import Span, draw_strips, first_replicas, label, spans
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -311,7 +311,7 @@ def measured_spans(trace: Trace, number: int, ranks: Sequence[int]) -> list[Span
 def timeline(trace: Trace, number: int, columns: int = 100) -> str:
     """The plan as simulated from the measured computations, and below it the step as it ran: text, on one scale."""
     plan = trace.plan
-    ranks = _first_replicas(plan)
+    ranks = first_replicas(plan)
     costs = costs_of(trace)
     simulated = plan.simulate(costs)
     length = max(rank.end for rank in trace.steps[number].values())
@@ -326,15 +326,10 @@ def timeline(trace: Trace, number: int, columns: int = 100) -> str:
     )
 
 
-def _first_replicas(plan: StepPlan) -> list[int]:
-    """The ranks that are drawn: one per pipeline rank."""
-    return list(range(0, plan.world, plan.world // plan.pp))
-
-
 def picture(trace: Trace, number: int) -> str:
     """The plan as simulated from the measured computations, and below it the step as it ran: SVG."""
     plan = trace.plan
-    ranks = _first_replicas(plan)
+    ranks = first_replicas(plan)
     length = max(rank.end for rank in trace.steps[number].values())
     costs = costs_of(trace)
     above = svg(plan, costs, title=planned(costs))

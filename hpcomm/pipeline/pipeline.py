@@ -138,7 +138,8 @@ class Pipeline(LocalModel):
             split_at = split_of(model, split_at)
             whole_model = as_chain(model)
             require_arguments(whole_model, mesh, num_microbatches, bucket_cap_mb, reduce, inputs)
-            chain.require_taken(chain.calls_of(whole_model, 0, chain.skips_of(whole_model)), [*keywords, *whole])
+            takers = chain.calls_of(whole_model, 0, chain.skips_of(whole_model))
+            chain.require_taken([call.keywords for call in takers], [*keywords, *whole])
             require_schema(schema)
             plain = schedule_of(schedule, mesh.shape["pp"], num_microbatches, stages_per_rank)
             starts = starts_of(whole_model, plain.stages, split_at)
@@ -436,8 +437,7 @@ class Pipeline(LocalModel):
                 raise InvalidArgument(
                     f"step(): {name!r} is not among keywords={sorted(self._promised)} of the Pipeline"
                 )
-            if not any(names is None or name in names for names in self._accepted):
-                raise InvalidArgument(f"step(): no layer of the model takes the keyword argument {name!r}")
+        chain.require_taken(self._accepted, keywords)
         cut_inputs: list[tuple[Any, ...]] = [()] * parts
         if first:
             cut_inputs = list(zip(*[split(value, parts, "input") for value in inputs], strict=True))

@@ -15,6 +15,7 @@ from hpcomm import _C
 from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import InvalidArgument
 from hpcomm.plan.serialize import to_json
+from hpcomm.plan.table import KIND_NAMES
 from hpcomm.seats import cores_of, is_crowded, seat
 from hpcomm.tree import tensors_of
 
@@ -29,7 +30,7 @@ __all__: list[str] = []
 
 # Operation; nanoseconds of the clock: issued, begun on the lane, packed, reduced, written back.
 BucketTimes = tuple[int, float, float, float, float, float]
-COMPUTE = ("FORWARD", "BACKWARD", "INPUT_GRAD", "WEIGHT_GRAD")
+COMPUTE = tuple(KIND_NAMES.values())
 # Of no stage: each communication of a rank's list, and what a step does before and after its list.
 ISSUE, STEP = (-1, "ISSUE"), (-1, "STEP")
 

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpcomm.plan.timeline import LANES, spans
+from hpcomm.plan.timeline import LANES, first_replicas, spans
 
 if TYPE_CHECKING:
     from hpcomm._C import CostModel, StepPlan
@@ -42,7 +42,7 @@ def to_chrome_trace(
     Format: "Trace Event Format", the Chromium project.
     """
     timeline = plan.simulate(costs)
-    rows = list(range(0, plan.world, plan.world // plan.pp)) if ranks is None else list(ranks)
+    rows = list(first_replicas(plan) if ranks is None else ranks)
     events: list[dict[str, Any]] = []
     for rank in rows:
         stages = [stage for stage, home in enumerate(plan.stage_to_rank) if home == rank // (plan.world // plan.pp)]

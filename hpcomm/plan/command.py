@@ -16,7 +16,7 @@ from hpcomm.plan.render import to_svg
 from hpcomm.plan.schedules import SCHEDULES
 from hpcomm.plan.serialize import from_json, to_json
 from hpcomm.plan.table import draw, num_microbatches_of, parse, placement_of, require_positive
-from hpcomm.plan.timeline import draw_ticks
+from hpcomm.plan.timeline import draw_ticks, first_replicas
 from hpcomm.plan.torch_csv import plan_from_csv, table_from_csv
 from hpcomm.plan.tuning import load_layers, tune
 
@@ -176,7 +176,7 @@ def _simulate(options: argparse.Namespace) -> int:
     timeline = plan.simulate(costs)
     print(_shares(timeline))
     print("rank   compute   exposed    bubble  activations, at most")
-    for rank in range(0, plan.world, plan.world // plan.pp):
+    for rank in first_replicas(plan):
         times = timeline.ranks[rank]
         print(
             f"{rank:4}  {times.compute_seconds:8.4g}  {times.exposed_seconds:8.4g}  {times.bubble_seconds:8.4g}  "

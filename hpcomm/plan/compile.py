@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hpcomm._native import load
 from hpcomm.errors import DeadlockError, InvalidArgument
 from hpcomm.plan.schedules import by_name
-from hpcomm.plan.table import ComputeAction, one_stage_each
+from hpcomm.plan.table import KIND_NAMES, ComputeAction, one_stage_each
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -135,12 +135,7 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
     elif forward_cost is not None or backward_cost is not None or link_latency or not math.isinf(link_bandwidth):
         raise InvalidArgument("give costs, or forward_cost, backward_cost, link_latency and link_bandwidth, not both")
     spec.cost = costs
-    kinds = {
-        "F": native.OpKind.FORWARD,
-        "B": native.OpKind.BACKWARD,
-        "I": native.OpKind.INPUT_GRAD,
-        "W": native.OpKind.WEIGHT_GRAD,
-    }
+    kinds = {letter: native.OpKind.__members__[name] for letter, name in KIND_NAMES.items()}
     for actions in table:
         spec.add_compute([(kinds[kind], stage, microbatch) for kind, stage, microbatch in actions])
     if slot_depth is not None:

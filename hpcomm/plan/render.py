@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
-from hpcomm.plan.timeline import Span, spans
+from hpcomm.plan.timeline import Span, first_replicas, spans
 
 if TYPE_CHECKING:
     from hpcomm._C import CostModel, StepPlan, Timeline
@@ -75,7 +75,7 @@ def svg(
 ) -> str:
     """The text of ``to_svg``'s file."""
     timeline = plan.simulate(costs)
-    rows = list(range(0, plan.world, plan.world // plan.pp))[:MAX_ROWS] if ranks is None else list(ranks)
+    rows = list(first_replicas(plan)[:MAX_ROWS] if ranks is None else ranks)
     drawn = list(spans(plan, timeline, rows))
     return draw_spans(plan, rows, drawn, timeline.makespan_seconds, title or _sizes(plan), _figures(timeline))
 

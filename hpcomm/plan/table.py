@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple
 from hpcomm.errors import InvalidArgument
 
 Kind = Literal["F", "B", "I", "W"]
+# As the native OpKind and ActionKind call them.
+KIND_NAMES: dict[Kind, str] = {"F": "FORWARD", "B": "BACKWARD", "I": "INPUT_GRAD", "W": "WEIGHT_GRAD"}
 
 # Nine digits: plans number with 31 bits.
 _ACTION = re.compile(r"(?P<stage>\d{0,9})(?P<kind>[FBIW])(?P<microbatch>\d{1,9})")

@@ -7,17 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcomm.errors import InvalidArgument
+from hpcomm.plan.table import KIND_NAMES
 
 if TYPE_CHECKING:
     from hpcomm._C import Action, CostModel, StepPlan, Timeline
 
 _MAX_COLUMNS = 100_000
 LANES = ("compute", "forward", "backward", "gradient", "scalar")
-_LETTERS = {
-    "FORWARD": "F",
-    "BACKWARD": "B",
-    "INPUT_GRAD": "I",
-    "WEIGHT_GRAD": "W",
+# Of the members of ActionKind.
+LETTERS: dict[str, str] = {
+    **{name: letter for letter, name in KIND_NAMES.items()},
     "SEND": "S",
     "RECV": "r",
     "REDUCE": "R",
@@ -61,10 +60,15 @@ def spans(plan: StepPlan, timeline: Timeline, ranks: Sequence[int]) -> Iterator[
                 yield span(rank, inner)
 
 
+def first_replicas(plan: StepPlan) -> range:
+    """The ranks that stand for all of theirs: the first of each pipeline rank."""
+    return range(0, plan.world, plan.world // plan.pp)
+
+
 def label(action: Action, several: bool) -> str:
     """The entry of a printed plan; the stage stands in front where ranks hold several."""
     kind = action.kind.name
-    letter = "s" if kind == "SEND" and action.payload.name == "GRADIENT" else _LETTERS[kind]
+    letter = "s" if kind == "SEND" and action.payload.name == "GRADIENT" else LETTERS[kind]
     number = "" if kind == "LOSS" else action.bucket if kind in ("REDUCE", "TIED") else action.microbatch
     return f"{action.stage if several and action.stage >= 0 else ''}{letter}{number}"
 
@@ -92,7 +96,7 @@ def draw_ticks(plan: StepPlan, costs: CostModel | None = None, *, tick: float = 
         )
     columns = round(timeline.makespan_seconds / tick)
     rows = []
-    for rank in range(0, plan.world, plan.world // plan.pp):
+    for rank in first_replicas(plan):
         cells = ["."] * columns
         for span in spans(plan, timeline, [rank]):
             if span.lane != "compute":
@@ -102,7 +106,7 @@ def draw_ticks(plan: StepPlan, costs: CostModel | None = None, *, tick: float = 
                 cells[column] = span.label if column == first else "-"
         rows.append(cells)
     width = max((len(cell) for cells in rows for cell in cells), default=1)
-    labels = [f"rank {rank}" for rank in range(0, plan.world, plan.world // plan.pp)]
+    labels = [f"rank {rank}" for rank in first_replicas(plan)]
     margin = max(map(len, labels), default=0)
     return "\n".join(
         f"{name:<{margin}} | {' '.join(f'{cell:<{width}}' for cell in cells)}".rstrip()

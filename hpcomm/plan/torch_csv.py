@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcomm._native import load
 from hpcomm.errors import InvalidArgument
-from hpcomm.plan.table import ComputeAction, Table, num_microbatches_of, placement_of
+from hpcomm.plan.table import KIND_NAMES, ComputeAction, Table, num_microbatches_of, placement_of
+from hpcomm.plan.timeline import LETTERS, first_replicas
 
 if TYPE_CHECKING:
     from hpcomm._C import StepPlan
@@ -55,7 +56,7 @@ def plan_to_csv(plan: StepPlan, *, waits: bool = False) -> str:
     Raises ``InvalidArgument`` for a skip connection or tied parameters.
     """
     rows = []
-    for rank in range(0, plan.world, plan.world // plan.pp):
+    for rank in first_replicas(plan):
         cells = []
         for action in plan.actions(rank):
             cells += [_cell(action)] + [_cell(inner) for inner in action.inside]
@@ -70,7 +71,7 @@ def table_from_csv(text: str) -> Table:
     Raises ``InvalidArgument`` that names the row and the cell which cannot be read.
     """
     return [
-        [ComputeAction(cell.kind, cell.stage, cell.microbatch) for cell in row if cell.kind in "FBIW"]  # type: ignore[arg-type]
+        [ComputeAction(cell.kind, cell.stage, cell.microbatch) for cell in row if cell.kind in KIND_NAMES]
         for row in _read(text)
     ]
 
@@ -97,9 +98,8 @@ def _write(rows: list[list[str]]) -> str:
 
 def _cell(action: Any) -> str:
     kind = action.kind.name
-    letter = {"FORWARD": "F", "BACKWARD": "B", "INPUT_GRAD": "I", "WEIGHT_GRAD": "W"}.get(kind)
-    if letter is not None:
-        return f"{action.stage}{letter}{action.microbatch}"
+    if kind in KIND_NAMES.values():
+        return f"{action.stage}{LETTERS[kind]}{action.microbatch}"
     if kind == "REDUCE":
         return f"{action.stage}REDUCE_GRAD"
     if kind == "TIED":
@@ -192,16 +192,9 @@ class _Builder:
         native = self._native
         if not 0 <= cell.stage < len(self._placement) or self._placement[cell.stage] != rank:
             raise InvalidArgument(f"row {rank}: stage {cell.stage} does not compute there")
-        kinds = {
-            "F": native.OpKind.FORWARD,
-            "B": native.OpKind.BACKWARD,
-            "I": native.OpKind.INPUT_GRAD,
-            "W": native.OpKind.WEIGHT_GRAD,
-        }
-        if cell.kind in kinds:
-            operation = native.Operation(
-                kinds[cell.kind], stage=cell.stage, microbatch=cell.microbatch, participants=[rank]
-            )
+        if cell.kind in KIND_NAMES:
+            kind = native.OpKind.__members__[KIND_NAMES[cell.kind]]
+            operation = native.Operation(kind, stage=cell.stage, microbatch=cell.microbatch, participants=[rank])
             return self._add((cell.kind, cell.stage, cell.microbatch), operation)
         if cell.kind == "REDUCE_GRAD":
             operation = native.Operation(native.OpKind.REDUCE, stage=cell.stage, bucket=0, participants=[rank])
@@ -247,7 +240,7 @@ class _Builder:
                     yield producer, through
 
         for key, index in list(self._index.items()):
-            if key[0] not in ("F", "B", "I", "W"):
+            if key[0] not in KIND_NAMES:
                 continue
             kind, stage, m = key
             if kind == "F" and stage > 0:
