@@ -35,9 +35,14 @@ def to_chrome_trace(
 ) -> None:
     """Writes the simulated time line of ``plan`` in the trace event format, times in microseconds.
 
-    ranks: by default the first replica of each pipeline rank.
+    Args:
+        costs: what is simulated, in seconds and bytes; without it forwards take 1 second and backwards 2.
+        ranks: by default the first replica of each pipeline rank.
 
-    Raises ``OSError`` when the file cannot be written, and what ``plan.simulate(costs)`` raises.
+    Raises:
+        InvalidArgument: the plan means nothing, or the costs do not fit it.
+        DeadlockError: the plan cannot end.
+        OSError: the file cannot be written.
 
     Format: "Trace Event Format", the Chromium project.
     """

@@ -50,40 +50,45 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
 ) -> StepPlan:
     """Compile the communication of one training step; nothing is communicated, no rank needs to exist.
 
-    schedule: a name in ``schedules.SCHEDULES``, or per pipeline rank its compute actions in order.
-    pp, dp, tp: ranks on the pipeline axis (outermost), the data axis and the tensor axis:
-        ``rank = (pipeline_rank * dp + replica) * tp + shard``. With ``tp`` above 1 a computation is one operation of
-        all shards of its replica, since it issues collectives among them; messages and buckets are those of one shard.
-    stages_per_rank: of a named schedule; its own number by default.
-    bucket_bytes: per stage, the bytes of each gradient bucket; the bucket that is ready first stands first. None where
-        nothing is reduced.
-    forward_cost, backward_cost: seconds per stage and microbatch (default 1 and 2, halves of a backward 1 each: only
-        ratios matter without link costs). They decide the order of independent operations, never whether the plan is
-        right.
-    activation_bytes: bytes of one microbatch's message, for every boundary of the chain or for each.
-    links: (from_stage, to_stage, bytes) instead of the chain of neighbours, for models with skip connections; with a
-        fourth entry False no gradient comes back (token ids, masks, what the first stage loads for later ones).
-    ties: (stages, bytes) of parameters that several stages own; their gradients are added up over the owners.
-    loss_stages: stages whose outputs go into the loss; the last one by default.
-    opaque_stages: stages whose computations issue collectives among all their replicas (synchronised batch
-        normalisation): each is one operation of all of them.
-    link_latency, link_bandwidth: seconds, bytes per second.
-    costs: a cost model instead of the last four figures.
-    stage_to_rank: the pipeline rank of each stage, for a table of your own. Default: stage ``s`` on rank ``s % pp``.
-    slot_depth: messages in flight per edge before the first of them is consumed; 0 for no bound. Default: 2 for each
-        stage that a rank holds, doubled until the compute order can be executed (a skip connection holds its slots for
-        long).
-    reduce: where buckets are reduced: "eager", inside the stage's last backward; "slack", in bubbles that follow it on
-        its rank, or else as "eager"; "end", after the rank's last computation.
-    schema: "frozen", or "per_message": a header runs ahead of every message.
-    max_communicators: of a rank. By default one per direction of the pipeline, one for its gradients (more for ties)
-        and one for the loss; with fewer, both directions share one, then the loss as well.
-    group: issue messages as one that are neighbours in the order, ready at the same time and on one communicator.
-    device: "cuda" or "cpu": where the plan will run, so that it says who guarantees that what is issued starts. It
-        changes nothing else but the hash.
+    Args:
+        schedule: a name in ``hpcomm.plan.SCHEDULES``, or per pipeline rank its compute actions in order.
+        pp, dp, tp: ranks on the pipeline axis (outermost), the data axis and the tensor axis:
+            ``rank = (pipeline_rank * dp + replica) * tp + shard``. With ``tp`` above 1 a computation is one operation
+            of all shards of its replica, since it issues collectives among them; messages and buckets are those of one
+            shard.
+        num_microbatches: of each replica.
+        stages_per_rank: of a named schedule; its own number by default.
+        bucket_bytes: per stage, the bytes of each gradient bucket; the bucket that is ready first stands first. None
+            where nothing is reduced.
+        forward_cost, backward_cost: seconds per stage and microbatch (default 1 and 2, halves of a backward 1 each:
+            only ratios matter without link costs). They decide the order of independent operations, never whether the
+            plan is right.
+        activation_bytes: bytes of one microbatch's message, for every boundary of the chain or for each.
+        links: (from_stage, to_stage, bytes) instead of the chain of neighbours, for models with skip connections; with
+            a fourth entry False no gradient comes back (token ids, masks, what the first stage loads for later ones).
+        ties: (stages, bytes) of parameters that several stages own; their gradients are added up over the owners.
+        loss_stages: stages whose outputs go into the loss; the last one by default.
+        opaque_stages: stages whose computations issue collectives among all their replicas (synchronised batch
+            normalisation): each is one operation of all of them.
+        link_latency, link_bandwidth: seconds, bytes per second.
+        costs: a cost model instead of ``forward_cost``, ``backward_cost`` and the two of links.
+        stage_to_rank: the pipeline rank of each stage, for a table of your own. Default: stage ``s`` on rank
+            ``s % pp``.
+        slot_depth: messages in flight per edge before the first of them is consumed; 0 for no bound. Default: 2 for
+            each stage that a rank holds, doubled until the compute order can be executed (a skip connection holds its
+            slots for long).
+        reduce: where buckets are reduced: "eager", inside the stage's last backward; "slack", in bubbles that follow it
+            on its rank, or else as "eager"; "end", after the rank's last computation.
+        schema: "frozen", or "per_message": a header runs ahead of every message.
+        max_communicators: of a rank. By default one per direction of the pipeline, one for its gradients (more for
+            ties) and one for the loss; with fewer, both directions share one, then the loss as well.
+        group: issue messages as one that are neighbours in the order, ready at the same time and on one communicator.
+        device: "cuda" or "cpu": where the plan will run, so that it says who guarantees that what is issued starts. It
+            changes nothing else but the hash.
 
-    Raises ``hpcomm.errors.InvalidArgument`` for an unknown name, lengths that do not fit and arguments that contradict
-    each other, ``hpcomm.errors.DeadlockError`` for a compute order that contradicts its data or needs more slots.
+    Raises:
+        InvalidArgument: an unknown name, lengths that do not fit, arguments that contradict each other.
+        DeadlockError: a compute order that contradicts its data, or needs more slots than ``slot_depth``.
     """
     table: Sequence[Sequence[ComputeAction]]
     if isinstance(schedule, str):

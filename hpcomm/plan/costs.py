@@ -25,7 +25,9 @@ _SWITCHES = ("host_copies", "host_waits")
 def load_costs(path: str | PathLike[str]) -> CostModel:
     """The cost model in a file that ``costs_to_json`` or a person wrote.
 
-    Raises ``InvalidArgument`` that names the entry which is wrong, ``OSError`` when the file cannot be read.
+    Raises:
+        InvalidArgument: an entry is wrong; the message names it.
+        OSError: the file cannot be read.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -51,7 +53,8 @@ def costs_from_json(text: str) -> CostModel:
     ``link``; those of ranks that a plan has not are left alone, so that one file serves several plans. ``messages`` has
     the bytes that go from stage to stage where the plan itself does not say. A bandwidth of ``null`` is infinite.
 
-    Raises ``InvalidArgument`` that names the entry which is wrong.
+    Raises:
+        InvalidArgument: an entry is wrong; the message names it.
     """
     try:
         document = json.loads(text)

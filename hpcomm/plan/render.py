@@ -58,10 +58,15 @@ def to_svg(
 ) -> None:
     """Writes the simulated time line of ``plan`` as an SVG that any browser shows; details in tooltips.
 
-    ranks: the rows; by default the first replica of each pipeline rank, at most 64 of them.
-    title: the first line; by default the plan's sizes.
+    Args:
+        costs: what is simulated, in seconds and bytes; without it forwards take 1 second and backwards 2.
+        ranks: the rows; by default the first replica of each pipeline rank, at most 64 of them.
+        title: the first line; by default the plan's sizes.
 
-    Raises ``OSError`` when the file cannot be written, and what ``plan.simulate(costs)`` raises.
+    Raises:
+        InvalidArgument: the plan means nothing, or the costs do not fit it.
+        DeadlockError: the plan cannot end.
+        OSError: the file cannot be written.
     """
     Path(path).write_text(svg(plan, costs, ranks=ranks, title=title), encoding="utf-8")
 

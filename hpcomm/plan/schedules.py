@@ -41,7 +41,8 @@ def by_name(
 ) -> tuple[Table, list[int], int]:
     """The table of the schedule called ``name``, the pipeline rank of each stage, and the stages per rank.
 
-    Raises ``InvalidArgument`` for an unknown name, a size below 1, or stages per rank that the schedule has not.
+    Raises:
+        InvalidArgument: an unknown name, a size below 1, or stages per rank that the schedule has not.
     """
     if name not in SCHEDULES:
         raise InvalidArgument(f"unknown schedule {name!r}; known: {', '.join(sorted(SCHEDULES))}")

@@ -74,7 +74,8 @@ def to_json(plan: StepPlan) -> str:
 def from_json(text: str) -> StepPlan:
     """The plan that ``to_json`` wrote: well formed, with the hash that it had, but not verified.
 
-    Raises ``InvalidArgument`` that says what is wrong with ``text``, whoever wrote it.
+    Raises:
+        InvalidArgument: ``text`` is no such plan, or damaged; the message names the place.
     """
     try:
         document = json.loads(text)

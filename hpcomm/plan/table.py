@@ -53,7 +53,8 @@ def v_shaped(pp: int, stages_per_rank: int = 2) -> list[int]:
 def placement_of(table: Table) -> list[int]:
     """The pipeline rank of each stage, read from the rows in which the stages stand.
 
-    Raises ``InvalidArgument`` for a stage on two ranks, or numbers that leave one out.
+    Raises:
+        InvalidArgument: a stage on two ranks, or numbers that leave one out.
     """
     rank_of: dict[int, int] = {}
     for rank, actions in enumerate(table):
@@ -89,7 +90,8 @@ def parse(text: str) -> Table:
 
     What stands left of a bar is a label. Without stages in front, row ``r`` is stage ``r``.
 
-    Raises ``InvalidArgument`` that names the row and the entry which is no action.
+    Raises:
+        InvalidArgument: an entry is no action; the message names it and its row.
     """
     table: Table = []
     for line in text.splitlines():

@@ -84,7 +84,8 @@ def draw_ticks(plan: StepPlan, costs: CostModel | None = None, *, tick: float = 
         tick: seconds, above 0.
 
     Raises:
-        InvalidArgument: a tick that is not above 0, or makes more than 100,000 columns; costs that do not fit the plan.
+        InvalidArgument: a tick that is not above 0, or makes more than 100,000 columns; the plan means nothing, or the
+            costs do not fit it.
         DeadlockError: the plan cannot end.
     """
     if not 0 < tick < math.inf:

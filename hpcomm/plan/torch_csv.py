@@ -48,12 +48,13 @@ def plan_to_csv(plan: StepPlan, *, waits: bool = False) -> str:
     its own: the first reduction of each stage becomes ``REDUCE_GRAD``, and what has no name there is left out.
 
     Args:
-        waits: Write ``WAIT_SEND_F``, ``WAIT_SEND_B`` and ``WAIT_REDUCE_GRAD``, which torch 2.15 demands and torch 2.13
+        waits: write ``WAIT_SEND_F``, ``WAIT_SEND_B`` and ``WAIT_REDUCE_GRAD``, which torch 2.15 demands and torch 2.13
             does not know. A sent activation is waited for behind the backward that its gradient came for, a gradient at
             the end of the row, a reduction at once: none of them can make the order of a plan that verified wait for
             what comes later.
 
-    Raises ``InvalidArgument`` for a skip connection or tied parameters.
+    Raises:
+        InvalidArgument: a skip connection, or tied parameters.
     """
     rows = []
     for rank in first_replicas(plan):
@@ -68,7 +69,8 @@ def plan_to_csv(plan: StepPlan, *, waits: bool = False) -> str:
 def table_from_csv(text: str) -> Table:
     """The computations in a CSV of torch's, in their order; its communication, if there is any, is left out.
 
-    Raises ``InvalidArgument`` that names the row and the cell which cannot be read.
+    Raises:
+        InvalidArgument: a cell cannot be read; the message names it and its row.
     """
     return [
         [ComputeAction(cell.kind, cell.stage, cell.microbatch) for cell in row if cell.kind in KIND_NAMES]
@@ -83,7 +85,11 @@ def plan_from_csv(text: str, *, slot_depth: int = 0) -> StepPlan:
     per direction, and ``REDUCE_GRAD`` as a reduction of one rank. ``UNSHARD``, ``RESHARD`` and the waits are left out:
     ``verify()`` lets each send wait for its receive where it stands, which is sooner.
 
-    Raises ``InvalidArgument`` that names the row and the cell which cannot be read, or what the file contradicts.
+    Args:
+        slot_depth: messages in flight per edge before the first of them is consumed; 0 for no bound.
+
+    Raises:
+        InvalidArgument: a cell cannot be read, or contradicts others; the message says which.
     """
     rows = list(_read(text))
     table = table_from_csv(text)

@@ -75,18 +75,29 @@ def tune(
 ) -> list[Candidate]:
     """The ``keep`` fastest candidates for a step, the fastest first; each compiled, verified and simulated.
 
-    layers: of the model, in order; they are cut into stages whose slowest is as fast as a contiguous cut allows.
-    pp, dp: ranks on the pipeline and the data axis.
-    batch: samples of one replica in a step.
-    memory_bytes: bound of a rank, for activations, messages in flight and ``weight_copies`` times its parameters
-        (weights, gradients, two moments of the optimizer by default). None: no bound.
-    costs: links, collectives, headers, cores; its stages are replaced.
-    schedules: names; all that train by default.
-    num_microbatches: to try; by default the divisors of ``batch`` from ``pp`` to 8 ``pp`` (all of them if there are
-        none). Others are left out, since microbatches of unequal sizes are not modelled.
-    bucket_bytes: largest gradient buckets to try; the first bucket of a stage has at most 1 MiB.
+    Args:
+        layers: of the model, in order; they are cut into stages whose slowest is as fast as a contiguous cut allows.
+        pp, dp: ranks on the pipeline and the data axis.
+        batch: samples of one replica in a step.
+        memory_bytes: bound of a rank, in bytes, for activations, messages in flight and parameters. None: no bound.
+        costs: links, collectives, headers, cores; its stages are replaced.
+        schedules: names to try; all that train by default.
+        stages_per_rank: to try; of a schedule that exists for one number only it is that one. Numbers for which there
+            are too few layers are left out.
+        num_microbatches: to try; by default the divisors of ``batch`` from ``pp`` to 8 ``pp`` (all of them if there are
+            none). Others are left out, since microbatches of unequal sizes are not modelled.
+        bucket_bytes: largest gradient buckets to try, in bytes; the first bucket of a stage has at most 1 MiB. Of a
+            single replica only the first counts, as nothing is reduced.
+        weight_copies: how often a rank holds the bytes of its parameters: weights, gradients and two moments of the
+            optimizer by default. It counts for memory only.
+        keep: how many candidates, at least 1.
 
-    Raises ``InvalidArgument`` when there are too few layers, or nothing fits; the message says what came closest.
+    Returns:
+        The fastest first; of equally fast ones that with fewer stages per rank, then with less memory.
+
+    Raises:
+        InvalidArgument: too few layers, an unknown schedule, sizes below 1, or nothing fits: the message says what came
+            closest.
     """
     if not layers or pp < 1 or dp < 1 or batch < 1:
         raise InvalidArgument(f"tune() needs layers, ranks and samples, not {len(layers)}, {pp} x {dp} and {batch}")
@@ -118,7 +129,9 @@ def load_layers(path: str | PathLike[str]) -> list[Layer]:
 
     An entry has the fields of ``Layer``, and may have ``count``, a number of equal layers.
 
-    Raises ``InvalidArgument`` that names what is wrong, ``OSError`` when the file cannot be read.
+    Raises:
+        InvalidArgument: not such a file; the message names what is wrong.
+        OSError: the file cannot be read.
     """
     try:
         document = json.loads(Path(path).read_text())
@@ -215,7 +228,10 @@ def _candidate(
 def cut_layers(layers: Sequence[Layer], num_stages: int) -> list[list[Layer]]:
     """Contiguous stages, the slowest as fast as possible; each has a layer.
 
-    Bisects the bound that a greedy cut needs. Raises ``InvalidArgument`` for fewer layers than stages.
+    Bisects the bound that a greedy cut needs.
+
+    Raises:
+        InvalidArgument: fewer layers than stages.
     """
     if len(layers) < num_stages:
         raise InvalidArgument(f"{len(layers)} layers cannot make {num_stages} stages")
