@@ -68,7 +68,7 @@ class Closed(HpcommError):
 
 
 class TransportError(HpcommError):
-    """The transport below (gloo, TCP) reported an error of its own."""
+    """What is below reported an error of its own: gloo, NCCL, CUDA, the network, torch's store, or a lack of memory."""
 
 
 class NumericsMismatch(HpcommError):
