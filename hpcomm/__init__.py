@@ -15,7 +15,7 @@ from hpcomm.backend import register_with_torch
 
 if TYPE_CHECKING:
     from hpcomm import _C as _C
-    from hpcomm import errors, nn, plan
+    from hpcomm import errors, nn, plan, report
     from hpcomm._C import Communicator, StepPlan
     from hpcomm.amp import GradScaler, clip_grad_norm_
     from hpcomm.channel import Channel
@@ -67,7 +67,7 @@ _HOMES = {
     "materialize": "hpcomm.pipeline",
     "verify": "hpcomm.reference",
 }
-_SUBMODULES = ("errors", "nn", "plan")
+_SUBMODULES = ("errors", "nn", "plan", "report")
 
 __all__ = [
     "Balance",
@@ -99,6 +99,7 @@ __all__ = [
     "materialize",
     "nn",
     "plan",
+    "report",
     "verify",
 ]
 

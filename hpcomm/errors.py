@@ -36,7 +36,7 @@ class HpcommError(RuntimeError):
 
 
 class InvalidArgument(HpcommError, ValueError):
-    """A call that cannot be right on this rank: shape, dtype, device, mesh, model."""
+    """A call that cannot be right on this rank: shape, dtype, device, mesh, model, or a file that cannot be read."""
 
 
 class RankFailed(HpcommError):
@@ -68,7 +68,7 @@ class Closed(HpcommError):
 
 
 class TransportError(HpcommError):
-    """The transport below (gloo, TCP) reported an error of its own."""
+    """What is below reported an error of its own: gloo, NCCL, CUDA, the network, torch's store, or a lack of memory."""
 
 
 class NumericsMismatch(HpcommError):

@@ -9,16 +9,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcomm.errors import InvalidArgument
-from hpcomm.pipeline.recorder import COMPUTE, PLAN_FILE, cost_model, seconds_of, with_rest
+from hpcomm.pipeline.recorder import COMPUTE, cost_model, seconds_of, with_rest
 from hpcomm.plan.render import draw_spans, svg
 from hpcomm.plan.serialize import from_json
-from hpcomm.plan.timeline import Span, draw_strips, label, spans
+from hpcomm.plan.timeline import Span, draw_strips, first_replicas, label, spans
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+    from os import PathLike
 
     from hpcomm._C import CostModel, StepPlan
     from hpcomm.seats import Seat
+
+__all__ = [
+    "Bucket",
+    "Message",
+    "Rank",
+    "Timed",
+    "Trace",
+    "chrome",
+    "costs_of",
+    "measured_spans",
+    "picture",
+    "read",
+    "table",
+    "timeline",
+]
 
 
 class Timed(NamedTuple):
@@ -63,39 +79,46 @@ class Rank(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """The steps that all ranks have recorded, by number."""
+    """The steps of one plan that all ranks have recorded, by number."""
 
     plan: StepPlan
     steps: dict[int, dict[int, Rank]]
     seats: list[Seat]  # of all ranks
 
 
-def read(folder: Path) -> Trace:
+def read(folder: str | PathLike[str], step: int | None = None) -> Trace:
     """What ``HPCOMM_TRACE=folder`` has left.
 
+    Args:
+        step: its number. The trace has the steps of its plan, which ``Pipeline.replan()`` ends; the last one by
+            default.
+
     Raises:
-        InvalidArgument: no plan, no step that all ranks have recorded, or a trace of an earlier version.
+        InvalidArgument: no step that all ranks have recorded, or not that one; a trace of an earlier version.
     """
-    if not (folder / PLAN_FILE).exists():
-        raise InvalidArgument(f"{folder} holds no trace: run a pipeline's steps with HPCOMM_TRACE={folder}")
-    plan = from_json((folder / PLAN_FILE).read_text())
+    folder = Path(folder)
+    plans, plan_of = _plans(folder)
+    world = plans[0].world  # as many in all of them
     rows: dict[int, dict[int, Any]] = {}
     seats: dict[int, Seat] = {}
     for path in folder.glob("rank-*.jsonl"):
         match = re.fullmatch(r"rank-(\d+)", path.stem)
-        for line in path.read_text().splitlines() if match else ():
-            row, rank = json.loads(line), int(match[1])  # type: ignore[index]
-            if rank >= plan.world:  # an earlier, larger job left it there
-                break
+        if match is None or int(match[1]) >= world:  # an earlier, larger job left it there
+            continue
+        for row in _rows(path):
             if "seat" in row:
-                seats[rank] = tuple(row["seat"])
-            elif "rest" not in row:
-                raise InvalidArgument(f"{path}: recorded by an earlier hpcomm, without CPU times; record it anew")
-            else:
-                rows.setdefault(row["step"], {})[rank] = row
+                seats[int(match[1])] = tuple(row["seat"])
+            elif "step" in row:
+                rows.setdefault(row["step"], {})[int(match[1])] = row
+    whole = {number: by_rank for number, by_rank in sorted(rows.items()) if len(by_rank) == world}
+    if not whole:
+        raise InvalidArgument(f"{folder}: no step was recorded by all {world} ranks")
+    if step is not None and step not in whole:
+        raise InvalidArgument(f"no step {step}; recorded by all ranks: {', '.join(map(str, whole))}")
+    chosen = plan_of[max(whole) if step is None else step]
     steps = {}
-    for number, by_rank in sorted(rows.items()):
-        if len(by_rank) != plan.world:
+    for number, by_rank in whole.items():
+        if plan_of[number] != chosen:
             continue
         zero = min(row["begin"] for row in by_rank.values())
 
@@ -117,9 +140,30 @@ def read(folder: Path) -> Trace:
             )
             for rank, row in sorted(by_rank.items())
         }
-    if not steps:
-        raise InvalidArgument(f"{folder}: no step was recorded by all {plan.world} ranks")
-    return Trace(plan, steps, [seats[rank] for rank in sorted(seats)])
+    return Trace(plans[chosen], steps, [seats[rank] for rank in sorted(seats)])
+
+
+def _plans(folder: Path) -> tuple[list[StepPlan], dict[int, int]]:
+    """The plans of a trace, and which of them a step was of."""
+    path = folder / "rank-0.jsonl"
+    if not path.exists():
+        raise InvalidArgument(f"{folder} holds no trace: run a pipeline's steps with HPCOMM_TRACE={folder}")
+    plans: list[StepPlan] = []
+    plan_of: dict[int, int] = {}
+    for row in _rows(path):
+        if "plan" in row:
+            plans.append(from_json(json.dumps(row["plan"])))
+        elif "step" in row:
+            plan_of[row["step"]] = len(plans) - 1
+    if -1 in plan_of.values():
+        raise InvalidArgument(f"{path}: steps without their plan, recorded by an earlier hpcomm; record it anew")
+    if not plans:
+        raise InvalidArgument(f"{folder}: no step was recorded by rank 0")
+    return plans, plan_of
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    return map(json.loads, path.read_text().splitlines())
 
 
 def costs_of(trace: Trace) -> CostModel:
@@ -267,7 +311,7 @@ def measured_spans(trace: Trace, number: int, ranks: Sequence[int]) -> list[Span
 def timeline(trace: Trace, number: int, columns: int = 100) -> str:
     """The plan as simulated from the measured computations, and below it the step as it ran: text, on one scale."""
     plan = trace.plan
-    ranks = _first_replicas(plan)
+    ranks = first_replicas(plan)
     costs = costs_of(trace)
     simulated = plan.simulate(costs)
     length = max(rank.end for rank in trace.steps[number].values())
@@ -282,15 +326,10 @@ def timeline(trace: Trace, number: int, columns: int = 100) -> str:
     )
 
 
-def _first_replicas(plan: StepPlan) -> list[int]:
-    """The ranks that are drawn: one per pipeline rank."""
-    return list(range(0, plan.world, plan.world // plan.pp))
-
-
 def picture(trace: Trace, number: int) -> str:
     """The plan as simulated from the measured computations, and below it the step as it ran: SVG."""
     plan = trace.plan
-    ranks = _first_replicas(plan)
+    ranks = first_replicas(plan)
     length = max(rank.end for rank in trace.steps[number].values())
     costs = costs_of(trace)
     above = svg(plan, costs, title=planned(costs))
@@ -311,7 +350,7 @@ def _height(text: str) -> str:
 
 
 def chrome(trace: Trace) -> str:
-    """All steps for chrome://tracing and Perfetto: a process per rank."""
+    """All steps of the trace for chrome://tracing and Perfetto: a process per rank."""
     events = []
     zero = 0.0
     for number, step in trace.steps.items():
@@ -333,15 +372,13 @@ def add_to(commands: Any) -> None:
     verb.add_argument("folder", metavar="FOLDER")
     verb.add_argument("--step", type=int, help="its number; the last one by default")
     verb.add_argument("--svg", metavar="FILE", help="draw the step below its plan")
-    verb.add_argument("--chrome", metavar="FILE", help="write all steps for chrome://tracing and Perfetto")
+    verb.add_argument("--chrome", metavar="FILE", help="write all steps of its plan for chrome://tracing and Perfetto")
     verb.set_defaults(run=_report)
 
 
 def _report(options: Any) -> int:
-    trace = read(Path(options.folder))
+    trace = read(options.folder, options.step)
     number = max(trace.steps) if options.step is None else options.step
-    if number not in trace.steps:
-        raise InvalidArgument(f"no step {number}; recorded by all ranks: {', '.join(map(str, trace.steps))}")
     print(table(trace, number))
     print(f"\n{timeline(trace, number)}")
     if options.svg:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import hpcomm.plan
 from hpcomm._native import load
-from hpcomm.plan import Layer, costs_from_json, costs_to_json, tune
+from hpcomm.errors import InvalidArgument
+from hpcomm.plan import Layer, costs_from_json, costs_to_json, load_costs, load_layers, tune
 from hpcomm.plan.tuning import cut_layers
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _C = load()
 
@@ -82,13 +86,17 @@ def test_a_file_says_everything() -> None:
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(change: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises(InvalidArgument, match=complaint):
         costs_from_json(json.dumps({**FULL, **change}))
 
 
-def test_what_is_no_json_is_refused() -> None:
-    with pytest.raises(ValueError, match="not JSON"):
+def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="not JSON"):
         costs_from_json("{")
+    for read in (load_costs, load_layers):
+        (tmp_path / "bytes").write_bytes(b"\xff{}")
+        with pytest.raises(InvalidArgument, match="not JSON"):
+            read(tmp_path / "bytes")
 
 
 def test_layers_are_cut_so_that_the_slowest_stage_is_fast() -> None:
@@ -97,7 +105,7 @@ def test_layers_are_cut_so_that_the_slowest_stage_is_fast() -> None:
     assert [[layer.forward_seconds for layer in stage] for stage in stages] == [[5, 1, 1, 1], [1, 1, 5], [3]]
     assert [len(stage) for stage in cut_layers([Layer(9), *[Layer(1)] * 3], 4)] == [1, 1, 1, 1]
     assert [len(stage) for stage in cut_layers([Layer(1), Layer(1), Layer(9)], 3)] == [1, 1, 1]
-    with pytest.raises(ValueError, match="2 layers cannot make 3 stages"):
+    with pytest.raises(InvalidArgument, match="2 layers cannot make 3 stages"):
         cut_layers([Layer(1)] * 2, 3)
 
 
@@ -127,7 +135,7 @@ def test_memory_decides() -> None:
     # What each holds: 4 microbatches of 1 sample, 4 copies of the weights, 2 slots of 2 messages at a middle rank.
     most = next(c for c in fitting if c.choice.num_microbatches == 32)
     assert most.memory_bytes == pytest.approx(4 * 4e8 + 4 * 4 * 4e6 + 2 * 1e6)
-    with pytest.raises(ValueError, match="nothing fits in 1e.06 bytes a rank; the smallest candidate needs"):
+    with pytest.raises(InvalidArgument, match="nothing fits in 1e.06 bytes a rank; the smallest candidate needs"):
         tune(LAYERS, pp=4, batch=32, memory_bytes=1e6)
 
 
@@ -148,9 +156,9 @@ def test_costs_of_a_microbatch_and_of_buckets_decide() -> None:
 
 
 def test_what_tune_refuses() -> None:
-    with pytest.raises(ValueError, match="tune\\(\\) needs layers"):
+    with pytest.raises(InvalidArgument, match="tune\\(\\) needs layers"):
         tune([], pp=2, batch=4)
-    with pytest.raises(ValueError, match="unknown schedule '2f2b'"):
+    with pytest.raises(InvalidArgument, match="unknown schedule '2f2b'"):
         tune(LAYERS, pp=2, batch=4, schedules=["2f2b"])
-    with pytest.raises(ValueError, match="no schedule can be tried: 16 layers for 32 pipeline ranks"):
+    with pytest.raises(InvalidArgument, match="no schedule can be tried: 16 layers for 32 pipeline ranks"):
         tune(LAYERS, pp=32, batch=4)

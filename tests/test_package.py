@@ -22,6 +22,13 @@ def test_import_does_no_work() -> None:
     assert done.stdout.split() == [hpcomm.__version__, "False", "False"]
 
 
+def test_submodules_by_name() -> None:
+    for name in ("errors", "nn", "plan", "report"):
+        code = f"import hpcomm; print(hpcomm.{name}.__name__)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout == f"hpcomm.{name}\n"
+
+
 def test_native_module_by_name() -> None:
     for code in ("import hpcomm; hpcomm._C.Work", "import torch, hpcomm._C; hpcomm._C.Work"):
         subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
@@ -30,6 +37,9 @@ def test_native_module_by_name() -> None:
 def test_every_public_name_exists() -> None:
     for name in hpcomm.__all__:
         assert getattr(hpcomm, name) is not None
+    for module in (hpcomm.nn, hpcomm.plan, hpcomm.report):
+        for name in module.__all__:
+            assert getattr(module, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = hpcomm.nothing
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
@@ -91,9 +92,9 @@ def test_a_trace_is_reported_beside_its_plan(
     assert cli(["trace", "report", str(tmp_path), "--step", "7"]) == 2
     assert cli(["trace", "report", str(tmp_path / "none")]) == 2
     rows = tmp_path / "rank-0.jsonl"
-    seat, *steps = rows.read_text().splitlines()
-    earlier = [{name: value for name, value in json.loads(step).items() if name != "rest"} for step in steps]
-    rows.write_text("\n".join([seat, *map(json.dumps, earlier)]))
+    seat, plan, *steps = rows.read_text().splitlines()
+    assert json.loads(plan).keys() == {"plan"}
+    rows.write_text("\n".join([seat, *steps]))
     assert cli(["trace", "report", str(tmp_path)]) == 2
     assert "recorded by an earlier hpcomm" in capsys.readouterr().err
 
@@ -165,7 +166,7 @@ def test_what_a_wait_for_a_message_computes_is_not_the_actions_but_counts(monkey
 
     monkeypatch.setattr(recorder, "time", SimpleNamespace(**{name: partial(clocks.get, name) for name in clocks}))
     times = recorder.Times()
-    begin = times.begin()
+    begin = times.begin(hpcomm.plan.compile("1f1b", pp=1, num_microbatches=1))
     for op in range(2):
         start = times.clocks()
         waiting = times.clocks()
@@ -179,6 +180,53 @@ def test_what_a_wait_for_a_message_computes_is_not_the_actions_but_counts(monkey
     assert times.actions == [(0, 0, 1000, 1300, 200), (1, 1300, 1000, 2600, 200)]
     assert times.messages == [(7, 0, 1000), (8, 1300, 2300)]
     assert (times.inside, times.rest) == (483, 98)
+
+
+def in_turn() -> None:
+    with hpcomm.init(dp=2, pp=1) as mesh:
+        earlier = make(mesh, "rich", 2)
+        models.require_equal(earlier, "rich", 2)
+        later = make(mesh, "rich", 4, bucket_cap_mb=0.0002)
+        for pipe, parts in [(earlier, 2), (later, 4), (earlier, 2), (earlier, 2), (later, 4)]:
+            models.require_equal(pipe, "rich", parts)
+        earlier.replan(reduce="end")
+        models.require_equal(earlier, "rich", 2)
+
+
+def test_of_two_pipelines_that_step_in_turn_the_later_one_is_recorded(tmp_path: Path) -> None:
+    """The earlier one wrote on in the same file, whose end had become another."""
+    ranks.run(2, in_turn, env={"HPCOMM_TRACE": str(tmp_path)})
+    trace = report_of(tmp_path)
+    assert sorted(trace.steps) == [0, 1]
+    assert trace.plan.num_microbatches == 4
+    require_whole(trace)
+
+
+def with_new_plans(folder: Path) -> None:
+    with hpcomm.init(dp=2, pp=1) as mesh:
+        pipe = make(mesh, "rich", 2, bucket_cap_mb=0.0002)
+        models.require_equal(pipe, "rich", 2)
+        pipe.replan(reduce="end")
+        models.require_equal(pipe, "rich", 2)
+        with pipe.traced(folder):
+            models.require_equal(pipe, "rich", 2)
+            pipe.replan(reduce="slack")
+            models.require_equal(pipe, "rich", 2)
+        models.require_equal(pipe, "rich", 2)
+
+
+def test_a_trace_goes_on_under_a_new_plan(tmp_path: Path) -> None:
+    ranks.run(2, with_new_plans, tmp_path / "inside", env={"HPCOMM_TRACE": str(tmp_path)})
+    for folder, by_plan in {tmp_path: [[0], [1], [2]], tmp_path / "inside": [[0], [1]]}.items():
+        traces = [report_of(folder, step) for (step,) in by_plan]
+        assert [sorted(trace.steps) for trace in traces] == by_plan
+        for trace, another in pairwise(traces):
+            assert trace.plan.hash != another.plan.hash
+        for trace in traces:
+            require_whole(trace)
+        assert report_of(folder).plan.hash == traces[-1].plan.hash
+    with pytest.raises(hpcomm.InvalidArgument, match="no step 3; recorded by all ranks: 0, 1, 2"):
+        report_of(tmp_path, 3)
 
 
 def replanned() -> None:

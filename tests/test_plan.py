@@ -86,11 +86,11 @@ def test_1f1b_keeps_at_most_the_stages_ahead_in_memory(num_stages: int, num_micr
 
 
 def test_schedules_refuse_sizes_and_names() -> None:
-    with pytest.raises(ValueError, match="at least 1 stage and 1 microbatch, not 2 and 0"):
+    with pytest.raises(InvalidArgument, match="at least 1 stage and 1 microbatch, not 2 and 0"):
         gpipe(2, 0)
-    with pytest.raises(ValueError, match="at least 1 stage"):
+    with pytest.raises(InvalidArgument, match="at least 1 stage"):
         one_f_one_b(0, 2)
-    with pytest.raises(ValueError, match="unknown schedule '2f2b'; known: 1f1b, .*gpipe"):
+    with pytest.raises(InvalidArgument, match="unknown schedule '2f2b'; known: 1f1b, .*gpipe"):
         plan_of("2f2b", 2, 1, 4)
 
 
@@ -190,15 +190,15 @@ def test_actions_are_what_a_runner_needs() -> None:
 
 
 def test_compile_refuses_lengths_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="activation_bytes has 2 sizes; 2 stages have 1 boundaries"):
+    with pytest.raises(InvalidArgument, match="activation_bytes has 2 sizes; 2 stages have 1 boundaries"):
         plan_of("1f1b", 2, 1, 4, activation_bytes=[8, 8])
-    with pytest.raises(ValueError, match="has an action of stage 999999991 and none of stage 1$"):
+    with pytest.raises(InvalidArgument, match="has an action of stage 999999991 and none of stage 1$"):
         hpcomm.plan.compile(hpcomm.plan.parse("0F0 0B0 999999991F1"), pp=1, dp=1, num_microbatches=2)
-    with pytest.raises(ValueError, match="device='tpu'"):
+    with pytest.raises(InvalidArgument, match="device='tpu'"):
         plan_of("1f1b", 2, 1, 4, device="tpu")
-    with pytest.raises(ValueError, match="forward_cost has 1 costs; there are 2 stages"):
+    with pytest.raises(InvalidArgument, match="forward_cost has 1 costs; there are 2 stages"):
         plan_of("1f1b", 2, 1, 4, forward_cost=[1.0])
-    with pytest.raises(ValueError, match=r"puts its stages on \[0, 1\]; stage_to_rank is \[0, 1, 0, 1\]"):
+    with pytest.raises(InvalidArgument, match=r"puts its stages on \[0, 1\]; stage_to_rank is \[0, 1, 0, 1\]"):
         plan_of("1f1b", 2, 1, 4, stage_to_rank=[0, 1, 0, 1])
     with pytest.raises(InvalidArgument, match="buckets are given for 1 stages"):
         hpcomm.plan.compile("1f1b", pp=2, num_microbatches=4, bucket_bytes=[[8]])
@@ -377,7 +377,7 @@ def test_json_names_what_is_damaged() -> None:
     document = json.loads(text)
 
     def refused(match: str, **changes: Any) -> None:
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises(InvalidArgument, match=match):
             from_json(json.dumps({**document, **changes}))
 
     for broken, match in [
@@ -388,7 +388,7 @@ def test_json_names_what_is_damaged() -> None:
         ("{}", '"format" must be'),
         ('{"format":"hpcomm.StepPlan"}', "version: expected an integer of 32 bits, found None"),
     ]:
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises(InvalidArgument, match=match):
             from_json(broken)
     refused("version 2; this hpcomm reads version 3", version=2)
     refused('"columns" must be', columns=[])
@@ -437,7 +437,7 @@ def test_json_keeps_everything_of_a_plan() -> None:
             "tp": 2,
             "start_order": "SLOTS",
         }[field]
-        with pytest.raises(ValueError, match="its hash is"):
+        with pytest.raises(InvalidArgument, match="its hash is"):
             from_json(json.dumps(document))
 
 
@@ -446,7 +446,7 @@ def test_json_of_a_meaningless_plan_is_refused_even_with_its_own_hash() -> None:
     lists = plan.lists
     lists[0][0] = Issue(10_000)
     plan.lists = lists
-    with pytest.raises(ValueError, match="not a well-formed StepPlan: entry 0 of rank 0's list names"):
+    with pytest.raises(InvalidArgument, match="not a well-formed StepPlan: entry 0 of rank 0's list names"):
         from_json(to_json(plan))
 
 
@@ -476,5 +476,5 @@ def test_json_with_any_one_value_replaced_is_refused_or_the_same(path: tuple[Any
     if same:
         from_json(json.dumps(document))
     else:
-        with pytest.raises(ValueError, match=r"."):
+        with pytest.raises(InvalidArgument, match=r"."):
             from_json(json.dumps(document))

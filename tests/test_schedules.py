@@ -350,7 +350,7 @@ def test_a_drawn_table_is_read_as_it_was_written() -> None:
         table, _, _ = by_name(name, 3, 4, per_rank)
         assert parse(draw(table)) == table
     assert parse("F0 B0\n\n F0 B0") == hpcomm.plan.gpipe(2, 1)
-    with pytest.raises(ValueError, match="row 1: 'X0' is no action"):
+    with pytest.raises(InvalidArgument, match="row 1: 'X0' is no action"):
         parse("F0\nX0")
 
 
@@ -375,20 +375,20 @@ rank 1 | 1F0 3F0 3I0 3W0 1B0
 
 
 def test_sizes_and_names_that_are_refused() -> None:
-    with pytest.raises(ValueError, match="schedule '1f1b' has 1 stages per rank, not 2"):
+    with pytest.raises(InvalidArgument, match="schedule '1f1b' has 1 stages per rank, not 2"):
         by_name("1f1b", 2, 2, 2)
-    with pytest.raises(ValueError, match="schedule 'zbv' has 2 stages per rank, not 3"):
+    with pytest.raises(InvalidArgument, match="schedule 'zbv' has 2 stages per rank, not 3"):
         by_name("zbv", 2, 2, 3)
-    with pytest.raises(ValueError, match="V-shaped schedule puts 2 stages on each rank, not 3"):
+    with pytest.raises(InvalidArgument, match="V-shaped schedule puts 2 stages on each rank, not 3"):
         hpcomm.plan.zbv(2, 2, 3)
     for generate in (hpcomm.plan.interleaved_1f1b, hpcomm.plan.zb1p, hpcomm.plan.dualpipev, hpcomm.plan.forward_only):
-        with pytest.raises(ValueError, match="at least 1 stage and 1 microbatch"):
+        with pytest.raises(InvalidArgument, match="at least 1 stage and 1 microbatch"):
             generate(2, 0)
-    with pytest.raises(ValueError, match="reduce='late'; use one of eager, slack, end"):
+    with pytest.raises(InvalidArgument, match="reduce='late'; use one of eager, slack, end"):
         compiled("1f1b", 2, 2, reduce="late")
-    with pytest.raises(ValueError, match="no row names stage 1"):
+    with pytest.raises(InvalidArgument, match="no row names stage 1"):
         placement_of(parse("0F0 2F0"))
-    with pytest.raises(ValueError, match="stage 0 stands in the rows of ranks 0 and 1"):
+    with pytest.raises(InvalidArgument, match="stage 0 stands in the rows of ranks 0 and 1"):
         placement_of(parse("0F0\n0F1"))
-    with pytest.raises(ValueError, match="tick=0"):
+    with pytest.raises(InvalidArgument, match="tick=0"):
         draw_ticks(compiled("1f1b", 2, 2), tick=0)

@@ -187,14 +187,14 @@ def test_cells_that_cannot_be_read_are_named() -> None:
         ("0F0,1WAIT_RECV_F0", "'1WAIT_RECV_F0' is no action"),
         ("0F0,(0F1;0Q1)OVERLAP_F_B", "'0Q1' is no action"),
     ]:
-        with pytest.raises(ValueError, match=complaint):
+        with pytest.raises(InvalidArgument, match=complaint):
             table_from_csv(text)
     for text, complaint in [
         ("0F0,1SEND_F0\n1F0", "row 0: stage 1 does not compute there"),
         ("0F0\n1F0,1SEND_F0", "row 1: 1SEND_F0 leads to a stage that is not there"),
         ("0F0\n0F1", "stage 0 stands in the rows of ranks 0 and 1"),
     ]:
-        with pytest.raises(ValueError, match=complaint):
+        with pytest.raises(InvalidArgument, match=complaint):
             plan_from_csv(text)
 
 
@@ -221,10 +221,10 @@ def test_each_message_and_reduction_is_waited_for_once_behind_its_use() -> None:
 
 def test_what_torch_cannot_express_is_refused() -> None:
     skip = hpcomm.plan.compile("gpipe", pp=3, num_microbatches=1, links=[(0, 1, 8), (1, 2, 8), (0, 2, 8)])
-    with pytest.raises(ValueError, match="the plan joins 0 and 2"):
+    with pytest.raises(InvalidArgument, match="the plan joins 0 and 2"):
         plan_to_csv(skip)
     tied = hpcomm.plan.compile("gpipe", pp=2, num_microbatches=1, ties=[([0, 1], 8)])
-    with pytest.raises(ValueError, match="the plan reduces tie 0"):
+    with pytest.raises(InvalidArgument, match="the plan reduces tie 0"):
         plan_to_csv(tied)
 
 
@@ -235,5 +235,5 @@ def test_lines_may_end_in_any_way(read: Callable[[str], Any]) -> None:
 
 
 def test_what_is_no_csv_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match="this is no CSV"):
+    with pytest.raises(InvalidArgument, match="this is no CSV"):
         table_from_csv('0F0,"' + "0" * 200_000)  # more than a cell may have

@@ -58,8 +58,8 @@ MODULES = (
     "plan.costs",
     "plan.compile",
     "plan.serialize",
-    "plan.torch_csv",
     "plan.timeline",
+    "plan.torch_csv",
     "plan.render",
     "plan.chrome",
     "plan.tuning",
@@ -94,9 +94,9 @@ MODULES = (
     "pipeline",
     "amp",
     "reference",
+    "report",
     "",  # hpcomm itself: the list of public names
     "doctor",
-    "report",
     "cli",
     "__main__",
 )

@@ -138,8 +138,9 @@ class Communicator {
   // Both at once, neither behind the other: what `to` receives in its own order, and what `from` sends in its.
   WorkPtr sendrecv(const BufferView& input, int to, const BufferView& output, int from, const OpOptions& options = {});
   WorkPtr barrier(const OpOptions& options = {});
-  // Issues what `issue` issues here as one operation, none of which waits for another of them. At most 256 operations.
-  // Only sends and receives of different directions need it; transports that never wait in issue order just call it.
+  // Issues what `issue` issues here as one operation, none of which waits for another of them. NCCL takes 2048 calls at
+  // most. Only sends and receives of different directions need it; transports that never wait in issue order just call
+  // it.
   virtual void group(const std::function<void()>& issue) { issue(); }
   // A Work that ends when the lane has passed everything issued so far, with the error of `operation` if that failed:
   // for what a caller issued on stream() behind an operation. `operation` may be null. `held` is held until then.

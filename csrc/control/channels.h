@@ -12,7 +12,7 @@ inline constexpr std::uint64_t kReachChannel = 3;
 // What goes beside NearControl, through the Control below it:
 inline constexpr std::uint64_t kDetourChannel = 4;
 
-// From 16 to 2^16: the Python layer's (hpcomm/control_channels.py).
+// From 16 to 98303, that is, below 2^16 + 2^15: the Python layer's (hpcomm/control_channels.py).
 inline constexpr std::uint64_t kFirstPythonChannel = 16;
 
 }  // namespace hpcomm::control

@@ -16,7 +16,7 @@
 
 namespace hpcomm::lane_route {
 
-// Communicator::group() takes no more.
+// Messages in one Communicator::group(), alike on both ends. Every transport takes so many.
 inline constexpr std::size_t kMostInGroup = 256;
 
 [[nodiscard]] inline int job_rank(const Communicator& communicator, int rank) {

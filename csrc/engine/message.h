@@ -1,5 +1,6 @@
 // Message: what travels on an Edge. A 64-byte header, a schema where the receiver does not know it yet, a payload.
-// Header and schema go through Control ahead of the payload, so the receiver sizes its buffer before the data comes.
+// Header and schema go ahead of the payload or together with it, through Control or a mailbox (lane_route.h,
+// mail_route.h), so the receiver knows the sizes before it makes room for tensors.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +36,7 @@ struct TensorSchema {
 // Measured by `python -m benchmarks.p2p --tune`, over shared memory and over gloo.
 inline constexpr std::uint64_t kDirectFrom = std::uint64_t{2} << 20;
 
-// Shape of a message: its tensors, and the structure around them (opaque here; the Python layer writes it).
+// Shape of a message: its tensors, and the structure around them, which csrc/torch/tree.cpp writes.
 struct Schema {
   std::string structure;  // engine/structure.h
   std::vector<TensorSchema> tensors;

@@ -1,9 +1,9 @@
 // Reducer: is told which gradients are ready, fills buckets, and issues their reduction in plan order.
 //
-//   state     | arm        | mark_ready          | finish
-//   ----------+------------+---------------------+-----------------------------------------
-//   idle      | -> armed   | ignored             | error
-//   armed     | error      | counts; may issue   | issues the rest -> waits -> idle
+//   armed() | arm      | mark_ready          | finish
+//   --------+----------+---------------------+-------------------------------------
+//   no      | -> armed | ignored             | error
+//   yes     | error    | counts; may issue   | issues the rest -> waits -> not armed
 //
 // Marks before arm() belong to backwards that only accumulate, so they are ignored by design: the runner arms the
 // Reducer for the backward that makes the last contribution.

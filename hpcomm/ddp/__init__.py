@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hpcomm.ddp.attached import attach as attach
 from hpcomm.ddp.module import describe_parameters as describe_parameters
-from hpcomm.ddp.module import device_of as device_of
 from hpcomm.ddp.wrapper import DistributedDataParallel as DistributedDataParallel
 
 __all__: list[str] = []

@@ -42,7 +42,7 @@ class Meeting:
     def __init__(self, lane: Communicator, channel: int, lines: Sequence[str], lacks_core: bool) -> None:
         self._lane = lane
         self._channel = channel
-        self._mine = json.dumps([list(lines), core(lane, lacks_core), False]).encode()
+        self._mine = json.dumps([list(lines), core(lacks_core), False]).encode()
         self._told = {lane.ranks[lane.rank]: self._mine}
         for peer in lane.ranks:
             if peer not in self._told:
@@ -119,7 +119,7 @@ class Meeting:
                 self._lane.control.send(peer, self._channel, json.dumps([lines, its_core, True]).encode())
 
 
-def core(lane: Communicator, lacks_core: bool) -> tuple[bool, Seat]:
+def core(lacks_core: bool) -> tuple[bool, Seat]:
     """What a rank says of its cores."""
     return lacks_core, seat()
 

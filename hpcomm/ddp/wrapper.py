@@ -61,7 +61,8 @@ class DistributedDataParallel(_StockDDP):
             process group is used.
         bucket_cap_mb: as torch's, or "auto": from the latency and the bandwidth of the lane, measured once.
         grad_dtype: dtype in which gradients travel, torch.bfloat16 or torch.float16. They are scaled in float32 and
-            cast while they are packed, and summed in float32.
+            cast while they are packed. CPU transports sum them in float32 and round once; NCCL sums in ``grad_dtype``
+            and rounds at each hop.
         check_finite: an infinity or a NaN in the gradient of a rank raises InvalidArgument on all ranks at the end of
             the backward, with the names of parameter and rank.
 

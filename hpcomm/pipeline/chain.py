@@ -228,15 +228,14 @@ def run_alone(
     """The whole model in this process."""
     skips = skips_of(model)
     calls = calls_of(model, 0, skips)
-    require_taken(calls, keywords)
+    require_taken([call.keywords for call in calls], keywords)
     if not calls:
         return inputs[0]
     return run(calls, inputs, {}, frozenset(sum(skips.values(), [])), keywords, draws, microbatch)
 
 
-def require_taken(calls: Iterable[Call], keywords: Iterable[str]) -> None:
-    """Raises InvalidArgument for a keyword argument that no layer takes."""
-    accepted = [call.keywords for call in calls]
+def require_taken(accepted: Sequence[frozenset[str] | None], keywords: Iterable[str]) -> None:
+    """Raises InvalidArgument for a keyword argument that no layer takes: ``accepted`` is Call.keywords of each."""
     for name in keywords:
         if not any(names is None or name in names for names in accepted):
             raise InvalidArgument(f"no layer of the model takes the keyword argument {name!r}")

@@ -70,11 +70,6 @@ class LocalModel:
         """All parameters of the model in its order, those of other stages included; a shared one once."""
         return list(self._names)
 
-    @property
-    def stage_index(self) -> int:
-        """The first of this rank's stages."""
-        return next(iter(self.stages))
-
     def state_dict(self) -> dict[str, Any]:
         """The local stages' state under the plain model's names; the union over ``mesh.pp`` is the plain model's."""
         return self.module.state_dict()

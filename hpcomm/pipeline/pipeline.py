@@ -35,7 +35,7 @@ from hpcomm.pipeline.parameters import Sums, identity, start_equal
 from hpcomm.pipeline.partition import Balance, decide, described, stages_at, starts_of
 from hpcomm.pipeline.planning import Schedule, ScheduleLike, Wishes, plan_together, scalar_lane, schedule_of
 from hpcomm.pipeline.randomness import Draws, generator_of, kept
-from hpcomm.pipeline.recorder import Recorder, Times, gathered_costs
+from hpcomm.pipeline.recorder import Recorder, Times, gathered_costs, recorder_for
 from hpcomm.pipeline.reductions import Reductions
 from hpcomm.pipeline.runner import Batch, Runner
 from hpcomm.pipeline.stage import Loss, LossFn, Stage, evaluate
@@ -138,7 +138,8 @@ class Pipeline(LocalModel):
             split_at = split_of(model, split_at)
             whole_model = as_chain(model)
             require_arguments(whole_model, mesh, num_microbatches, bucket_cap_mb, reduce, inputs)
-            chain.require_taken(chain.calls_of(whole_model, 0, chain.skips_of(whole_model)), [*keywords, *whole])
+            takers = chain.calls_of(whole_model, 0, chain.skips_of(whole_model))
+            chain.require_taken([call.keywords for call in takers], [*keywords, *whole])
             require_schema(schema)
             plain = schedule_of(schedule, mesh.shape["pp"], num_microbatches, stages_per_rank)
             starts = starts_of(whole_model, plain.stages, split_at)
@@ -218,6 +219,8 @@ class Pipeline(LocalModel):
         self._reduced = ({s: alone[s] for s in here}, {i: t for i, t in enumerate(ties) if set(t.stages) & set(here)})
         self._loss = _C.StepLoss(scalar_lane(self.plan, mesh))
         self._runner = self._new_runner()
+        if plain.trains:  # what evaluation takes is another plan's
+            self._runner.recorder = recorder_for(mesh.rank, on_cpu=mesh.device.type == "cpu")
         self._evaluation: Runner | None = None if plain.trains else self._runner
         start_equal(mesh, self.module, [e for e in owned if set(e.stages) & set(here)], plain.placement)
         self._identity = identity(self.module)
@@ -353,9 +356,8 @@ class Pipeline(LocalModel):
         ``python -m hpcomm trace report`` shows them beside the plan. All ranks name the same folder.
         """
         before = self._runner.recorder
-        self._runner.recorder = recorder = Recorder(
-            Path(folder), self.plan, self.mesh.rank, on_cpu=self.mesh.device.type == "cpu"
-        )
+        on_cpu = self.mesh.device.type == "cpu"
+        self._runner.recorder = recorder = Recorder(Path(folder), self.mesh.rank, on_cpu=on_cpu)
         try:
             yield
         finally:
@@ -376,7 +378,9 @@ class Pipeline(LocalModel):
         wishes = self._wishes._replace(costs=costs or self._wishes.costs, reduce=reduce or self._wishes.reduce)
         self.plan = plan_together(self.mesh, self._schedule, wishes)
         self._wishes = wishes
+        recorder = self._runner.recorder
         self._runner = self._new_runner()
+        self._runner.recorder = recorder  # which goes on
         return self.plan
 
     def materialize(self, model: Model) -> torch.nn.Module:
@@ -433,8 +437,7 @@ class Pipeline(LocalModel):
                 raise InvalidArgument(
                     f"step(): {name!r} is not among keywords={sorted(self._promised)} of the Pipeline"
                 )
-            if not any(names is None or name in names for names in self._accepted):
-                raise InvalidArgument(f"step(): no layer of the model takes the keyword argument {name!r}")
+        chain.require_taken(self._accepted, keywords)
         cut_inputs: list[tuple[Any, ...]] = [()] * parts
         if first:
             cut_inputs = list(zip(*[split(value, parts, "input") for value in inputs], strict=True))

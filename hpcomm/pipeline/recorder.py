@@ -15,6 +15,7 @@ from hpcomm import _C
 from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import InvalidArgument
 from hpcomm.plan.serialize import to_json
+from hpcomm.plan.table import KIND_NAMES
 from hpcomm.seats import cores_of, is_crowded, seat
 from hpcomm.tree import tensors_of
 
@@ -29,19 +30,18 @@ __all__: list[str] = []
 
 # Operation; nanoseconds of the clock: issued, begun on the lane, packed, reduced, written back.
 BucketTimes = tuple[int, float, float, float, float, float]
-PLAN_FILE = "plan.json"
-COMPUTE = ("FORWARD", "BACKWARD", "INPUT_GRAD", "WEIGHT_GRAD")
+COMPUTE = tuple(KIND_NAMES.values())
 # Of no stage: each communication of a rank's list, and what a step does before and after its list.
 ISSUE, STEP = (-1, "ISSUE"), (-1, "STEP")
 
 
-def recorder_for(plan: StepPlan, rank: int, *, on_cpu: bool) -> Recorder | None:
+def recorder_for(rank: int, *, on_cpu: bool) -> Recorder | None:
     """A recorder that writes to the folder ``HPCOMM_TRACE``; None where that is not set."""
     folder = os.environ.get("HPCOMM_TRACE")
     if not folder:
         return None
     try:
-        return Recorder(Path(folder), plan, rank, on_cpu=on_cpu)
+        return Recorder(Path(folder), rank, on_cpu=on_cpu)
     except OSError as error:
         raise InvalidArgument(f"HPCOMM_TRACE={folder!r}: no folder that this rank can write to: {error}") from error
 
@@ -90,8 +90,8 @@ class Times:
         self.actions.append((op, begin[0], waited, end[0], end[1] - begin[1] - spun))
         self._waited = (0, 0)
 
-    def begin(self) -> int:
-        """A step begins; its clock."""
+    def begin(self, plan: StepPlan) -> int:
+        """A step of ``plan`` begins; its clock."""
         self._began = (time.process_time_ns(), time.thread_time_ns())
         return self.now()
 
@@ -105,17 +105,32 @@ class Times:
 
 
 class Recorder(Times):
-    """Writes each step to ``folder``."""
+    """Writes each step to ``folder``, and on rank 0, ahead of the first step of a plan, the plan.
 
-    def __init__(self, folder: Path, plan: StepPlan, rank: int, *, on_cpu: bool) -> None:
+    The file is a new one that takes the place of an earlier recorder's. That one may still be written to: it has lost
+    its name, and this one has what was recorded here only.
+    """
+
+    def __init__(self, folder: Path, rank: int, *, on_cpu: bool) -> None:
         super().__init__()
         folder.mkdir(parents=True, exist_ok=True)
-        if rank == 0:
-            (folder / PLAN_FILE).write_text(to_json(plan))
-        self._file = (folder / f"rank-{rank}.jsonl").open("w")
+        path = folder / f"rank-{rank}.jsonl"
+        unnamed = path.with_suffix(".new")
+        unnamed.unlink(missing_ok=True)  # whoever left it there may write to it
+        self._file = unnamed.open("x")
+        unnamed.replace(path)
         if on_cpu:  # elsewhere ranks do not share cores
             self._file.write(json.dumps({"seat": seat()}) + "\n")
+        self._rank = rank
+        self._plan: StepPlan | None = None
         self._step = 0
+
+    def begin(self, plan: StepPlan) -> int:
+        """A step of ``plan`` begins, which may be another one than the last step's; its clock."""
+        if self._rank == 0 and plan is not self._plan:
+            self._file.write(f'{{"plan": {to_json(plan)}}}\n')
+        self._plan = plan
+        return super().begin(plan)
 
     def step(self, begin: int, issued: int, end: int, buckets: Sequence[BucketTimes]) -> None:
         """Writes it."""

@@ -20,7 +20,6 @@ from hpcomm.pipeline.board import Board
 from hpcomm.pipeline.links import handed_over
 from hpcomm.pipeline.microbatch import samples
 from hpcomm.pipeline.planning import lanes_of
-from hpcomm.pipeline.recorder import recorder_for
 from hpcomm.pipeline.stage import evaluate
 from hpcomm.seats import is_crowded
 from hpcomm.tree import mapped
@@ -115,10 +114,7 @@ class Runner:
     ) -> None:
         self.plan = plan
         self.board = Board(mesh)
-        # Of training steps; what evaluation takes is another plan's.
-        self.recorder: Times | None = (
-            None if reductions is None else recorder_for(plan, mesh.rank, on_cpu=mesh.device.type == "cpu")
-        )
+        self.recorder: Times | None = None  # whoever has one hangs it in
         self._stages = stages
         self._last_stage = plan.num_stages - 1
         self._loads_from_first = any(link.loads for link in links)
@@ -147,7 +143,7 @@ class Runner:
         place, recorder = self.board.write, self.recorder
         if recorder is not None and self._reductions is not None:
             self._reductions.trace()
-        begin = 0 if recorder is None else recorder.begin()
+        begin = 0 if recorder is None else recorder.begin(self.plan)
         for position, (function, arguments, action) in enumerate(self._program):
             self.position = position
             place(position)

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpcomm.plan.timeline import LANES, spans
+from hpcomm.plan.timeline import LANES, first_replicas, spans
 
 if TYPE_CHECKING:
     from hpcomm._C import CostModel, StepPlan
@@ -35,14 +35,19 @@ def to_chrome_trace(
 ) -> None:
     """Writes the simulated time line of ``plan`` in the trace event format, times in microseconds.
 
-    ranks: by default the first replica of each pipeline rank.
+    Args:
+        costs: what is simulated, in seconds and bytes; without it forwards take 1 second and backwards 2.
+        ranks: by default the first replica of each pipeline rank.
 
-    Raises ``OSError`` when the file cannot be written, and what ``plan.simulate(costs)`` raises.
+    Raises:
+        InvalidArgument: the plan means nothing, or the costs do not fit it.
+        DeadlockError: the plan cannot end.
+        OSError: the file cannot be written.
 
     Format: "Trace Event Format", the Chromium project.
     """
     timeline = plan.simulate(costs)
-    rows = list(range(0, plan.world, plan.world // plan.pp)) if ranks is None else list(ranks)
+    rows = list(first_replicas(plan) if ranks is None else ranks)
     events: list[dict[str, Any]] = []
     for rank in rows:
         stages = [stage for stage, home in enumerate(plan.stage_to_rank) if home == rank // (plan.world // plan.pp)]

@@ -16,7 +16,7 @@ from hpcomm.plan.render import to_svg
 from hpcomm.plan.schedules import SCHEDULES
 from hpcomm.plan.serialize import from_json, to_json
 from hpcomm.plan.table import draw, num_microbatches_of, parse, placement_of, require_positive
-from hpcomm.plan.timeline import draw_ticks
+from hpcomm.plan.timeline import draw_ticks, first_replicas
 from hpcomm.plan.torch_csv import plan_from_csv, table_from_csv
 from hpcomm.plan.tuning import load_layers, tune
 
@@ -137,7 +137,7 @@ def _from_file(read: Callable[[Path], _T], path: str | Path) -> _T:
     try:
         return read(Path(path))
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise InvalidArgument(f"{path}: {error}") from error
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -176,7 +176,7 @@ def _simulate(options: argparse.Namespace) -> int:
     timeline = plan.simulate(costs)
     print(_shares(timeline))
     print("rank   compute   exposed    bubble  activations, at most")
-    for rank in range(0, plan.world, plan.world // plan.pp):
+    for rank in first_replicas(plan):
         times = timeline.ranks[rank]
         print(
             f"{rank:4}  {times.compute_seconds:8.4g}  {times.exposed_seconds:8.4g}  {times.bubble_seconds:8.4g}  "
@@ -216,13 +216,13 @@ def _import(options: argparse.Namespace) -> int:
     is_csv = options.table.endswith(".csv")
     if options.as_it_stands:
         if not is_csv:
-            raise ValueError("--as-it-stands needs a .csv with communication in it")
+            raise InvalidArgument("--as-it-stands needs a .csv with communication in it")
         plan = _from_file(lambda path: plan_from_csv(path.read_text(encoding="utf-8")), options.table)
     else:
         read = table_from_csv if is_csv else parse
         table = _from_file(lambda path: read(path.read_text(encoding="utf-8")), options.table)
         if not any(table):
-            raise ValueError(f"{options.table}: the schedule has no computations")
+            raise InvalidArgument(f"{options.table}: the schedule has no computations")
         placement = placement_of(table)
         print(draw(table))
         trains = any(action.kind != "F" for actions in table for action in actions)

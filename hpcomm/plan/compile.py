@@ -6,9 +6,9 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from hpcomm._native import load
-from hpcomm.errors import DeadlockError
+from hpcomm.errors import DeadlockError, InvalidArgument
 from hpcomm.plan.schedules import by_name
-from hpcomm.plan.table import ComputeAction, one_stage_each
+from hpcomm.plan.table import KIND_NAMES, ComputeAction, one_stage_each
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,56 +50,62 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
 ) -> StepPlan:
     """Compile the communication of one training step; nothing is communicated, no rank needs to exist.
 
-    schedule: a name in ``schedules.SCHEDULES``, or per pipeline rank its compute actions in order.
-    pp, dp, tp: ranks on the pipeline axis (outermost), the data axis and the tensor axis:
-        ``rank = (pipeline_rank * dp + replica) * tp + shard``. With ``tp`` above 1 a computation is one operation of
-        all shards of its replica, since it issues collectives among them; messages and buckets are those of one shard.
-    stages_per_rank: of a named schedule; its own number by default.
-    bucket_bytes: per stage, the bytes of each gradient bucket; the bucket that is ready first stands first. None where
-        nothing is reduced.
-    forward_cost, backward_cost: seconds per stage and microbatch (default 1 and 2, halves of a backward 1 each: only
-        ratios matter without link costs). They decide the order of independent operations, never whether the plan is
-        right.
-    activation_bytes: bytes of one microbatch's message, for every boundary of the chain or for each.
-    links: (from_stage, to_stage, bytes) instead of the chain of neighbours, for models with skip connections; with a
-        fourth entry False no gradient comes back (token ids, masks, what the first stage loads for later ones).
-    ties: (stages, bytes) of parameters that several stages own; their gradients are added up over the owners.
-    loss_stages: stages whose outputs go into the loss; the last one by default.
-    opaque_stages: stages whose computations issue collectives among all their replicas (synchronised batch
-        normalisation): each is one operation of all of them.
-    link_latency, link_bandwidth: seconds, bytes per second.
-    costs: a cost model instead of the last four figures.
-    stage_to_rank: the pipeline rank of each stage, for a table of your own. Default: stage ``s`` on rank ``s % pp``.
-    slot_depth: messages in flight per edge before the first of them is consumed; 0 for no bound. Default: 2 for each
-        stage that a rank holds, doubled until the compute order can be executed (a skip connection holds its slots for
-        long).
-    reduce: where buckets are reduced: "eager", inside the stage's last backward; "slack", in bubbles that follow it on
-        its rank, or else as "eager"; "end", after the rank's last computation.
-    schema: "frozen", or "per_message": a header runs ahead of every message.
-    max_communicators: of a rank. By default one per direction of the pipeline, one for its gradients (more for ties)
-        and one for the loss; with fewer, both directions share one, then the loss as well.
-    group: issue messages as one that are neighbours in the order, ready at the same time and on one communicator.
-    device: "cuda" or "cpu": where the plan will run, so that it says who guarantees that what is issued starts. It
-        changes nothing else but the hash.
+    Args:
+        schedule: a name in ``hpcomm.plan.SCHEDULES``, or per pipeline rank its compute actions in order.
+        pp, dp, tp: ranks on the pipeline axis (outermost), the data axis and the tensor axis:
+            ``rank = (pipeline_rank * dp + replica) * tp + shard``. With ``tp`` above 1 a computation is one operation
+            of all shards of its replica, since it issues collectives among them; messages and buckets are those of one
+            shard.
+        num_microbatches: of each replica.
+        stages_per_rank: of a named schedule; its own number by default.
+        bucket_bytes: per stage, the bytes of each gradient bucket; the bucket that is ready first stands first. None
+            where nothing is reduced.
+        forward_cost, backward_cost: seconds per stage and microbatch (default 1 and 2, halves of a backward 1 each:
+            only ratios matter without link costs). They decide the order of independent operations, never whether the
+            plan is right.
+        activation_bytes: bytes of one microbatch's message, for every boundary of the chain or for each.
+        links: (from_stage, to_stage, bytes) instead of the chain of neighbours, for models with skip connections; with
+            a fourth entry False no gradient comes back (token ids, masks, what the first stage loads for later ones).
+        ties: (stages, bytes) of parameters that several stages own; their gradients are added up over the owners.
+        loss_stages: stages whose outputs go into the loss; the last one by default.
+        opaque_stages: stages whose computations issue collectives among all their replicas (synchronised batch
+            normalisation): each is one operation of all of them.
+        link_latency, link_bandwidth: seconds, bytes per second.
+        costs: a cost model instead of ``forward_cost``, ``backward_cost`` and the two of links.
+        stage_to_rank: the pipeline rank of each stage, for a table of your own. Default: stage ``s`` on rank
+            ``s % pp``.
+        slot_depth: messages in flight per edge before the first of them is consumed; 0 for no bound. Default: 2 for
+            each stage that a rank holds, doubled until the compute order can be executed (a skip connection holds its
+            slots for long).
+        reduce: where buckets are reduced: "eager", inside the stage's last backward; "slack", in bubbles that follow it
+            on its rank, or else as "eager"; "end", after the rank's last computation.
+        schema: "frozen", or "per_message": a header runs ahead of every message.
+        max_communicators: of a rank. By default one per direction of the pipeline, one for its gradients (more for
+            ties) and one for the loss; with fewer, both directions share one, then the loss as well.
+        group: issue messages as one that are neighbours in the order, ready at the same time and on one communicator.
+        device: "cuda" or "cpu": where the plan will run, so that it says who guarantees that what is issued starts. It
+            changes nothing else but the hash.
 
-    Raises ``hpcomm.errors.InvalidArgument`` for arguments that contradict each other,
-    ``hpcomm.errors.DeadlockError`` for a compute order that contradicts its data or needs more slots,
-    ``ValueError`` for an unknown name or lengths that do not fit.
+    Raises:
+        InvalidArgument: an unknown name, lengths that do not fit, arguments that contradict each other.
+        DeadlockError: a compute order that contradicts its data, or needs more slots than ``slot_depth``.
     """
     table: Sequence[Sequence[ComputeAction]]
     if isinstance(schedule, str):
         table, placement, per_rank = by_name(schedule, pp, num_microbatches, stages_per_rank)
         if stage_to_rank is not None and list(stage_to_rank) != placement:
-            raise ValueError(f"schedule {schedule!r} puts its stages on {placement}; stage_to_rank is {stage_to_rank}")
+            raise InvalidArgument(
+                f"schedule {schedule!r} puts its stages on {placement}; stage_to_rank is {stage_to_rank}"
+            )
     else:
         table = schedule
         if not any(table):
-            raise ValueError("the schedule has no computations")
+            raise InvalidArgument("the schedule has no computations")
         named = {action.stage for actions in table for action in actions}
         num_stages = max(named) + 1
         if num_stages > len(named):
             missing = next(stage for stage in range(len(named) + 1) if stage not in named)
-            raise ValueError(f"the schedule has an action of stage {num_stages - 1} and none of stage {missing}")
+            raise InvalidArgument(f"the schedule has an action of stage {num_stages - 1} and none of stage {missing}")
         per_rank = -(-num_stages // pp)
         placement = one_stage_each(pp, per_rank)[:num_stages] if stage_to_rank is None else list(stage_to_rank)
     num_stages = len(placement)
@@ -116,7 +122,7 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
     spec.reduce = _member(native.ReducePolicy, "reduce", reduce)
     spec.schema = _member(native.Schema, "schema", schema)
     if device not in _START_ORDER:
-        raise ValueError(f"device={device!r}; use 'cpu', 'cuda' or None")
+        raise InvalidArgument(f"device={device!r}; use 'cpu', 'cuda' or None")
     spec.start_order = getattr(native.StartOrder, _START_ORDER[device])
     spec.max_communicators = 0 if max_communicators is None else max_communicators
     spec.group = group
@@ -132,14 +138,9 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
         backward = _per_stage("backward_cost", backward_cost, DEFAULT_BACKWARD_COST, num_stages)
         costs.stages = [native.StageCost(f, b) for f, b in zip(forward, backward, strict=True)]
     elif forward_cost is not None or backward_cost is not None or link_latency or not math.isinf(link_bandwidth):
-        raise ValueError("give costs, or forward_cost, backward_cost, link_latency and link_bandwidth, not both")
+        raise InvalidArgument("give costs, or forward_cost, backward_cost, link_latency and link_bandwidth, not both")
     spec.cost = costs
-    kinds = {
-        "F": native.OpKind.FORWARD,
-        "B": native.OpKind.BACKWARD,
-        "I": native.OpKind.INPUT_GRAD,
-        "W": native.OpKind.WEIGHT_GRAD,
-    }
+    kinds = {letter: native.OpKind.__members__[name] for letter, name in KIND_NAMES.items()}
     for actions in table:
         spec.add_compute([(kinds[kind], stage, microbatch) for kind, stage, microbatch in actions])
     if slot_depth is not None:
@@ -163,7 +164,7 @@ def _compile(spec: CompileSpec, slot_depth: int, enough: int) -> StepPlan:
 def _member(enum: Any, name: str, value: str) -> Any:
     known = {key.lower(): member for key, member in enum.__members__.items()}
     if value not in known:
-        raise ValueError(f"{name}={value!r}; use one of {', '.join(known)}")
+        raise InvalidArgument(f"{name}={value!r}; use one of {', '.join(known)}")
     return known[value]
 
 
@@ -171,12 +172,14 @@ def _chain(num_stages: int, activation_bytes: int | Sequence[int]) -> list[tuple
     boundaries = num_stages - 1
     sizes = [activation_bytes] * boundaries if isinstance(activation_bytes, int) else list(activation_bytes)
     if len(sizes) != boundaries:
-        raise ValueError(f"activation_bytes has {len(sizes)} sizes; {num_stages} stages have {boundaries} boundaries")
+        raise InvalidArgument(
+            f"activation_bytes has {len(sizes)} sizes; {num_stages} stages have {boundaries} boundaries"
+        )
     return [(stage, stage + 1, size) for stage, size in enumerate(sizes)]
 
 
 def _per_stage(name: str, seconds: Sequence[float] | None, default: float, num_stages: int) -> list[float]:
     values = [default] * num_stages if seconds is None else list(seconds)
     if len(values) != num_stages:
-        raise ValueError(f"{name} has {len(values)} costs; there are {num_stages} stages")
+        raise InvalidArgument(f"{name} has {len(values)} costs; there are {num_stages} stages")
     return values

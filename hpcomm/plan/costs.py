@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcomm._native import load
+from hpcomm.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from hpcomm._C import CostModel, StageCost
@@ -24,9 +25,15 @@ _SWITCHES = ("host_copies", "host_waits")
 def load_costs(path: str | PathLike[str]) -> CostModel:
     """The cost model in a file that ``costs_to_json`` or a person wrote.
 
-    Raises ``ValueError`` that names the entry which is wrong, ``OSError`` when the file cannot be read.
+    Raises:
+        InvalidArgument: an entry is wrong; the message names it.
+        OSError: the file cannot be read.
     """
-    return costs_from_json(Path(path).read_text())
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"not a cost model: not JSON ({error})") from None
+    return costs_from_json(text)
 
 
 def costs_from_json(text: str) -> CostModel:
@@ -46,14 +53,15 @@ def costs_from_json(text: str) -> CostModel:
     ``link``; those of ranks that a plan has not are left alone, so that one file serves several plans. ``messages`` has
     the bytes that go from stage to stage where the plan itself does not say. A bandwidth of ``null`` is infinite.
 
-    Raises ``ValueError`` that names the entry which is wrong.
+    Raises:
+        InvalidArgument: an entry is wrong; the message names it.
     """
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not a cost model: not JSON ({error})") from None
+        raise InvalidArgument(f"not a cost model: not JSON ({error})") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise ValueError(f'not a cost model: "format" must be "{FORMAT}"')
+        raise InvalidArgument(f'not a cost model: "format" must be "{FORMAT}"')
     known = {
         "format",
         "stages",
@@ -66,7 +74,7 @@ def costs_from_json(text: str) -> CostModel:
         *_NUMBERS,
     }
     if unknown := sorted(document.keys() - known):
-        raise ValueError(f"a cost model has no {unknown[0]!r}; it has {', '.join(sorted(known))}")
+        raise InvalidArgument(f"a cost model has no {unknown[0]!r}; it has {', '.join(sorted(known))}")
     native = load()
     costs: CostModel = native.CostModel()
     costs.stages = [_stage(entry, f"stages[{i}]") for i, entry in enumerate(_list(document, "stages"))]
@@ -81,7 +89,7 @@ def costs_from_json(text: str) -> CostModel:
     for i, entry in enumerate(_list(document, "messages")):
         ends, rest = _ends(entry, where := f"messages[{i}]")
         if rest.keys() != {"bytes"}:
-            raise ValueError(f"{where}: expected source, destination and bytes, found {entry!r:.60}")
+            raise InvalidArgument(f"{where}: expected source, destination and bytes, found {entry!r:.60}")
         messages[ends] = _amount(rest["bytes"], f"{where}.bytes")
     costs.links, costs.message_bytes = links, messages
     if "header_seconds" in document:
@@ -97,7 +105,7 @@ def costs_from_json(text: str) -> CostModel:
         costs.cores_per_host = _int(document["cores_per_host"], "cores_per_host")
     for name in _SWITCHES:
         if not isinstance(document.get(name, False), bool):
-            raise ValueError(f"{name}: expected true or false, found {document[name]!r:.40}")
+            raise InvalidArgument(f"{name}: expected true or false, found {document[name]!r:.40}")
         setattr(costs, name, document.get(name, False))
     return costs
 
@@ -141,15 +149,15 @@ def costs_to_json(costs: CostModel) -> str:
 def _list(document: dict[str, Any], key: str) -> list[Any]:
     value = document.get(key, [])
     if not isinstance(value, list):
-        raise ValueError(f"{key}: expected a list, found {value!r:.40}")
+        raise InvalidArgument(f"{key}: expected a list, found {value!r:.40}")
     return value
 
 
 def _stage(entry: object, where: str) -> StageCost:
     if not isinstance(entry, dict):
-        raise ValueError(f"{where}: expected an object, found {entry!r:.40}")
+        raise InvalidArgument(f"{where}: expected an object, found {entry!r:.40}")
     if unknown := sorted(entry.keys() - set(_STAGE)):
-        raise ValueError(f"{where}: a stage has no {unknown[0]!r}; it has {', '.join(_STAGE)}")
+        raise InvalidArgument(f"{where}: a stage has no {unknown[0]!r}; it has {', '.join(_STAGE)}")
     native = load()
     stage: StageCost = native.StageCost(**{key: _amount(value, f"{where}.{key}") for key, value in entry.items()})
     return stage
@@ -158,7 +166,7 @@ def _stage(entry: object, where: str) -> StageCost:
 def _ends(entry: object, where: str) -> tuple[tuple[int, int], dict[str, Any]]:
     """Its source and its destination, and what else it says."""
     if not isinstance(entry, dict):
-        raise ValueError(f"{where}: expected an object, found {entry!r:.40}")
+        raise InvalidArgument(f"{where}: expected an object, found {entry!r:.40}")
     rest = dict(entry)
     source, destination = (_int(rest.pop(key, None), f"{where}.{key}") for key in ("source", "destination"))
     return (source, destination), rest
@@ -166,14 +174,14 @@ def _ends(entry: object, where: str) -> tuple[tuple[int, int], dict[str, Any]]:
 
 def _link(entry: object, where: str) -> tuple[float, float]:
     if not isinstance(entry, dict) or entry.keys() - {"latency_seconds", "bytes_per_second"}:
-        raise ValueError(f"{where}: expected latency_seconds and bytes_per_second, found {entry!r:.60}")
+        raise InvalidArgument(f"{where}: expected latency_seconds and bytes_per_second, found {entry!r:.60}")
     latency = _amount(entry.get("latency_seconds", 0), f"{where}.latency_seconds")
     return latency, _bandwidth(entry.get("bytes_per_second"), f"{where}.bytes_per_second")
 
 
 def _amount(value: object, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
-        raise ValueError(f"{where}: expected a number, at least 0, found {value!r:.40}")
+        raise InvalidArgument(f"{where}: expected a number, at least 0, found {value!r:.40}")
     return float(value)
 
 
@@ -182,11 +190,11 @@ def _bandwidth(value: object, where: str) -> float:
         return math.inf
     rate = _amount(value, where)
     if rate == 0:
-        raise ValueError(f"{where}: expected a number above 0, or null for infinity, found 0")
+        raise InvalidArgument(f"{where}: expected a number above 0, or null for infinity, found 0")
     return rate
 
 
 def _int(value: object, where: str, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-        raise ValueError(f"{where}: expected an integer, at least {least}, found {value!r:.40}")
+        raise InvalidArgument(f"{where}: expected an integer, at least {least}, found {value!r:.40}")
     return value

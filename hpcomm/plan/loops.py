@@ -15,7 +15,8 @@ def gpipe(num_stages: int, num_microbatches: int) -> Table:
     then added up in the order in which 1F1B adds them, and both schedules give the same bits. The bubble is
     the same: (p - 1) / (m + p - 1) of the step for p stages of equal cost and m microbatches.
 
-    Raises ``ValueError`` when a size is below 1.
+    Raises:
+        InvalidArgument: a size is below 1.
 
     Source: Y. Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism",
     NeurIPS 2019, arXiv:1811.06965, section 2.3.
@@ -30,7 +31,8 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Table:
     is GPipe's. With fewer microbatches than stages the early stages have no steady state: all their forwards are
     warm-up.
 
-    Raises ``ValueError`` when a size is below 1.
+    Raises:
+        InvalidArgument: a size is below 1.
 
     Sources: D. Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019;
     with a flush at the end of the step: "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush),
@@ -53,10 +55,11 @@ def interleaved_1f1b(pp: int, num_microbatches: int, stages_per_rank: int = 2) -
 
     Microbatches go round in groups of ``pp``: a rank computes a group on its first stage, then on its second. With a
     multiple of ``pp`` microbatches, and backwards of at most two forwards, the bubble is (p - 1) / (v m) of the
-    computation; other numbers get the table of the
-    next multiple without the microbatches that do not exist, and its bubble at most.
+    computation; other numbers get the table of the next multiple without the microbatches that do not exist, and its
+    bubble at most.
 
-    Raises ``ValueError`` when a size is below 1.
+    Raises:
+        InvalidArgument: a size is below 1.
 
     Source: D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC
     2021, arXiv:2104.04473, section 2.2.2 and figure 4.
@@ -78,7 +81,8 @@ def looped_bfs(pp: int, num_microbatches: int, stages_per_rank: int = 2) -> Tabl
     Placed in a loop. The bubble is (p - 1) / (v m) of the computation for m >= p. Keeps the activations of all
     microbatches, as GPipe does, but a stage's gradients are complete, and on their way, while the next stage computes.
 
-    Raises ``ValueError`` when a size is below 1.
+    Raises:
+        InvalidArgument: a size is below 1.
 
     Source: J. Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023, arXiv:2211.05953, section 3.
     """
@@ -96,7 +100,8 @@ def looped_bfs(pp: int, num_microbatches: int, stages_per_rank: int = 2) -> Tabl
 def forward_only(pp: int, num_microbatches: int, stages_per_rank: int = 1) -> Table:
     """Evaluation: no backwards, and so no gradients to send or reduce. Stages in a loop, groups as in interleaved 1F1B.
 
-    Raises ``ValueError`` when a size is below 1.
+    Raises:
+        InvalidArgument: a size is below 1.
     """
     require_positive(pp, num_microbatches, stages_per_rank)
     table = [grouped(pp, rank, num_microbatches, stages_per_rank, "B")[0] for rank in range(pp)]

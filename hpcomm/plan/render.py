@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
-from hpcomm.plan.timeline import Span, spans
+from hpcomm.plan.timeline import Span, first_replicas, spans
 
 if TYPE_CHECKING:
     from hpcomm._C import CostModel, StepPlan, Timeline
@@ -58,10 +58,15 @@ def to_svg(
 ) -> None:
     """Writes the simulated time line of ``plan`` as an SVG that any browser shows; details in tooltips.
 
-    ranks: the rows; by default the first replica of each pipeline rank, at most 64 of them.
-    title: the first line; by default the plan's sizes.
+    Args:
+        costs: what is simulated, in seconds and bytes; without it forwards take 1 second and backwards 2.
+        ranks: the rows; by default the first replica of each pipeline rank, at most 64 of them.
+        title: the first line; by default the plan's sizes.
 
-    Raises ``OSError`` when the file cannot be written, and what ``plan.simulate(costs)`` raises.
+    Raises:
+        InvalidArgument: the plan means nothing, or the costs do not fit it.
+        DeadlockError: the plan cannot end.
+        OSError: the file cannot be written.
     """
     Path(path).write_text(svg(plan, costs, ranks=ranks, title=title), encoding="utf-8")
 
@@ -75,7 +80,7 @@ def svg(
 ) -> str:
     """The text of ``to_svg``'s file."""
     timeline = plan.simulate(costs)
-    rows = list(range(0, plan.world, plan.world // plan.pp))[:MAX_ROWS] if ranks is None else list(ranks)
+    rows = list(first_replicas(plan)[:MAX_ROWS] if ranks is None else ranks)
     drawn = list(spans(plan, timeline, rows))
     return draw_spans(plan, rows, drawn, timeline.makespan_seconds, title or _sizes(plan), _figures(timeline))
 

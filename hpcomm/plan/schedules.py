@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from hpcomm.errors import InvalidArgument
 from hpcomm.plan.loops import forward_only, gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
 from hpcomm.plan.table import Table, one_stage_each, v_shaped
 from hpcomm.plan.zero_bubble import dualpipev, zb1p, zbv
@@ -40,12 +41,13 @@ def by_name(
 ) -> tuple[Table, list[int], int]:
     """The table of the schedule called ``name``, the pipeline rank of each stage, and the stages per rank.
 
-    Raises ``ValueError`` for an unknown name, a size below 1, or stages per rank that the schedule has not.
+    Raises:
+        InvalidArgument: an unknown name, a size below 1, or stages per rank that the schedule has not.
     """
     if name not in SCHEDULES:
-        raise ValueError(f"unknown schedule {name!r}; known: {', '.join(sorted(SCHEDULES))}")
+        raise InvalidArgument(f"unknown schedule {name!r}; known: {', '.join(sorted(SCHEDULES))}")
     schedule = SCHEDULES[name]
     stages = schedule.stages_per_rank if stages_per_rank is None else stages_per_rank
     if schedule.is_fixed and stages != schedule.stages_per_rank:
-        raise ValueError(f"schedule {name!r} has {schedule.stages_per_rank} stages per rank, not {stages}")
+        raise InvalidArgument(f"schedule {name!r} has {schedule.stages_per_rank} stages per rank, not {stages}")
     return schedule.generate(pp, num_microbatches, stages), schedule.placement(pp, stages), stages

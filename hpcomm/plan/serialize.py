@@ -74,29 +74,30 @@ def to_json(plan: StepPlan) -> str:
 def from_json(text: str) -> StepPlan:
     """The plan that ``to_json`` wrote: well formed, with the hash that it had, but not verified.
 
-    Raises ``ValueError`` that says what is wrong with ``text``, whoever wrote it.
+    Raises:
+        InvalidArgument: ``text`` is no such plan, or damaged; the message names the place.
     """
     try:
         document = json.loads(text)
     except RecursionError:
-        raise ValueError("not a StepPlan: nested too deeply") from None
+        raise InvalidArgument("not a StepPlan: nested too deeply") from None
     except ValueError as error:
-        raise ValueError(f"not a StepPlan: not JSON ({error})") from None
+        raise InvalidArgument(f"not a StepPlan: not JSON ({error})") from None
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
-        raise ValueError(f'not a StepPlan: "format" must be "{_FORMAT}"')
+        raise InvalidArgument(f'not a StepPlan: "format" must be "{_FORMAT}"')
     version = _int(document.get("version"), "version")
     if version != _VERSION:
-        raise ValueError(f"a StepPlan of version {version}; this hpcomm reads version {_VERSION}")
+        raise InvalidArgument(f"a StepPlan of version {version}; this hpcomm reads version {_VERSION}")
     if document.get("columns") != _COLUMNS:
-        raise ValueError(f'"columns" must be {_COLUMNS}')
+        raise InvalidArgument(f'"columns" must be {_COLUMNS}')
     plan = _build(document)
     found = f"{plan.hash:016x}"
     if document.get("hash") != found:
-        raise ValueError(f"damaged StepPlan: its hash is {found}, the text says {document.get('hash')!r:.40}")
+        raise InvalidArgument(f"damaged StepPlan: its hash is {found}, the text says {document.get('hash')!r:.40}")
     try:
         plan.require_well_formed()
     except InvalidArgument as error:
-        raise ValueError(f"not a well-formed StepPlan: {error}") from error
+        raise InvalidArgument(f"not a well-formed StepPlan: {error}") from error
     return plan
 
 
@@ -160,14 +161,14 @@ def _build(document: dict[str, Any]) -> StepPlan:
 def _int(value: object, where: str, limit: int = _INT32) -> int:
     # bool is an int to Python, not to a plan.
     if not isinstance(value, int) or isinstance(value, bool) or not -limit <= value <= limit:
-        raise ValueError(f"{where}: expected an integer of {limit.bit_length() + 1} bits, found {value!r:.40}")
+        raise InvalidArgument(f"{where}: expected an integer of {limit.bit_length() + 1} bits, found {value!r:.40}")
     return value
 
 
 def _list(value: object, where: str, length: int | None = None) -> list[Any]:
     if not isinstance(value, list) or (length is not None and len(value) != length):
         size = "" if length is None else f" of {length}"
-        raise ValueError(f"{where}: expected a list{size}, found {value!r:.40}")
+        raise InvalidArgument(f"{where}: expected a list{size}, found {value!r:.40}")
     return value
 
 
@@ -182,5 +183,5 @@ def _pair(value: object, where: str) -> tuple[int, int]:
 
 def _member(enum: Any, value: object, where: str) -> Any:
     if not isinstance(value, str) or value not in enum.__members__:
-        raise ValueError(f"{where}: expected one of {', '.join(enum.__members__)}, found {value!r:.40}")
+        raise InvalidArgument(f"{where}: expected one of {', '.join(enum.__members__)}, found {value!r:.40}")
     return enum.__members__[value]

@@ -6,7 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from hpcomm.errors import InvalidArgument
+
 Kind = Literal["F", "B", "I", "W"]
+# As the native OpKind and ActionKind call them.
+KIND_NAMES: dict[Kind, str] = {"F": "FORWARD", "B": "BACKWARD", "I": "INPUT_GRAD", "W": "WEIGHT_GRAD"}
 
 # Nine digits: plans number with 31 bits.
 _ACTION = re.compile(r"(?P<stage>\d{0,9})(?P<kind>[FBIW])(?P<microbatch>\d{1,9})")
@@ -49,16 +53,19 @@ def v_shaped(pp: int, stages_per_rank: int = 2) -> list[int]:
 def placement_of(table: Table) -> list[int]:
     """The pipeline rank of each stage, read from the rows in which the stages stand.
 
-    Raises ``ValueError`` for a stage on two ranks, or numbers that leave one out.
+    Raises:
+        InvalidArgument: a stage on two ranks, or numbers that leave one out.
     """
     rank_of: dict[int, int] = {}
     for rank, actions in enumerate(table):
         for action in actions:
             if rank_of.setdefault(action.stage, rank) != rank:
-                raise ValueError(f"stage {action.stage} stands in the rows of ranks {rank_of[action.stage]} and {rank}")
+                raise InvalidArgument(
+                    f"stage {action.stage} stands in the rows of ranks {rank_of[action.stage]} and {rank}"
+                )
     missing = next((stage for stage in range(len(rank_of)) if stage not in rank_of), None)
     if missing is not None:
-        raise ValueError(f"no row names stage {missing}, though there are stages up to {max(rank_of)}")
+        raise InvalidArgument(f"no row names stage {missing}, though there are stages up to {max(rank_of)}")
     return [rank_of[stage] for stage in range(len(rank_of))]
 
 
@@ -83,7 +90,8 @@ def parse(text: str) -> Table:
 
     What stands left of a bar is a label. Without stages in front, row ``r`` is stage ``r``.
 
-    Raises ``ValueError`` that names the row and the entry which is no action.
+    Raises:
+        InvalidArgument: an entry is no action; the message names it and its row.
     """
     table: Table = []
     for line in text.splitlines():
@@ -93,7 +101,9 @@ def parse(text: str) -> Table:
         for entry in line.rpartition("|")[2].split():
             match = _ACTION.fullmatch(entry)
             if match is None:
-                raise ValueError(f"row {len(table)}: {entry!r} is no action; write F0, B0, I0, W0, or 3F0 for stage 3")
+                raise InvalidArgument(
+                    f"row {len(table)}: {entry!r} is no action; write F0, B0, I0, W0, or 3F0 for stage 3"
+                )
             stage = int(match["stage"]) if match["stage"] else len(table)
             actions.append(ComputeAction(match["kind"], stage, int(match["microbatch"])))  # type: ignore[arg-type]
         table.append(actions)
@@ -106,14 +116,14 @@ def num_microbatches_of(table: Sequence[Sequence[ComputeAction]]) -> int:
 
 
 def require_positive(num_stages: int, num_microbatches: int, stages_per_rank: int = 1) -> None:
-    """Raises ``ValueError`` when a size is below 1, or the table would have more than ``MAX_ACTIONS`` entries."""
+    """Raises ``InvalidArgument`` when a size is below 1, or the table would have more than ``MAX_ACTIONS`` entries."""
     if num_stages < 1 or num_microbatches < 1 or stages_per_rank < 1:
-        raise ValueError(
+        raise InvalidArgument(
             f"a schedule needs at least 1 stage and 1 microbatch, not {num_stages * min(stages_per_rank, 1)} and "
             f"{num_microbatches}"
         )
     if num_stages * stages_per_rank * num_microbatches > MAX_ACTIONS // 3:
-        raise ValueError(
+        raise InvalidArgument(
             f"{num_stages * stages_per_rank} stages and {num_microbatches} microbatches make a table of more than "
             f"{MAX_ACTIONS} computations"
         )

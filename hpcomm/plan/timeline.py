@@ -6,16 +6,17 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpcomm.errors import InvalidArgument
+from hpcomm.plan.table import KIND_NAMES
+
 if TYPE_CHECKING:
     from hpcomm._C import Action, CostModel, StepPlan, Timeline
 
 _MAX_COLUMNS = 100_000
 LANES = ("compute", "forward", "backward", "gradient", "scalar")
-_LETTERS = {
-    "FORWARD": "F",
-    "BACKWARD": "B",
-    "INPUT_GRAD": "I",
-    "WEIGHT_GRAD": "W",
+# Of the members of ActionKind.
+LETTERS: dict[str, str] = {
+    **{name: letter for letter, name in KIND_NAMES.items()},
     "SEND": "S",
     "RECV": "r",
     "REDUCE": "R",
@@ -59,10 +60,15 @@ def spans(plan: StepPlan, timeline: Timeline, ranks: Sequence[int]) -> Iterator[
                 yield span(rank, inner)
 
 
+def first_replicas(plan: StepPlan) -> range:
+    """The ranks that stand for all of theirs: the first of each pipeline rank."""
+    return range(0, plan.world, plan.world // plan.pp)
+
+
 def label(action: Action, several: bool) -> str:
     """The entry of a printed plan; the stage stands in front where ranks hold several."""
     kind = action.kind.name
-    letter = "s" if kind == "SEND" and action.payload.name == "GRADIENT" else _LETTERS[kind]
+    letter = "s" if kind == "SEND" and action.payload.name == "GRADIENT" else LETTERS[kind]
     number = "" if kind == "LOSS" else action.bucket if kind in ("REDUCE", "TIED") else action.microbatch
     return f"{action.stage if several and action.stage >= 0 else ''}{letter}{number}"
 
@@ -73,17 +79,25 @@ def draw_ticks(plan: StepPlan, costs: CostModel | None = None, *, tick: float = 
     An action stands where it begins; ``-`` is its later ticks, ``.`` a tick in which the rank computes nothing. An
     action that takes less than a tick, or begins within one, is drawn at the tick in which it begins.
 
-    Raises ``ValueError`` for a tick that is not above 0 or makes more than 100,000 columns, and what ``plan.simulate``
-    raises.
+    Args:
+        costs: what is simulated; without one forwards take 1 second and backwards 2.
+        tick: seconds, above 0.
+
+    Raises:
+        InvalidArgument: a tick that is not above 0, or makes more than 100,000 columns; the plan means nothing, or the
+            costs do not fit it.
+        DeadlockError: the plan cannot end.
     """
     if not 0 < tick < math.inf:
-        raise ValueError(f"tick={tick}; give seconds above 0")
+        raise InvalidArgument(f"tick={tick}; give seconds above 0")
     timeline = plan.simulate(costs)
     if timeline.makespan_seconds / tick > _MAX_COLUMNS:
-        raise ValueError(f"tick={tick} makes more than {_MAX_COLUMNS} columns of {timeline.makespan_seconds:.6g} s")
+        raise InvalidArgument(
+            f"tick={tick} makes more than {_MAX_COLUMNS} columns of {timeline.makespan_seconds:.6g} s"
+        )
     columns = round(timeline.makespan_seconds / tick)
     rows = []
-    for rank in range(0, plan.world, plan.world // plan.pp):
+    for rank in first_replicas(plan):
         cells = ["."] * columns
         for span in spans(plan, timeline, [rank]):
             if span.lane != "compute":
@@ -93,7 +107,7 @@ def draw_ticks(plan: StepPlan, costs: CostModel | None = None, *, tick: float = 
                 cells[column] = span.label if column == first else "-"
         rows.append(cells)
     width = max((len(cell) for cells in rows for cell in cells), default=1)
-    labels = [f"rank {rank}" for rank in range(0, plan.world, plan.world // plan.pp)]
+    labels = [f"rank {rank}" for rank in first_replicas(plan)]
     margin = max(map(len, labels), default=0)
     return "\n".join(
         f"{name:<{margin}} | {' '.join(f'{cell:<{width}}' for cell in cells)}".rstrip()

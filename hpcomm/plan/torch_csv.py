@@ -17,7 +17,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcomm._native import load
-from hpcomm.plan.table import ComputeAction, Table, num_microbatches_of, placement_of
+from hpcomm.errors import InvalidArgument
+from hpcomm.plan.table import KIND_NAMES, ComputeAction, Table, num_microbatches_of, placement_of
+from hpcomm.plan.timeline import LETTERS, first_replicas
 
 if TYPE_CHECKING:
     from hpcomm._C import StepPlan
@@ -46,15 +48,16 @@ def plan_to_csv(plan: StepPlan, *, waits: bool = False) -> str:
     its own: the first reduction of each stage becomes ``REDUCE_GRAD``, and what has no name there is left out.
 
     Args:
-        waits: Write ``WAIT_SEND_F``, ``WAIT_SEND_B`` and ``WAIT_REDUCE_GRAD``, which torch 2.15 demands and torch 2.13
+        waits: write ``WAIT_SEND_F``, ``WAIT_SEND_B`` and ``WAIT_REDUCE_GRAD``, which torch 2.15 demands and torch 2.13
             does not know. A sent activation is waited for behind the backward that its gradient came for, a gradient at
             the end of the row, a reduction at once: none of them can make the order of a plan that verified wait for
             what comes later.
 
-    Raises ``ValueError`` for a skip connection or tied parameters.
+    Raises:
+        InvalidArgument: a skip connection, or tied parameters.
     """
     rows = []
-    for rank in range(0, plan.world, plan.world // plan.pp):
+    for rank in first_replicas(plan):
         cells = []
         for action in plan.actions(rank):
             cells += [_cell(action)] + [_cell(inner) for inner in action.inside]
@@ -66,10 +69,11 @@ def plan_to_csv(plan: StepPlan, *, waits: bool = False) -> str:
 def table_from_csv(text: str) -> Table:
     """The computations in a CSV of torch's, in their order; its communication, if there is any, is left out.
 
-    Raises ``ValueError`` that names the row and the cell which cannot be read.
+    Raises:
+        InvalidArgument: a cell cannot be read; the message names it and its row.
     """
     return [
-        [ComputeAction(cell.kind, cell.stage, cell.microbatch) for cell in row if cell.kind in "FBIW"]  # type: ignore[arg-type]
+        [ComputeAction(cell.kind, cell.stage, cell.microbatch) for cell in row if cell.kind in KIND_NAMES]
         for row in _read(text)
     ]
 
@@ -81,7 +85,11 @@ def plan_from_csv(text: str, *, slot_depth: int = 0) -> StepPlan:
     per direction, and ``REDUCE_GRAD`` as a reduction of one rank. ``UNSHARD``, ``RESHARD`` and the waits are left out:
     ``verify()`` lets each send wait for its receive where it stands, which is sooner.
 
-    Raises ``ValueError`` that names the row and the cell which cannot be read, or what the file contradicts.
+    Args:
+        slot_depth: messages in flight per edge before the first of them is consumed; 0 for no bound.
+
+    Raises:
+        InvalidArgument: a cell cannot be read, or contradicts others; the message says which.
     """
     rows = list(_read(text))
     table = table_from_csv(text)
@@ -96,17 +104,16 @@ def _write(rows: list[list[str]]) -> str:
 
 def _cell(action: Any) -> str:
     kind = action.kind.name
-    letter = {"FORWARD": "F", "BACKWARD": "B", "INPUT_GRAD": "I", "WEIGHT_GRAD": "W"}.get(kind)
-    if letter is not None:
-        return f"{action.stage}{letter}{action.microbatch}"
+    if kind in KIND_NAMES.values():
+        return f"{action.stage}{LETTERS[kind]}{action.microbatch}"
     if kind == "REDUCE":
         return f"{action.stage}REDUCE_GRAD"
     if kind == "TIED":
-        raise ValueError(f"torch's CSV has no tied gradients; the plan reduces tie {action.bucket}")
+        raise InvalidArgument(f"torch's CSV has no tied gradients; the plan reduces tie {action.bucket}")
     if kind == "LOSS":
         return ""
     if abs(action.stage - action.peer_stage) != 1:
-        raise ValueError(
+        raise InvalidArgument(
             f"torch's CSV has messages between neighbouring stages; the plan joins {action.stage} and "
             f"{action.peer_stage}"
         )
@@ -135,7 +142,7 @@ def _rows(text: str) -> Iterator[list[str]]:
     try:
         yield from csv.reader(io.StringIO(text, newline=None))
     except csv.Error as error:
-        raise ValueError(f"this is no CSV: {error}") from error
+        raise InvalidArgument(f"this is no CSV: {error}") from error
 
 
 def _read(text: str) -> Iterator[list[_Cell]]:
@@ -149,7 +156,7 @@ def _read(text: str) -> Iterator[list[_Cell]]:
                     continue
                 match = _CELL.fullmatch(part.strip())
                 if match is None or (match[3] == "") != (match[2] in _WITHOUT_MICROBATCH):
-                    raise ValueError(
+                    raise InvalidArgument(
                         f"row {number}: {part.strip()!r:.40} is no action, such as 2F0 or 1SEND_F3; numbers have at "
                         "most nine digits"
                     )
@@ -165,7 +172,7 @@ class _Builder:
         self._native = native
         self._placement = placement_of(table)
         if not self._placement:
-            raise ValueError("the file has no computations")
+            raise InvalidArgument("the file has no computations")
         self._operations: list[Any] = []
         self._index: dict[tuple[Any, ...], int] = {}
         self._reduced = {cell.stage for row in rows for cell in row if cell.kind == "REDUCE_GRAD"}
@@ -190,17 +197,10 @@ class _Builder:
     def _operation(self, cell: _Cell, rank: int) -> int:
         native = self._native
         if not 0 <= cell.stage < len(self._placement) or self._placement[cell.stage] != rank:
-            raise ValueError(f"row {rank}: stage {cell.stage} does not compute there")
-        kinds = {
-            "F": native.OpKind.FORWARD,
-            "B": native.OpKind.BACKWARD,
-            "I": native.OpKind.INPUT_GRAD,
-            "W": native.OpKind.WEIGHT_GRAD,
-        }
-        if cell.kind in kinds:
-            operation = native.Operation(
-                kinds[cell.kind], stage=cell.stage, microbatch=cell.microbatch, participants=[rank]
-            )
+            raise InvalidArgument(f"row {rank}: stage {cell.stage} does not compute there")
+        if cell.kind in KIND_NAMES:
+            kind = native.OpKind.__members__[KIND_NAMES[cell.kind]]
+            operation = native.Operation(kind, stage=cell.stage, microbatch=cell.microbatch, participants=[rank])
             return self._add((cell.kind, cell.stage, cell.microbatch), operation)
         if cell.kind == "REDUCE_GRAD":
             operation = native.Operation(native.OpKind.REDUCE, stage=cell.stage, bucket=0, participants=[rank])
@@ -210,7 +210,9 @@ class _Builder:
         step = 1 if forward else -1
         source, destination = (cell.stage, cell.stage + step) if verb == "SEND" else (cell.stage - step, cell.stage)
         if not (0 <= source < len(self._placement) and 0 <= destination < len(self._placement)):
-            raise ValueError(f"row {rank}: {cell.stage}{cell.kind}{cell.microbatch} leads to a stage that is not there")
+            raise InvalidArgument(
+                f"row {rank}: {cell.stage}{cell.kind}{cell.microbatch} leads to a stage that is not there"
+            )
         operation = native.Operation(
             native.OpKind.TRANSFER,
             stage=source,
@@ -244,7 +246,7 @@ class _Builder:
                     yield producer, through
 
         for key, index in list(self._index.items()):
-            if key[0] not in ("F", "B", "I", "W"):
+            if key[0] not in KIND_NAMES:
                 continue
             kind, stage, m = key
             if kind == "F" and stage > 0:

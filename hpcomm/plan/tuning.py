@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcomm._native import load
+from hpcomm.errors import InvalidArgument
 from hpcomm.plan.compile import compile as compile_plan
 from hpcomm.plan.schedules import SCHEDULES
 
@@ -74,23 +75,34 @@ def tune(
 ) -> list[Candidate]:
     """The ``keep`` fastest candidates for a step, the fastest first; each compiled, verified and simulated.
 
-    layers: of the model, in order; they are cut into stages whose slowest is as fast as a contiguous cut allows.
-    pp, dp: ranks on the pipeline and the data axis.
-    batch: samples of one replica in a step.
-    memory_bytes: bound of a rank, for activations, messages in flight and ``weight_copies`` times its parameters
-        (weights, gradients, two moments of the optimizer by default). None: no bound.
-    costs: links, collectives, headers, cores; its stages are replaced.
-    schedules: names; all that train by default.
-    num_microbatches: to try; by default the divisors of ``batch`` from ``pp`` to 8 ``pp`` (all of them if there are
-        none). Others are left out, since microbatches of unequal sizes are not modelled.
-    bucket_bytes: largest gradient buckets to try; the first bucket of a stage has at most 1 MiB.
+    Args:
+        layers: of the model, in order; they are cut into stages whose slowest is as fast as a contiguous cut allows.
+        pp, dp: ranks on the pipeline and the data axis.
+        batch: samples of one replica in a step.
+        memory_bytes: bound of a rank, in bytes, for activations, messages in flight and parameters. None: no bound.
+        costs: links, collectives, headers, cores; its stages are replaced.
+        schedules: names to try; all that train by default.
+        stages_per_rank: to try; of a schedule that exists for one number only it is that one. Numbers for which there
+            are too few layers are left out.
+        num_microbatches: to try; by default the divisors of ``batch`` from ``pp`` to 8 ``pp`` (all of them if there are
+            none). Others are left out, since microbatches of unequal sizes are not modelled.
+        bucket_bytes: largest gradient buckets to try, in bytes; the first bucket of a stage has at most 1 MiB. Of a
+            single replica only the first counts, as nothing is reduced.
+        weight_copies: how often a rank holds the bytes of its parameters: weights, gradients and two moments of the
+            optimizer by default. It counts for memory only.
+        keep: how many candidates, at least 1.
 
-    Raises ``ValueError`` when there are too few layers, or nothing fits; the message says what came closest.
+    Returns:
+        The fastest first; of equally fast ones that with fewer stages per rank, then with less memory.
+
+    Raises:
+        InvalidArgument: too few layers, an unknown schedule, sizes below 1, or nothing fits: the message says what came
+            closest.
     """
     if not layers or pp < 1 or dp < 1 or batch < 1:
-        raise ValueError(f"tune() needs layers, ranks and samples, not {len(layers)}, {pp} x {dp} and {batch}")
+        raise InvalidArgument(f"tune() needs layers, ranks and samples, not {len(layers)}, {pp} x {dp} and {batch}")
     if memory_bytes is not None and not memory_bytes > 0:
-        raise ValueError(f"memory_bytes={memory_bytes}; give bytes above 0, or None for no bound")
+        raise InvalidArgument(f"memory_bytes={memory_bytes}; give bytes above 0, or None for no bound")
     best: list[Candidate] = []
     smallest = math.inf
     for choice in _choices(pp, batch, len(layers), schedules, stages_per_rank, num_microbatches, bucket_bytes, dp):
@@ -102,13 +114,13 @@ def tune(
             best.sort(key=lambda c: (c.timeline.makespan_seconds, c.choice.stages_per_rank, c.memory_bytes, c.choice))
             del best[keep:]
     if math.isinf(smallest):
-        raise ValueError(
+        raise InvalidArgument(
             f"no schedule can be tried: {len(layers)} layers for {pp} pipeline ranks, stages per rank of "
             f"{list(stages_per_rank)}, {batch} samples"
         )
     if not best:
         closest = f"the smallest candidate needs {smallest:.4g}"
-        raise ValueError(f"nothing fits in {memory_bytes:.4g} bytes a rank; {closest}")
+        raise InvalidArgument(f"nothing fits in {memory_bytes:.4g} bytes a rank; {closest}")
     return best
 
 
@@ -117,14 +129,16 @@ def load_layers(path: str | PathLike[str]) -> list[Layer]:
 
     An entry has the fields of ``Layer``, and may have ``count``, a number of equal layers.
 
-    Raises ``ValueError`` that names what is wrong, ``OSError`` when the file cannot be read.
+    Raises:
+        InvalidArgument: not such a file; the message names what is wrong.
+        OSError: the file cannot be read.
     """
     try:
         document = json.loads(Path(path).read_text())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not a list of layers: not JSON ({error})") from None
+        raise InvalidArgument(f"not a list of layers: not JSON ({error})") from None
     if not isinstance(document, dict) or document.get("format") != "hpcomm.Layers":
-        raise ValueError('not a list of layers: "format" must be "hpcomm.Layers"')
+        raise InvalidArgument('not a list of layers: "format" must be "hpcomm.Layers"')
     layers: list[Layer] = []
     entries = document.get("layers")
     for i, entry in enumerate(entries if isinstance(entries, list) else []):
@@ -132,13 +146,13 @@ def load_layers(path: str | PathLike[str]) -> list[Layer]:
         count = fields.pop("count", 1)
         wrong = [key for key, value in fields.items() if key not in Layer._fields or not _is_amount(value)]
         if not isinstance(count, int) or not 1 <= count <= 100_000:
-            raise ValueError(f"layers[{i}]: count is {count!r:.20}; equal layers may be 1 to 100,000")
+            raise InvalidArgument(f"layers[{i}]: count is {count!r:.20}; equal layers may be 1 to 100,000")
         if wrong or "forward_seconds" not in fields:
             what = wrong[0] if wrong else "forward_seconds"
-            raise ValueError(f"layers[{i}]: {what} is missing or wrong; a layer has {', '.join(Layer._fields)}")
+            raise InvalidArgument(f"layers[{i}]: {what} is missing or wrong; a layer has {', '.join(Layer._fields)}")
         layers += [Layer(**fields)] * count
     if not layers:
-        raise ValueError("the file names no layers")
+        raise InvalidArgument("the file names no layers")
     return layers
 
 
@@ -158,7 +172,7 @@ def _choices(
 ) -> Iterator[Choice]:
     names = [name for name in SCHEDULES if name != "forward_only"] if schedules is None else list(schedules)
     if unknown := [name for name in names if name not in SCHEDULES]:
-        raise ValueError(f"unknown schedule {unknown[0]!r}; known: {', '.join(sorted(SCHEDULES))}")
+        raise InvalidArgument(f"unknown schedule {unknown[0]!r}; known: {', '.join(sorted(SCHEDULES))}")
     divisors = [m for m in range(1, batch + 1) if batch % m == 0]
     if num_microbatches is not None:
         counts = [m for m in num_microbatches if m in divisors]
@@ -214,10 +228,13 @@ def _candidate(
 def cut_layers(layers: Sequence[Layer], num_stages: int) -> list[list[Layer]]:
     """Contiguous stages, the slowest as fast as possible; each has a layer.
 
-    Bisects the bound that a greedy cut needs. Raises ``ValueError`` for fewer layers than stages.
+    Bisects the bound that a greedy cut needs.
+
+    Raises:
+        InvalidArgument: fewer layers than stages.
     """
     if len(layers) < num_stages:
-        raise ValueError(f"{len(layers)} layers cannot make {num_stages} stages")
+        raise InvalidArgument(f"{len(layers)} layers cannot make {num_stages} stages")
     weights = [layer.forward_seconds + _backward(layer) for layer in layers]
 
     def greedy(bound: float) -> list[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from hpcomm.errors import InvalidArgument
 from hpcomm.plan.loops import grouped, one_backward_per_forward
 from hpcomm.plan.table import ComputeAction, Kind, Table, first_microbatches, require_positive
 
@@ -18,7 +19,8 @@ def zb1p(pp: int, num_microbatches: int, stages_per_rank: int = 1) -> Table:
     ranks keep what 1F1B's first rank keeps. With one stage per rank this is ZB-H1 of the paper, whose bubble is
     (p - 1) (F + I - W) instead of 1F1B's (p - 1) (F + I + W).
 
-    Raises ``ValueError`` when a size is below 1.
+    Raises:
+        InvalidArgument: a size is below 1.
 
     Source: P. Qi, X. Wan, G. Huang, M. Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241, section
     2.1 and figure 2; with several stages per rank as in ``torch.distributed.pipelining``.
@@ -47,7 +49,8 @@ def zbv(pp: int, num_microbatches: int, stages_per_rank: int = 2) -> Table:
     keeps the activations of at most ``2 pp`` half stages, which is 1F1B's peak. With fewer than ``2 pp`` microbatches
     the table is that of ``2 pp`` without those that do not exist.
 
-    Raises ``ValueError`` when a size is below 1, or ``stages_per_rank`` is not 2.
+    Raises:
+        InvalidArgument: a size is below 1, or ``stages_per_rank`` is not 2.
 
     Sources: P. Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241, section 6; "Pipeline
     Parallelism with Controllable Memory", NeurIPS 2024, arXiv:2405.15362, section 3.
@@ -86,7 +89,8 @@ def dualpipev(pp: int, num_microbatches: int, stages_per_rank: int = 2) -> Table
     are undivided in the steady state and divided where a bubble would be. With fewer than ``2 pp`` microbatches the
     table is that of ``2 pp`` without those that do not exist.
 
-    Raises ``ValueError`` when a size is below 1, or ``stages_per_rank`` is not 2.
+    Raises:
+        InvalidArgument: a size is below 1, or ``stages_per_rank`` is not 2.
 
     Sources: DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437, section 3.2.1; the V-shaped half of it: the
     repository deepseek-ai/DualPipe, after P. Qi et al., "DualPipe could be better without the Dual", 2025.
@@ -149,4 +153,4 @@ class _VRow:
 def _require_v(pp: int, num_microbatches: int, stages_per_rank: int) -> None:
     require_positive(pp, num_microbatches, stages_per_rank)
     if stages_per_rank != 2:
-        raise ValueError(f"a V-shaped schedule puts 2 stages on each rank, not {stages_per_rank}")
+        raise InvalidArgument(f"a V-shaped schedule puts 2 stages on each rank, not {stages_per_rank}")

@@ -34,8 +34,7 @@ struct EmulationConfig {
 //    A broadcast starts when all ranks have.
 //  - One operation at a time per communicator, in issue order; across communicators as EmulationConfig::Start says.
 //  - Where EmulationConfig says so, first operations keep the host until their peers have issued theirs as well; those
-//  of
-//    a group all together, at its end.
+//    of a group all together, at its end.
 //  - An error ends the communicator: what was issued behind it could meet the wrong operation.
 //  - A time-out says what it waited for: the peer, or whoever holds the slot.
 [[nodiscard]] std::shared_ptr<Communicator> make_emulated_communicator(std::shared_ptr<Communicator> inner,
