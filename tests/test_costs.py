@@ -155,6 +155,12 @@ def test_costs_of_a_microbatch_and_of_buckets_decide() -> None:
     assert len(large.plan.buckets[0]) == 2  # the first is small
 
 
+def test_tune_plans_for_the_device() -> None:
+    for device, start_order in ((None, "EITHER"), ("cpu", "SLOTS"), ("cuda", "ISSUE_ORDER")):
+        best = tune(LAYERS, pp=2, dp=2, batch=4, schedules=["1f1b"], device=device)[0]
+        assert best.plan.start_order.name == start_order
+
+
 def test_what_tune_refuses() -> None:
     with pytest.raises(InvalidArgument, match="tune\\(\\) needs layers"):
         tune([], pp=2, batch=4)

@@ -342,6 +342,34 @@ def test_simulate_agrees_with_a_walk_over_the_table(
     assert [(t.first_seconds, t.last_seconds, t.compute_seconds) for t in timeline.ranks] == ranks
 
 
+@pytest.mark.parametrize(("name", "per_rank"), [shape for shape in SHAPES if shape[0] != "forward_only"])
+def test_on_a_gpu_no_message_waits_for_a_reduction(name: str, per_rank: int) -> None:
+    costs = _C.CostModel()
+    instant = _C.CostModel()
+    costs.collective_bytes_per_second = 1e6
+    for pp in range(1, 9):
+        for m in (1, 2, 5, 8, 16):
+            buckets = [[300_000, 600_000, 1_500_000]] * (pp * per_rank)  # 0.3, 0.6 and 1.5 seconds; a backward takes 2
+            plan = compiled(name, pp, m, per_rank, dp=2, bucket_bytes=buckets, costs=costs, device="cuda")
+            plan.verify()
+            messages = [i for i, op in enumerate(plan.operations) if op.kind == _C.OpKind.TRANSFER]
+            late, early = plan.simulate(costs), plan.simulate(instant)
+            assert [late.end[i] for i in messages] == pytest.approx([early.end[i] for i in messages])
+            # Without costs what finds no bubble is reduced when nobody waits any more.
+            plan = compiled(name, pp, m, per_rank, dp=2, bucket_bytes=buckets, device="cuda")
+            plan.verify()
+
+
+def test_on_a_gpu_the_last_message_goes_out_ahead_of_reductions() -> None:
+    def last_rank(device: str | None) -> str:
+        plan = compiled("1f1b", 2, 2, dp=2, bucket_bytes=[[8, 8, 8]] * 2, device=device)
+        return str(plan).splitlines()[1]
+
+    assert last_rank("cuda").endswith("B1 s1 R0 R1 R2")
+    for device in ("cpu", None):
+        assert last_rank(device).endswith("B1{R0 R1 R2} s1")
+
+
 # --- Tables of users --------------------------------------------------------------------------------------------------
 
 

@@ -27,8 +27,9 @@ struct Link {
 // Where a stage's buckets are reduced, in ready order.
 enum class ReducePolicy {
   kEager,  // at issue points inside the stage's last backward
-  kSlack,  // in bubbles that follow it on its rank; kEager where none follows
-  kEnd,    // after the rank's last computation
+  kSlack,  // in bubbles that follow it on its rank; kEager where none follows. With StartOrder::kIssueOrder the others
+           // where they hold up no message by the costs, without costs behind the rank's last one (place.cpp)
+  kEnd,    // after the rank's last computation; with kIssueOrder, behind its last message
 };
 
 struct CompileSpec {

@@ -27,7 +27,8 @@ namespace {
 
 class Machine {
  public:
-  Machine(const StepPlan& plan, const Streams& streams, const CostModel& costs) : plan_(plan), costs_(costs) {
+  Machine(const StepPlan& plan, const Streams& streams, const CostModel& costs)
+      : plan_(plan), costs_(costs), in_issue_order_(plan.start_order == StartOrder::kIssueOrder) {
     first_.resize(plan.operations.size());
     last_.resize(plan.operations.size());
     std::unordered_map<int, int> group_node;
@@ -46,6 +47,9 @@ class Machine {
         arcs_.push_back({first_[op], last_[op]});
       }
     }
+    if (in_issue_order_) {
+      launches_.resize(plan.operations.size());
+    }
     takes_message_.resize(plan.operations.size());
     for (const Dependency& dependency : plan.dependencies) {
       takes_message_[dependency.after] |= plan.operations[dependency.before].kind == OpKind::kTransfer;
@@ -54,10 +58,10 @@ class Machine {
       add_list(rank);
     }
     for (const Dependency& dependency : plan.dependencies) {
-      arcs_.push_back({last_[dependency.before], first_[dependency.after]});
+      depend(dependency);
     }
     for (const Dependency& credit : slot_credits(plan, streams)) {
-      arcs_.push_back({last_[credit.before], first_[credit.after]});
+      depend(credit);
     }
   }
 
@@ -112,6 +116,12 @@ class Machine {
   }
 
  private:
+  static constexpr int kLaunch = -1;  // in place of an operation
+
+  struct Launched {
+    int node = -1;
+    int group = -1;
+  };
   struct Host {
     SharedCores cores;
     int version = 0;  // of what is expected to end next
@@ -133,6 +143,7 @@ class Machine {
     int issued = 0;                          // communications since the last computation
     std::vector<int> later;                  // receipts that are put off until the next computation with a message
     const std::set<int> may_wait = put_off_by(rank);
+    launched_ = {};
     for (std::size_t i = 0; i < list.size(); ++i) {
       const auto [op, host] = list[i];
       if (host != -1) {
@@ -154,31 +165,102 @@ class Machine {
       }
       const int before = costs_.host_waits && lane != kHost ? previous[kHost] : -1;
       const bool receives = lane != kHost && rank == plan_.operations[op].participants.back();
-      follow(previous[lane], receives ? last_[op] : first_[op], before);
+      const int begins = launch(rank, op, receives ? last_[op] : first_[op]);
+      follow(ahead_of(op, previous[lane]), begins, before);
       for (const int stage : reduces(plan_.operations[op])) {
         if (const auto last = gradients.find(stage); last != gradients.end()) {
-          arcs_.push_back({last->second, first_[op]});
+          arcs_.push_back({last->second, begins});
         }
       }
       std::size_t issues = 0;
       while (i + issues + 1 < list.size() && list[i + issues + 1].host == op) {
         ++issues;
       }
-      const double piece = issues == 0 ? -1 : compute_seconds(op) / static_cast<double>(issues);
+      const std::size_t parts = issues == 0 ? 0 : parts_of(op, list[i + 1].op, issues);
+      const double piece = issues == 0 ? -1 : compute_seconds(op) / static_cast<double>(parts);
       int at = first_[op];
       for (std::size_t k = 0; k < issues; ++k) {
         const int inner = list[i + 1 + k].op;
         const int inner_lane = static_cast<int>(lane_of(plan_, plan_.operations[inner]));
         seconds_[at] = piece;
-        follow(previous[inner_lane], first_[inner], at);
+        follow(ahead_of(inner, previous[inner_lane]), launch(rank, inner, first_[inner]), at);
         previous[inner_lane] = last_[inner];
-        if (k + 1 < issues) {
+        if (k + 1 < parts) {
           at = last_[op] = rest_of(op, k, at);
         }
       }
+      if (issues < parts) {
+        seconds_[at] = piece * static_cast<double>(parts - issues);
+      }
+      launched_by(op);
       previous[lane] = lane == kHost || receives ? last_[op] : first_[op];
       if (is_backward(plan_.operations[op].kind)) {
         gradients[plan_.operations[op].stage] = last_[op];
+      }
+    }
+  }
+
+  // Into how many pieces of equal time a backward is cut by `issues` points, the first of which issues `inner`. Buckets
+  // become complete one after the other, also those of which the reduction is issued later.
+  [[nodiscard]] std::size_t parts_of(int op, int inner, std::size_t issues) const {
+    const Operation& reduction = plan_.operations[inner];
+    const bool own = reduction.kind == OpKind::kReduce && reduction.stage == plan_.operations[op].stage;
+    return own ? std::max(issues, plan_.buckets[reduction.stage].size()) : issues;
+  }
+
+  // Where communication starts in issue order, a node without time at which `rank` has started its part of an
+  // operation, which may still wait for other ranks; else the operation itself.
+  int launch(int rank, int op, int begins) {
+    const Operation& operation = plan_.operations[op];
+    if (!in_issue_order_ || is_compute(operation.kind) || operation.communicator == -1) {
+      if (in_issue_order_ && is_opaque(operation)) {
+        follow(launched_.node, begins, -1);
+      }
+      return begins;
+    }
+    auto& of_ranks = launches_[op];
+    of_ranks.resize(operation.participants.size(), -1);
+    int& node = of_ranks[place_of(rank, operation.participants)];
+    if (operation.group == -1 || operation.group != launched_.group) {
+      node = add_node(kLaunch);
+      seconds_[node] = 0;
+      follow(launched_.node, node, -1);
+      launched_ = {node, operation.group};
+      arcs_.push_back({node, begins});
+    }
+    return node = launched_.node;
+  }
+
+  // Collectives of an opaque computation stand in the order as well: the last of them near its end.
+  void launched_by(int op) {
+    if (in_issue_order_ && is_opaque(plan_.operations[op])) {
+      const int node = add_node(kLaunch);
+      seconds_[node] = 0;
+      follow(launched_.node, node, last_[op]);
+      launched_ = {node, -1};
+    }
+  }
+
+  // -1: it has no part in it. Source and destination are in no order, members of a collective are sorted.
+  static int place_of(int rank, const std::vector<int>& ranks) {
+    const auto at = ranks.size() <= 2 ? std::find(ranks.begin(), ranks.end(), rank)
+                                      : std::lower_bound(ranks.begin(), ranks.end(), rank);
+    return at == ranks.end() || *at != rank ? -1 : static_cast<int>(at - ranks.begin());
+  }
+
+  // A rank that has what is read, or whose slot it is, starts nothing that it has issued later until it is there.
+  void depend(const Dependency& dependency) {
+    const auto [before, after] = dependency;
+    arcs_.push_back({last_[before], first_[after]});
+    if (!in_issue_order_ || launches_[after].empty()) {
+      return;
+    }
+    const auto& had = plan_.operations[before].participants;
+    const auto& reads = plan_.operations[after].participants;
+    for (const int rank : had.size() < reads.size() ? had : reads) {
+      const int place = place_of(rank, reads);
+      if (place != -1 && place_of(rank, had) != -1) {
+        arcs_.push_back({last_[before], launches_[after][place]});
       }
     }
   }
@@ -238,9 +320,12 @@ class Machine {
     return op.kind == OpKind::kTied ? plan_.ties[op.bucket].stages : std::vector<int>{};
   }
 
+  // Members of a group are one node, and none of them is ahead of another.
+  [[nodiscard]] int ahead_of(int op, int previous) const { return previous == first_[op] ? -1 : previous; }
+
   void follow(int previous, int node, int other) {
     for (const int before : {previous, other}) {
-      if (before != -1 && before != node) {
+      if (before != -1) {
         arcs_.push_back({before, node});
       }
     }
@@ -251,10 +336,10 @@ class Machine {
   }
 
   [[nodiscard]] double duration(int node) const {
-    const Operation& op = plan_.operations[op_of_[node]];
     if (seconds_[node] >= 0) {
       return seconds_[node];
     }
+    const Operation& op = plan_.operations[op_of_[node]];
     if (is_compute(op.kind)) {
       return compute_seconds(op_of_[node]);
     }
@@ -287,10 +372,10 @@ class Machine {
 
   // How many threads of its host's cores work on it; 0: none that a computation would miss.
   [[nodiscard]] int threads_of(int node) const {
-    const Operation& op = plan_.operations[op_of_[node]];
-    if (hosts_.empty()) {
+    if (hosts_.empty() || op_of_[node] == kLaunch) {
       return 0;
     }
+    const Operation& op = plan_.operations[op_of_[node]];
     if (is_compute(op.kind) || is_copied(op)) {
       return 1;
     }
@@ -320,7 +405,10 @@ class Machine {
 
   const StepPlan& plan_;
   const CostModel& costs_;
-  std::vector<int> op_of_;                             // node -> operation
+  bool in_issue_order_;
+  std::vector<std::vector<int>> launches_;             // operation -> for each participant its node, if there are any
+  Launched launched_;                                  // by the rank whose list is read, the last so far
+  std::vector<int> op_of_;                             // node -> operation; kLaunch: none
   std::vector<double> seconds_;                        // node -> its time where it is a piece of an operation, else -1
   std::vector<int> first_, last_;                      // operation -> its pieces
   std::vector<char> takes_message_;                    // of each operation: does it need one

@@ -58,6 +58,7 @@ def add_to(commands: Any) -> None:
     tuning.add_argument("--batch", type=_number(1, 1 << 20), required=True, help="samples of a replica per step")
     tuning.add_argument("--memory", type=float, metavar="BYTES", help="of a rank, for activations, slots and weights")
     tuning.add_argument("--costs", metavar="FILE", help="a cost model; its stages are not used")
+    tuning.add_argument("--device", choices=["cpu", "cuda"], help="where it will run")
     tuning.add_argument("--json", metavar="FILE", help="write the best plan")
     tuning.set_defaults(run=_tune)
 
@@ -200,6 +201,7 @@ def _tune(options: argparse.Namespace) -> int:
         batch=options.batch,
         memory_bytes=options.memory,
         costs=_from_file(load_costs, options.costs) if options.costs else None,
+        device=options.device,
     )
     print("  seconds   bubble  exposed  memory of a rank  schedule")
     for candidate in candidates[:10]:

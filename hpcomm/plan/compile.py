@@ -78,13 +78,16 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
             each stage that a rank holds, doubled until the compute order can be executed (a skip connection holds its
             slots for long).
         reduce: where buckets are reduced: "eager", inside the stage's last backward; "slack", in bubbles that follow it
-            on its rank, or else as "eager"; "end", after the rank's last computation.
+            on its rank, or else as "eager"; "end", after the rank's last computation. With ``device="cuda"`` "slack"
+            has no message wait for a reduction, by the costs, and without costs of reductions puts what finds no bubble
+            behind the rank's last message, as "end" does.
         schema: "frozen", or "per_message": a header runs ahead of every message.
         max_communicators: of a rank. By default one per direction of the pipeline, one for its gradients (more for
             ties) and one for the loss; with fewer, both directions share one, then the loss as well.
         group: issue messages as one that are neighbours in the order, ready at the same time and on one communicator.
-        device: "cuda" or "cpu": where the plan will run, so that it says who guarantees that what is issued starts. It
-            changes nothing else but the hash.
+        device: "cuda" or "cpu": where the plan will run, so that it says who guarantees that what is issued starts.
+            With "cuda" communication starts in issue order, which decides where reductions go, and what ``simulate()``
+            has wait.
 
     Raises:
         InvalidArgument: an unknown name, lengths that do not fit, arguments that contradict each other.

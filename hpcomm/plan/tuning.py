@@ -71,6 +71,7 @@ def tune(
     num_microbatches: Sequence[int] | None = None,
     bucket_bytes: Sequence[int] = (5 * _MIB, 25 * _MIB, 100 * _MIB),
     weight_copies: float = 4.0,
+    device: str | None = None,
     keep: int = 10,
 ) -> list[Candidate]:
     """The ``keep`` fastest candidates for a step, the fastest first; each compiled, verified and simulated.
@@ -90,6 +91,7 @@ def tune(
             single replica only the first counts, as nothing is reduced.
         weight_copies: how often a rank holds the bytes of its parameters: weights, gradients and two moments of the
             optimizer by default. It counts for memory only.
+        device: "cuda" or "cpu", as of :func:`hpcomm.plan.compile`: where the plans will run.
         keep: how many candidates, at least 1.
 
     Returns:
@@ -106,7 +108,7 @@ def tune(
     best: list[Candidate] = []
     smallest = math.inf
     for choice in _choices(pp, batch, len(layers), schedules, stages_per_rank, num_microbatches, bucket_bytes, dp):
-        candidate = _candidate(choice, layers, pp, dp, batch, costs, weight_copies)
+        candidate = _candidate(choice, layers, pp, dp, batch, costs, weight_copies, device)
         smallest = min(smallest, candidate.memory_bytes)
         if memory_bytes is None or candidate.memory_bytes <= memory_bytes:
             best.append(candidate)
@@ -198,6 +200,7 @@ def _candidate(
     batch: int,
     costs: CostModel | None,
     weight_copies: float,
+    device: str | None,
 ) -> Candidate:
     stages = cut_layers(layers, pp * choice.stages_per_rank)
     samples = batch // choice.num_microbatches
@@ -213,6 +216,7 @@ def _candidate(
         activation_bytes=messages,
         costs=model,
         reduce=choice.reduce,
+        device=device,
     )
     plan.verify()
     timeline = plan.simulate(model)
