@@ -172,7 +172,11 @@ class Placer {
       bucket = fit_inside(stage);
       place_inside(stage, bucket);
     }
-    in_issue_order_ ? place_when_free(stage, bucket) : place_at_end(stage, bucket);
+    if (in_issue_order_) {
+      place_when_free(stage, bucket);
+    } else {
+      place_at_end(stage, bucket);
+    }
   }
 
   const CompileSpec& spec_;
