@@ -71,7 +71,7 @@ void Reducer::arm(Scale scale, Event scale_ready, std::size_t permitted) {
   pending_.clear();
   for (const Bucket& bucket : plan_.buckets) {
     const std::size_t entries = bucket.params.size();
-    pending_.push_back({entries, std::vector<void*>(entries, nullptr), std::vector<Keepalive>(entries)});
+    pending_.push_back({entries, std::vector<void*>(entries, nullptr), std::vector<Keepalive>(entries), {}});
   }
   communicator_->stream().wait(scale_ready);
 }
@@ -99,6 +99,9 @@ void Reducer::mark_ready(int param, void* gradient, Keepalive keepalive) {
   Pending& pending = pending_[place.bucket];
   pending.gradients[place.entry] = gradient;
   pending.owners[place.entry] = std::move(keepalive);
+  if (gradient != nullptr) {
+    pending.stream.note(communicator_->compute()->native_handle());
+  }
   --pending.missing;
   issue_complete();
 }
@@ -188,9 +191,13 @@ void Reducer::finish(const std::function<void(const Work&)>& wait) {
     std::rethrow_exception(first);
   }
   // Tasks of the lane let go of them at its next record, which on a GPU may be most of a step away: a set of gradients
-  // too many until then. But whatever uses this memory next on the caller's stream comes behind them now.
+  // too many until then. But whatever uses this memory next on the caller's stream comes behind them now. Another
+  // stream's memory is that stream's, which has not waited.
+  void* const waited = communicator_->compute()->native_handle();
   for (const auto& bucket : held) {
-    bucket->first.clear();
+    if (bucket->stream.only(waited)) {
+      bucket->gradients.clear();
+    }
   }
 }
 
@@ -222,7 +229,8 @@ WorkPtr Reducer::issue(std::size_t index) {
   stream.wait(communicator_->compute()->record());  // the gradients are the backward's, which may still run
   // Every task holds what it touches: any of them may be refused when those before it are already on the lane, and
   // this object may be gone before they run. A copy, since a refused bucket is issued once more by flush().
-  const auto held = held_.emplace_back(std::make_shared<Held>(pending.owners, buffers_[index].owner));
+  const auto held =
+      held_.emplace_back(std::make_shared<Held>(Held{pending.owners, buffers_[index].owner, pending.stream}));
   ErrorContext what = communicator_->context("reduce", -1, index);
   if (times_ != nullptr) {
     times_->at(index).issued = now();

@@ -20,6 +20,7 @@
 #include "comm/communicator.h"
 #include "pack/pack.h"
 #include "plan/bucket_plan.h"
+#include "stream/stream.h"
 
 namespace hpcomm {
 
@@ -46,8 +47,8 @@ class Reducer {
   // Whether a mark is still missing for `param` (false when idle).
   [[nodiscard]] bool awaits(int param) const;
   // Marks what is missing as null, and calls `wait` for all reductions: on a GPU it lets the caller's stream wait, by
-  // which the reducer's hold on the gradients ends. Throws the first error in plan order once none runs any more; idle
-  // again either way.
+  // which the hold on those gradients ends that were marked on this stream. Throws the first error in plan order once
+  // none runs any more; idle again either way.
   void finish(const std::function<void(const Work&)>& wait = [](const Work& work) { work.wait(); });
   // The same without waiting: the Works of all buckets, in plan order. The first bucket that cannot be issued is the
   // last of them, and its Work has failed. Gradients are held until the lane lets go of them.
@@ -80,6 +81,7 @@ class Reducer {
     std::size_t missing = 0;
     std::vector<void*> gradients;
     std::vector<Keepalive> owners;
+    UsedOn stream;  // of the caller, at the marks
   };
   struct Place {
     std::size_t bucket = 0;
@@ -87,7 +89,11 @@ class Reducer {
   };
 
   // A bucket's gradients and its memory. Kept by all tasks that touch them, which only ask that they live.
-  using Held = std::pair<std::vector<Keepalive>, Keepalive>;
+  struct Held {
+    std::vector<Keepalive> gradients;
+    Keepalive memory;
+    UsedOn stream;
+  };
 
   // What the tasks of this step hold is in `held`.
   [[nodiscard]] std::vector<WorkPtr> issue_rest(std::vector<std::shared_ptr<Held>>& held);

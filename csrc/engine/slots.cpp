@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <new>
 #include <optional>
 #include <utility>
 
@@ -110,6 +111,8 @@ SlotPool::State::~State() {
 }
 
 void SlotPool::State::take_back(const Buffer& buffer, Lease& lease) noexcept {
+  bool counted = false;
+  bool kept = false;
   try {
     Free slot{buffer, {}};
     if (lease.last_use) {
@@ -125,14 +128,16 @@ void SlotPool::State::take_back(const Buffer& buffer, Lease& lease) noexcept {
     {
       const std::lock_guard lock(mutex);
       count_returned();
+      counted = true;
       if (captured_in != 0) {
         lease.graphs.push_back(watch(captured_in));
       }
       if (lease.graphs.empty()) {
         slots.push_back(std::move(slot));
       } else {
-        pinned.push_back({std::move(slot), captured_in, std::move(lease.graphs)});
+        pinned.push_back({std::move(slot), captured_in, lease.graphs});
       }
+      kept = true;
       unpin();
       surplus = trim();
     }
@@ -140,8 +145,22 @@ void SlotPool::State::take_back(const Buffer& buffer, Lease& lease) noexcept {
       give_up(one.buffer);
     }
   } catch (...) {
-    // The device is gone, or there is no memory for the list: the slot is let go of.
-    give_up(buffer);
+    // The device is gone, or there is no memory for the list: the slot is let go of, but not under a graph.
+    if (kept) {
+      return;
+    }
+    {
+      const std::lock_guard lock(mutex);
+      if (!counted) {
+        count_returned();
+      }
+      total -= buffer.view.bytes;
+    }
+    if (lease.graphs.empty()) {
+      give_up(buffer);
+    } else {
+      static_cast<void>(new (std::nothrow) Buffer(buffer));
+    }
   }
 }
 
@@ -174,9 +193,11 @@ std::optional<SlotPool::Pinned> SlotPool::State::find_pinned(std::size_t bytes, 
 
 void SlotPool::State::count_lent() { most = std::max(most, ++lent); }
 
+// A program that always holds a message has no moment without one: then as many returns count as four such times have.
 void SlotPool::State::count_returned() {
-  if (--lent == 0) {
-    most_before = std::exchange(most, 0);
+  if (--lent == 0 || ++returns >= 4 * most) {
+    most_before = std::exchange(most, lent);
+    returns = 0;
   }
 }
 
@@ -186,7 +207,9 @@ void SlotPool::State::unpin() {
   };
   const auto free = std::stable_partition(pinned.begin(), pinned.end(), std::not_fn(runs_no_more));
   for (auto one = free; one != pinned.end(); ++one) {
-    slots.push_back({std::move(one->slot.buffer), {}});
+    // What was let go of after the capture may still be read by what ran beside the graph.
+    Event event = one->slot.event.captured() ? Event() : std::move(one->slot.event);
+    slots.push_back({std::move(one->slot.buffer), std::move(event)});
   }
   pinned.erase(free, pinned.end());
 }

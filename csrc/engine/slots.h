@@ -81,8 +81,9 @@ class SlotPool {
     std::size_t max_free = 0;
     std::vector<Free> slots;
     std::vector<Pinned> pinned;
-    // How many are lent, at most since none was, and at most in the time between two such moments before.
-    std::size_t lent = 0, most = 0, most_before = 0;
+    // How many are lent, at most since none was, and at most in the time between two such moments before; how many came
+    // back since.
+    std::size_t lent = 0, most = 0, most_before = 0, returns = 0;
     // Of the newest capture.
     std::uint64_t capture = 0;
     GraphIsGone graph;

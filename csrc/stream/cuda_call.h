@@ -82,7 +82,8 @@ class RelaxedCapture {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// The graph that what is issued on `stream` goes into. An id of 0: it runs.
+// The graph that what is issued on `stream` goes into. An id of 0: it runs. Without a graph, but with an id: in a
+// capture that is lost, or of the legacy stream.
 struct CapturedGraph {
   unsigned long long id = 0;
   cudaGraph_t graph = nullptr;
@@ -96,7 +97,10 @@ struct CapturedGraph {
     return {ULLONG_MAX, nullptr};
   }
   check(error, "cudaStreamGetCaptureInfo");
-  return status == cudaStreamCaptureStatusNone ? CapturedGraph{} : captured;
+  if (status == cudaStreamCaptureStatusNone) {
+    return {};
+  }
+  return status == cudaStreamCaptureStatusActive ? captured : CapturedGraph{ULLONG_MAX, nullptr};
 }
 
 // Holds `memory` until `graph`, which is being captured, and all that is made of it are destroyed. It goes on a thread

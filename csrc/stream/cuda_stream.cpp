@@ -231,7 +231,9 @@ class CudaStream final : public Stream {
   [[nodiscard]] GraphIsGone watch_graph() override {
     const DeviceGuard device(device_);
     const cudaGraph_t graph = cuda::graph_of(handle()).graph;
-    HPCOMM_REQUIRE(graph != nullptr, "no graph is captured on this stream");
+    if (graph == nullptr) {
+      throw Error(ErrorKind::kTransport, "the capture of a CUDA graph was lost before: see the first error of it");
+    }
     auto gone = std::make_shared<std::atomic<bool>>(false);
     cuda::keep_with_graph(graph, std::shared_ptr<const void>(nullptr, [gone](const void*) { gone->store(true); }));
     return gone;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -50,6 +51,20 @@ class Stream {
   [[nodiscard]] virtual void* native_handle() const noexcept { return nullptr; }
   // Blocks the host until everything enqueued has run.
   void synchronize() { record().wait(); }
+};
+
+// Which native stream something was used on, as far as it was a single one.
+class UsedOn {
+ public:
+  void note(void* native_handle) noexcept {
+    several_ = several_ || (handle_ && *handle_ != native_handle);
+    handle_ = native_handle;
+  }
+  [[nodiscard]] bool only(void* native_handle) const noexcept { return !several_ && handle_ == native_handle; }
+
+ private:
+  std::optional<void*> handle_;
+  bool several_ = false;
 };
 
 // The stream that a caller computes on, handed to whatever has to come after its work or before it.

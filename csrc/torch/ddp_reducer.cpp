@@ -55,6 +55,8 @@ void DdpReducer::expect_none() {
     slots_[b].work = nullptr;
     slots_[b].checks.clear();
     slots_[b].complete = {};
+    slots_[b].held = nullptr;
+    slots_[b].stream = {};
     slots_[b].open = false;
     slots_[b].used.reset();
     slots_[b].used_work = nullptr;
@@ -131,7 +133,9 @@ void DdpReducer::mark_locked(int param, const at::Tensor& incoming) {
       packs_.emplace_back(begin, now());
     }
   }
-  --slots_[places_[index].bucket].missing;
+  Slot& slot = slots_[places_[index].bucket];
+  slot.stream.note(communicator_->compute()->native_handle());
+  --slot.missing;
   issue_complete(incoming);
 }
 
@@ -355,14 +359,15 @@ void DdpReducer::finish(std::size_t bucket) {
     wait(*used_work);
   }
   hand_out(bucket);
-  let_go(slots_[bucket]);
+  slots_[bucket].held = nullptr;  // nobody knows on which stream these gradients were made: the lane lets go
   slots_[bucket].used.reset();
 }
 
-// Of gradients whose reduction the caller's stream has waited for: what takes their memory next comes behind it. A lane
-// on a GPU would keep them until it records again, half a backward later.
-void DdpReducer::let_go(Slot& slot) {
-  if (const auto held = std::exchange(slot.held, nullptr)) {
+// Of gradients whose reduction the stream that they belong to has waited for: what takes their memory next comes behind
+// it. A lane on a GPU would keep them until it records again, half a backward later.
+void DdpReducer::let_go(Slot& slot) const {
+  const auto held = std::exchange(slot.held, nullptr);
+  if (held != nullptr && slot.stream.only(communicator_->compute()->native_handle())) {
     held->first.clear();
   }
 }

@@ -165,6 +165,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
     std::vector<RunCheck> checks;
     BucketReduction complete;  // what is to be issued
     std::shared_ptr<Held> held;
+    UsedOn stream;                      // of the backward, at the marks
     bool open = false;                  // its memory is that of this step: gradients may be packed
     std::vector<std::uint8_t> carried;  // by entry: carry() has packed it
     // Of start() with find_unused: by entry, the number of ranks that have a gradient. Undefined otherwise.
@@ -188,7 +189,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
                                         std::vector<c10::Storage>& held);
   [[nodiscard]] bool is_used(std::size_t index, std::size_t entry);
   void hand_out(std::size_t index);
-  static void let_go(Slot& slot);
+  void let_go(Slot& slot) const;
   void reserve();
   void allocate(std::size_t index);
   [[nodiscard]] std::size_t memory_bytes(std::size_t index) const;

@@ -26,7 +26,9 @@ class LaneWork final : public c10d::Work {
         lane_(std::move(lane)),
         device_(lane_->device()),
         results_(std::move(results)),
-        held_(std::move(held)) {}
+        held_(std::move(held)) {
+    issued_on_.note(compute_stream(device_)->native_handle());
+  }
 
   bool isCompleted() override { return work_->done(); }
   bool isSuccess() const override { return exception() == nullptr; }
@@ -41,8 +43,11 @@ class LaneWork final : public c10d::Work {
   bool wait(std::chrono::milliseconds timeout) override {
     return for_torch([&] {
       work_->check();
-      compute_stream(device_)->wait(work_->event());
-      let_go();
+      Stream& compute = *compute_stream(device_);
+      compute.wait(work_->event());
+      if (issued_on_.only(compute.native_handle())) {
+        let_go();
+      }
       if (timeout != kNoTimeout) {
         wait_to_end(*work_, timeout);  // a limit is for the host
       }
@@ -64,7 +69,7 @@ class LaneWork final : public c10d::Work {
 
  private:
   // The lane lets go of memory at a later operation of its own, and a program that gathers layer by layer has no room
-  // for that. Once the stream that the memory comes from waits for the operation, torch's allocator may have it back.
+  // for that. Once the stream that the operation was issued on waits for it, torch's allocator may have that back.
   void let_go() {
     Storages freed;
     const std::lock_guard lock(mutex_);
@@ -77,6 +82,7 @@ class LaneWork final : public c10d::Work {
   std::vector<at::Tensor> results_;
   std::mutex mutex_;
   std::shared_ptr<Storages> held_;
+  UsedOn issued_on_;
   std::once_flag asked_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };

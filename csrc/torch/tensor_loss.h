@@ -26,7 +26,7 @@ class TensorLoss {
 
 // `communicator` spans all ranks whose gradients belong together, on a lane of its own. `evaluates`: of steps without
 // gradients. Ranks that do not agree on that, or on `accumulate`, are told: on a CPU by wait(), on a GPU by a later
-// issue().
+// issue() of this object.
 [[nodiscard]] std::unique_ptr<TensorLoss> make_tensor_loss(std::shared_ptr<Communicator> communicator, bool evaluates);
 
 }  // namespace hpcomm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,14 +50,19 @@ def evaluate(loss_fn: LossFn, output: Any, target: Any) -> Loss:
         )
     if weight is not None:
         if isinstance(weight, torch.Tensor) and weight.device.type != "cpu":
-            warnings.warn(
-                f"the weight that loss_fn returned is a tensor on {weight.device}: in every microbatch the host waits "
-                "for that device to read it, and messages are sent late; count on the CPU, from targets that are there",
-                stacklevel=2,
-            )
+            _warn_of_weight(weight.device)
         return Loss(total, float(weight))
     weight = samples(target) or samples(output)
     return Loss(total * weight, float(weight))
+
+
+@functools.cache  # once is enough, and no text for every microbatch
+def _warn_of_weight(device: torch.device) -> None:
+    warnings.warn(
+        f"the weight that loss_fn returned is a tensor on {device}: in every microbatch the host waits for that device "
+        "to read it, and messages are sent late; count on the CPU, from targets that are there",
+        stacklevel=3,
+    )
 
 
 @dataclass

@@ -1,5 +1,6 @@
 // engine/ on CUDA streams and NCCL, both fakes on host threads: what is computed by a kernel is not touched before it
 // has run, nothing is given back before it has been read, and the host waits for nothing on the way.
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <functional>
@@ -282,6 +283,37 @@ TEST(engine_cuda_gradients_are_not_held_when_the_caller_waits_for_them) {
       lane->close();
     });
   }
+}
+
+// Memory of another stream is that stream's: it has not waited, and may be given the memory at once.
+TEST(engine_cuda_gradients_of_another_stream_are_held_until_the_lane_lets_go) {
+  const Model model;
+  const NcclJob job(2);
+  job.run_threads([&](int rank) {
+    const std::array<void*, 2> streams{pooled_stream(rank), pooled_stream(rank)};
+    CHECK(streams[0] != streams[1]);
+    const auto current = std::make_shared<void*>(streams[0]);
+    CommunicatorConfig config = job.config(rank, "gradient");
+    config.compute = make_cuda_caller_stream([current] { return *current; }, rank);
+    const auto lane = make_nccl_communicator(config);
+    Reducer reducer(lane, model.plan, model.params, std::make_shared<CommunicatorAllocator>(lane));
+    std::vector<Floats> gradients;
+    const auto token = std::make_shared<int>(0);
+    reducer.arm({}, {});
+    for (std::size_t p = 0; p < model.counts.size(); ++p) {
+      gradients.push_back(floats(rank, model.counts[p], 1));
+      reducer.mark_ready(static_cast<int>(p), &(*gradients[p])[0], token);
+    }
+    *current = streams[1];
+    reducer.finish([&](const Work& work) { config.compute->wait(work.event()); });
+    CHECK(token.use_count() > 1);
+    lane->stream().synchronize();
+    CHECK(eventually([&] {
+      (void)lane->stream().record();
+      return token.use_count() == 1;
+    }));
+    lane->close();
+  });
 }
 
 TEST(engine_cuda_step_does_not_block_the_host) {

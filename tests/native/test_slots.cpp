@@ -126,3 +126,15 @@ TEST(slots_of_a_time_that_is_over_are_given_up) {
   (void)lend(pool, 8, 10000);
   CHECK_EQ(pool.bytes(), 80000);
 }
+
+// A receiver that always has the next message before it lets go of the last.
+TEST(slots_of_a_burst_are_given_up_although_some_are_always_lent) {
+  const auto allocator = std::make_shared<HeapAllocator>();
+  SlotPool pool(allocator, 2);
+  Buffer held = pool.acquire(100).buffer;
+  (void)lend(pool, 50, 100);
+  for (int i = 0; i < 300; ++i) {
+    held = pool.acquire(100).buffer;
+  }
+  CHECK(pool.bytes() <= 5 * 100);
+}

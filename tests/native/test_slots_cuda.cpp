@@ -220,3 +220,27 @@ TEST(cuda_slots_that_a_graph_saw_for_part_of_their_time_are_its_own_as_well) {
     CHECK_EQ(cudaGraphExecDestroy(second), cudaSuccess);
   });
 }
+
+// What arrived in a launch may be read beside the graph, and be let go of there.
+TEST(cuda_slots_of_a_graph_that_is_gone_are_free_when_their_last_readers_have_run) {
+  const NcclJob job(1);
+  job.run_threads([&](int) {
+    const Gpu gpu(job);
+    gpu.begin_capture();
+    SlotPool::Slot slot = gpu.slots->acquire(256);
+    const void* const place = place_of(slot);
+    (void)gpu.write(slot, 1);
+    const cudaGraphExec_t graph = gpu.end_capture();
+    CHECK_EQ(cudaGraphLaunch(graph, gpu.stream()), cudaSuccess);
+    gpu.compute->synchronize();
+    const Gate reader;
+    gpu.launch(reader.kernel());
+    slot = {};
+    CHECK_EQ(cudaGraphExecDestroy(graph), cudaSuccess);
+    slot = gpu.slots->acquire(256);
+    CHECK_EQ(place_of(slot), place);
+    CHECK(!slot.free.done());
+    *reader.open = true;
+    CHECK(slot.free.wait_until(Clock::now() + 10s));
+  });
+}
