@@ -1,10 +1,13 @@
 // A job whose ranks are threads with a device each: the transport nccl over the fakes of NCCL and CUDA.
 #pragma once
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "comm/nccl/nccl_communicator.h"
@@ -26,6 +29,18 @@ inline void* pooled_stream(int device) {
   (void)cudaSetDevice(before);
   return stream;
 }
+
+// A kernel that ends when it is let go.
+struct Gate {
+  std::shared_ptr<std::atomic<bool>> open = std::make_shared<std::atomic<bool>>(false);
+  [[nodiscard]] std::function<void()> kernel() const {
+    return [open = open] {
+      while (!*open) {
+        std::this_thread::yield();
+      }
+    };
+  }
+};
 
 // Memory of a device; the fake's is the host's, so that a test can look into it once it is ordered after its writers.
 template <typename T>

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -11,6 +12,12 @@
 #include "plan/step_plan.h"
 
 namespace hpcomm::plan::fixtures {
+
+// A plan's lists, without the legend below them.
+inline std::string table_of(const StepPlan& plan) {
+  const std::string text = plan.to_text();
+  return text.substr(0, text.find("F forward"));
+}
 
 inline std::vector<Link> chain(int num_stages) {
   std::vector<Link> links;

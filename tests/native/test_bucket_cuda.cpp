@@ -31,18 +31,6 @@ struct Rank {
   std::shared_ptr<Communicator> lane;
 };
 
-// A kernel that ends when it is let go.
-struct Gate {
-  std::shared_ptr<std::atomic<bool>> open = std::make_shared<std::atomic<bool>>(false);
-  [[nodiscard]] std::function<void()> kernel() const {
-    return [open = open] {
-      while (!*open) {
-        std::this_thread::yield();
-      }
-    };
-  }
-};
-
 }  // namespace
 
 TEST(cuda_buckets_are_scaled_when_packed_and_summed) {

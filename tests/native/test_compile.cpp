@@ -16,11 +16,6 @@ using namespace hpcomm::plan::fixtures;
 
 namespace {
 
-std::string table_of(const StepPlan& plan) {
-  const std::string text = plan.to_text();
-  return text.substr(0, text.find("F forward"));
-}
-
 template <typename Change>
 CompileSpec changed(CompileSpec spec, Change change) {
   change(spec);

@@ -221,21 +221,16 @@ TEST(engine_cuda_weights_that_launches_of_a_graph_keep_are_forgotten_in_order) {
     CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
     cudaGraphExec_t executable = nullptr;
     CHECK_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
-    std::atomic<bool> go = false;
-    const auto wait_to_go = [&go] {
-      while (!go) {
-        std::this_thread::yield();
-      }
-    };
+    const Gate gate;
     // One that is still to run is forgotten, and one that comes behind is not.
-    gpu.launch(wait_to_go);
+    gpu.launch(gate.kernel());
     CHECK_EQ(cudaGraphLaunch(executable, stream), cudaSuccess);
     loss.forget();
     std::atomic<double> kept = -1;
     gpu.launch([&kept, numbers] { kept = numbers[LossSums::kKept]; });
     CHECK_EQ(cudaGraphLaunch(executable, stream), cudaSuccess);
     std::this_thread::sleep_for(5ms);
-    go = true;
+    *gate.open = true;
     gpu.synchronize();
     CHECK_EQ(kept.load(), 0.0);
     CHECK_EQ(numbers[LossSums::kKept], 1.0);
@@ -259,12 +254,8 @@ TEST(engine_cuda_gradients_are_not_held_when_the_caller_waits_for_them) {
       for (const std::size_t count : model.counts) {
         gradients.push_back(floats(rank, count, 1));
       }
-      const auto go = std::make_shared<std::atomic<bool>>(false);
-      gpu.launch([go] {
-        while (!*go) {
-          std::this_thread::yield();
-        }
-      });
+      const Gate gate;
+      gpu.launch(gate.kernel());
       reducer.arm({}, {});
       const auto token = std::make_shared<int>(0);
       for (std::size_t p = gradients.size(); p-- > 0;) {
@@ -278,7 +269,7 @@ TEST(engine_cuda_gradients_are_not_held_when_the_caller_waits_for_them) {
       });
       CHECK_EQ(token.use_count(), 1);
       CHECK(!events.back().done());
-      *go = true;
+      *gate.open = true;
       gpu.synchronize();
       lane->close();
     });

@@ -19,11 +19,6 @@ using namespace hpcomm::plan::fixtures;
 
 namespace {
 
-std::string table_of(const StepPlan& plan) {
-  const std::string text = plan.to_text();
-  return text.substr(0, text.find("F forward"));
-}
-
 // Over so many seconds two replicas reduce a bucket; the loss takes next to none.
 CompileSpec in_issue_order(CompileSpec spec, double seconds) {
   constexpr int kBytes = 1 << 20;

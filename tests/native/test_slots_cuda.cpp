@@ -63,18 +63,6 @@ class Gpu {
   std::unique_ptr<SlotPool> slots;
 };
 
-// A kernel that ends when it is let go.
-struct Gate {
-  std::shared_ptr<std::atomic<bool>> open = std::make_shared<std::atomic<bool>>(false);
-  [[nodiscard]] std::function<void()> kernel() const {
-    return [open = open] {
-      while (!*open) {
-        std::this_thread::yield();
-      }
-    };
-  }
-};
-
 const void* place_of(const SlotPool::Slot& slot) { return slot.buffer.view.data; }
 
 }  // namespace

@@ -12,15 +12,6 @@ using namespace hpcomm;
 using namespace hpcomm::plan;
 using namespace hpcomm::plan::fixtures;
 
-namespace {
-
-std::string table_of(const StepPlan& plan) {
-  const std::string text = plan.to_text();
-  return text.substr(0, text.find("F forward"));
-}
-
-}  // namespace
-
 TEST(step_plan_hash_sees_every_field) {
   const StepPlan plan = compile(one_f_one_b(2, 2, 2));
   StepPlan copy = plan;
