@@ -172,38 +172,44 @@ template <typename How, bool kQuick>
 }
 
 // Copies items[first ... end) up to one that is not short or of another kind, and returns its number. A tensor of 256
-// bytes takes 20 cycles, so an instruction for each shows: hence nothing here that can be decided before.
-template <typename How, bool kQuick>
+// bytes takes 20 cycles, so an instruction for each shows: hence nothing here that can be decided before, and a loop of
+// its own for what lies in a cache, where GCC would keep on the stack what the other ways of fetching need.
+template <typename How, bool kQuick, bool kOneSide>
 [[gnu::always_inline]] inline std::size_t run_short(const ShortRun& run, std::size_t first, std::size_t end) {
-  const CopyItem* const items = run.items;
   const Fetching fetching = run.fetching;
-  const std::size_t source_size = How::source_size(items->source_dtype);
-  const std::size_t target_size = How::target_size(items->target_dtype);
-  const bool one_side = fetching == Fetching::kSources || fetching == Fetching::kTargets;
+  const std::size_t source_size = How::source_size(run.items->source_dtype);
+  const std::size_t target_size = How::target_size(run.items->target_dtype);
   const std::size_t side = fetching == Fetching::kTargets ? offsetof(CopyItem, target) : offsetof(CopyItem, source);
-  const std::size_t last = run.count - 1;
-  std::size_t later = std::min(first + (fetching == Fetching::kAll ? kAheadOfMemory : kAhead), last);
-  std::size_t i = first;
-  for (; i < end; ++i) {
-    const CopyItem& item = items[i];
-    if (item.source == nullptr || kind_of(item) != run.kind || item.count >= run.short_count) {
+  const std::size_t short_count = run.short_count;
+  const std::uint32_t kind = run.kind;
+  const CopyItem* const last = run.items + run.count - 1;
+  const CopyItem* const stop = run.items + end;
+  const CopyItem* ahead = std::min(run.items + first + (fetching == Fetching::kAll ? kAheadOfMemory : kAhead), last);
+  const CopyItem* item = run.items + first;
+  for (; item != stop; ++item) {
+    if (item->source == nullptr || kind_of(*item) != kind || item->count >= short_count) [[unlikely]] {
       break;
     }
-    if (kQuick && item.source == item.target) {
+    if (kQuick && item->source == item->target) [[unlikely]] {
       break;  // could not be copied again
     }
-    const CopyItem& ahead = items[later];
-    if (one_side) [[likely]] {
-      fetch_pairs(ahead, side);
+    if constexpr (kOneSide) {
+      fetch_pairs(*ahead, side);
     } else if (fetching == Fetching::kIntel) {
-      fetch_once(ahead, source_size, target_size);
+      fetch_once(*ahead, source_size, target_size);
     } else {
-      fetch_whole(ahead, source_size, target_size, run.long_count);
+      fetch_whole(*ahead, source_size, target_size, run.long_count);
     }
-    later = std::min(later + 1, last);
-    copy_short<How, kQuick>(item, source_size, run.factor);
+    ahead = std::min(ahead + 1, last);
+    copy_short<How, kQuick>(*item, source_size, run.factor);
   }
-  return i;
+  return static_cast<std::size_t>(item - run.items);
+}
+
+template <typename How, bool kQuick>
+[[gnu::always_inline]] inline std::size_t run_short(const ShortRun& run, std::size_t first, std::size_t end) {
+  const bool one_side = run.fetching == Fetching::kSources || run.fetching == Fetching::kTargets;
+  return one_side ? run_short<How, kQuick, true>(run, first, end) : run_short<How, kQuick, false>(run, first, end);
 }
 
 // What says afterwards whether the quick way, of those that have one, was right.
@@ -355,8 +361,12 @@ HPCOMM_AVX512_BF16 std::size_t run_narrow(const CopyItem* items, std::size_t cou
   return run_of<Narrow>(items, count, most, factor, fetching);
 }
 
-template <typename T>
-inline constexpr bool kHalfOrFloat = std::is_same_v<T, Float16> || std::is_same_v<T, float>;
+// The pairs that HalfElements is for.
+template <typename From, typename To>
+inline constexpr bool kHalf =
+    std::is_same_v<To, float> && (std::is_same_v<From, Float16> || std::is_same_v<From, BFloat16>);
+template <typename From>
+inline constexpr bool kHalf<From, Float16> = std::is_same_v<From, float> || std::is_same_v<From, Float16>;
 
 template <typename From, typename To>
 Run best_run() {
@@ -367,9 +377,9 @@ Run best_run() {
       return run_narrow;
     }
   }
-  if constexpr (kHalfOrFloat<From> && kHalfOrFloat<To> && !(std::is_same_v<From, float> && std::is_same_v<To, float>)) {
-    return best<Run>(run_base<How>, run_avx2<Float16Elements<Float16Avx2, From, To>>,
-                     run_avx512<Float16Elements<Float16Avx512, From, To>>);
+  if constexpr (kHalf<From, To>) {
+    return best<Run>(run_base<How>, run_avx2<HalfElements<HalfAvx2, From, To>>,
+                     run_avx512<HalfElements<HalfAvx512, From, To>>);
   }
   return best<Run>(run_base<How>, run_avx2<How>, run_avx512<How>);
 }

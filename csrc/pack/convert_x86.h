@@ -1,4 +1,4 @@
-// Loops by instructions that GCC 12 does not find: float32 to bfloat16, and float16 from and to float32.
+// Loops by instructions that GCC 12 does not find: between float32 and bfloat16 or float16.
 #pragma once
 
 #if defined(__x86_64__)
@@ -125,9 +125,9 @@ struct Narrow {
   }
 };
 
-// Float16's conversions, which keep denormals whatever the mode: kTurn elements, and what is left at the end. All are
-// read before one is written, because a source may be its target.
-struct Float16Avx2 {
+// Conversions from and to Float16, which keep denormals whatever the mode, and from BFloat16: kTurn elements, and what
+// is left at the end. All are read before one is written, because a source may be its target.
+struct HalfAvx2 {
   static constexpr std::size_t kTurn = 16;
 
   template <typename From, typename To>
@@ -150,13 +150,17 @@ struct Float16Avx2 {
   HPCOMM_AVX2 static inline __m256 load(const Float16* source) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
   }
+  HPCOMM_AVX2 static inline __m256 load(const BFloat16* source) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+  }
   HPCOMM_AVX2 static inline void store(float* target, __m256 value) { _mm256_storeu_ps(target, value); }
   HPCOMM_AVX2 static inline void store(Float16* target, __m256 value) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
   }
 };
 
-struct Float16Avx512 {
+struct HalfAvx512 {
   static constexpr std::size_t kTurn = 64;
 
   template <typename From, typename To>
@@ -189,6 +193,10 @@ struct Float16Avx512 {
   HPCOMM_AVX512 static inline __m512 load(const Float16* source, __mmask16 mask) {
     return _mm512_maskz_cvtph_ps(kAll, _mm256_maskz_loadu_epi16(mask, source));
   }
+  HPCOMM_AVX512 static inline __m512 load(const BFloat16* source, __mmask16 mask) {
+    const __m512i wide = _mm512_maskz_cvtepu16_epi32(kAll, _mm256_maskz_loadu_epi16(mask, source));
+    return _mm512_castsi512_ps(_mm512_maskz_slli_epi32(kAll, wide, 16));
+  }
   HPCOMM_AVX512 static inline void store(float* target, __m512 value, __mmask16 mask) {
     _mm512_mask_storeu_ps(target, mask, value);
   }
@@ -197,9 +205,9 @@ struct Float16Avx512 {
   }
 };
 
-// Where one side is Float16, and the other is that or float.
+// Where one side is Float16 and the other is that or float, or from BFloat16 to float.
 template <typename Steps, typename From, typename To>
-struct Float16Elements {
+struct HalfElements {
   static constexpr std::size_t source_size(DType) noexcept { return sizeof(From); }
   static constexpr std::size_t target_size(DType) noexcept { return sizeof(To); }
 

@@ -33,17 +33,18 @@ struct Bytes {
       std::memcpy(target, source, bytes);
     } else if (bytes >= kWidth) {
       std::size_t at = 0;
-      for (; at + 4 * kWidth <= bytes; at += 4 * kWidth) {
+      std::size_t left = bytes;
+      for (; left >= 4 * kWidth; left -= 4 * kWidth, at += 4 * kWidth) {
         fetch.template at<1, 1>(at, 4 * kWidth);
         four_pieces(target + at, source + at);
       }
-      pieces<kWidth>(target, source, at, bytes);
+      pieces<kWidth>(target + at, source + at, left);
     } else if (bytes >= 16) {
-      pieces<16>(target, source, 0, bytes);
+      pieces<16>(target, source, bytes);
     } else if (bytes >= 4) {
-      pieces<4>(target, source, 0, bytes);
+      pieces<4>(target, source, bytes);
     } else {
-      pieces<1>(target, source, 0, bytes);
+      pieces<1>(target, source, bytes);
     }
   }
 
@@ -56,14 +57,13 @@ struct Bytes {
     [[gnu::always_inline]] inline void store(char* target) const noexcept { std::memcpy(target, &held, kBytes); }
   };
 
-  // From `at` on; the last one ends at the end, over some of what is there already.
+  // The last one ends at the end, over some of what is there already.
   template <std::size_t kBytes>
-  [[gnu::always_inline]] static inline void pieces(char* target, const char* source, std::size_t at,
-                                                   std::size_t bytes) noexcept {
-    for (; at + kBytes <= bytes; at += kBytes) {
-      piece<kBytes>(target + at, source + at);
+  [[gnu::always_inline]] static inline void pieces(char* target, const char* source, std::size_t bytes) noexcept {
+    for (; bytes >= kBytes; bytes -= kBytes, target += kBytes, source += kBytes) {
+      piece<kBytes>(target, source);
     }
-    if (at < bytes) {
+    if (bytes > 0) {
       piece<kBytes>(target + bytes - kBytes, source + bytes - kBytes);
     }
   }
