@@ -1,5 +1,6 @@
 // Plain loops that the compiler vectorises, one for each pair of types, in three instruction sets chosen at run time.
 #include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -97,10 +98,10 @@ template <Level kLevel = Level::kFirst>
     prefetch<Level::kSecond>(item.target, item.count * target_size);
   }  // else a long tensor, whose beginning is fetched later
 }
-// Of one side, which is the address at byte `side` of the item; the hardware adds the second line of each pair.
-[[gnu::always_inline]] inline void fetch_pairs(const CopyItem& item, std::size_t side) noexcept {
+// Of one side, whose address lies `offset` bytes behind the item; the hardware adds the second line of each pair.
+[[gnu::always_inline]] inline void fetch_pairs(const CopyItem& item, std::size_t offset) noexcept {
   std::uintptr_t begin = 0;
-  std::memcpy(&begin, reinterpret_cast<const char*>(&item) + side, sizeof begin);
+  std::memcpy(&begin, reinterpret_cast<const char*>(&item) + offset, sizeof begin);
   __builtin_prefetch(reinterpret_cast<const void*>(begin));
   __builtin_prefetch(reinterpret_cast<const void*>(begin + kPair));
 }
@@ -141,21 +142,26 @@ struct FetchNextFromMemory {
   }
 };
 
-// What the items of a run have in common, as a number that stays in a register. Field by field, GCC 12 compares with a
-// copy on the stack that it writes in two pieces and reads in one: such a read waits until every store before it has
-// left for the caches, those of the tensor before included.
-[[gnu::always_inline]] inline std::uint32_t kind_of(const CopyItem& item) noexcept {
-  std::uint32_t kind = 0;
-  static_assert(offsetof(CopyItem, reserved) == offsetof(CopyItem, source_dtype) + 3);
-  std::memcpy(&kind, &item.source_dtype, sizeof kind);
-  return kind;
+// The number of elements and what the items of a run have in common, as one number: field by field, GCC compares with a
+// copy on the stack.
+[[gnu::always_inline]] inline std::uint64_t word_of(const CopyItem& item) noexcept {
+  std::uint64_t word = 0;
+  std::memcpy(&word, reinterpret_cast<const char*>(&item) + offsetof(CopyItem, target) + sizeof item.target,
+              sizeof word);
+  return word;
+}
+static_assert(std::endian::native == std::endian::little);  // the count in the lower bits
+
+// The types and the reader.
+[[gnu::always_inline]] inline std::uint64_t kind_of(const CopyItem& item) noexcept {
+  return word_of(item) & ~std::uint64_t{CopyItem::kMost};
 }
 
 // What run_short() knows of a run before it begins.
 struct ShortRun {
   const CopyItem* items;
   std::size_t count;
-  std::uint32_t kind;
+  std::uint64_t kind;
   std::size_t short_count;  // elements from which a tensor is not for it
   std::size_t long_count;
   double factor;
@@ -163,11 +169,12 @@ struct ShortRun {
 };
 
 template <typename How, bool kQuick>
-[[gnu::always_inline]] inline void copy_short(const CopyItem& item, std::size_t source_size, double factor) {
+[[gnu::always_inline]] inline void copy_short(const CopyItem& item, std::size_t count, std::size_t source_size,
+                                              double factor) {
   if constexpr (kQuick) {
-    How::template copy<true>(item, source_size, factor, FetchNothing{});
+    How::template copy<true>(item.source, item.target, count, source_size, factor, FetchNothing{});
   } else {
-    How::copy(item, source_size, factor, FetchNothing{});
+    How::copy(item.source, item.target, count, source_size, factor, FetchNothing{});
   }
 }
 
@@ -181,29 +188,36 @@ template <typename How, bool kQuick, bool kOneSide>
   const std::size_t target_size = How::target_size(run.items->target_dtype);
   const std::size_t side = fetching == Fetching::kTargets ? offsetof(CopyItem, target) : offsetof(CopyItem, source);
   const std::size_t short_count = run.short_count;
-  const std::uint32_t kind = run.kind;
-  const CopyItem* const last = run.items + run.count - 1;
-  const CopyItem* const stop = run.items + end;
-  const CopyItem* ahead = std::min(run.items + first + (fetching == Fetching::kAll ? kAheadOfMemory : kAhead), last);
+  const std::uint64_t kind = run.kind;
   const CopyItem* item = run.items + first;
-  for (; item != stop; ++item) {
-    if (item->source == nullptr || kind_of(*item) != kind || item->count >= short_count) [[unlikely]] {
-      break;
+  // At the end of the list there is nothing ahead, and each item fetches itself, which it has been already.
+  std::size_t ahead = fetching == Fetching::kAll ? kAheadOfMemory : kAhead;
+  const CopyItem* stop = run.items + std::max(first, std::min(end, run.count - std::min(run.count, ahead)));
+  for (;;) {
+    const std::size_t offset = ahead * sizeof(CopyItem) + side;
+    for (; item != stop; ++item) {
+      const std::size_t count = word_of(*item) ^ kind;  // of another kind, more than any
+      if (item->source == nullptr || count >= short_count) [[unlikely]] {
+        return static_cast<std::size_t>(item - run.items);
+      }
+      if (kQuick && item->source == item->target) [[unlikely]] {
+        return static_cast<std::size_t>(item - run.items);  // could not be copied again
+      }
+      if constexpr (kOneSide) {
+        fetch_pairs(*item, offset);
+      } else if (fetching == Fetching::kIntel) {
+        fetch_once(item[ahead], source_size, target_size);
+      } else {
+        fetch_whole(item[ahead], source_size, target_size, run.long_count);
+      }
+      copy_short<How, kQuick>(*item, count, source_size, run.factor);
     }
-    if (kQuick && item->source == item->target) [[unlikely]] {
-      break;  // could not be copied again
+    if (stop == run.items + end) {
+      return end;
     }
-    if constexpr (kOneSide) {
-      fetch_pairs(*ahead, side);
-    } else if (fetching == Fetching::kIntel) {
-      fetch_once(*ahead, source_size, target_size);
-    } else {
-      fetch_whole(*ahead, source_size, target_size, run.long_count);
-    }
-    ahead = std::min(ahead + 1, last);
-    copy_short<How, kQuick>(*item, source_size, run.factor);
+    stop = run.items + end;
+    ahead = 0;
   }
-  return static_cast<std::size_t>(item - run.items);
 }
 
 template <typename How, bool kQuick>
@@ -248,7 +262,7 @@ template <typename How>
 template <typename How>
 [[gnu::always_inline]] inline std::size_t run_of(const CopyItem* items, std::size_t count, std::size_t most,
                                                  double factor, Fetching fetching) {
-  const std::uint32_t kind = kind_of(*items);
+  const std::uint64_t kind = kind_of(*items);
   const std::size_t source_size = How::source_size(items->source_dtype);
   const std::size_t target_size = How::target_size(items->target_dtype);
   const std::size_t long_count = long_bytes(fetching) / source_size;
@@ -275,11 +289,11 @@ template <typename How>
     }
     const bool fetches_next = i + 1 < count && item.count < very_long_count;
     if (fetches_next && fetching == Fetching::kIntel) {
-      How::copy(item, source_size, factor, FetchNext{items[i + 1]});
+      How::copy(item.source, item.target, item.count, source_size, factor, FetchNext{items[i + 1]});
     } else if (fetches_next && fetching == Fetching::kAll) {
-      How::copy(item, source_size, factor, FetchNextFromMemory{items[i + 1]});
+      How::copy(item.source, item.target, item.count, source_size, factor, FetchNextFromMemory{items[i + 1]});
     } else {
-      How::copy(item, source_size, factor, FetchNothing{});
+      How::copy(item.source, item.target, item.count, source_size, factor, FetchNothing{});
     }
   }
   return count;
@@ -291,10 +305,10 @@ struct Elements {
   static constexpr std::size_t target_size(DType) noexcept { return sizeof(To); }
 
   template <typename Fetch>
-  [[gnu::always_inline]] static inline void copy(const CopyItem& item, std::size_t, double factor, Fetch fetch) {
-    const auto* const source = static_cast<const From*>(item.source);
-    auto* const target = static_cast<To*>(item.target);
-    const std::size_t count = item.count;
+  [[gnu::always_inline]] static inline void copy(const void* from, void* to, std::size_t count, std::size_t,
+                                                 double factor, Fetch fetch) {
+    const auto* const source = static_cast<const From*>(from);
+    auto* const target = static_cast<To*>(to);
     if constexpr (std::is_same_v<Fetch, FetchNothing>) {
       each(source, target, count, factor);
     } else {

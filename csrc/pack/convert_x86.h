@@ -58,10 +58,10 @@ struct Narrow {
   static constexpr std::size_t target_size(DType) noexcept { return sizeof(BFloat16); }
 
   template <bool kQuick = false, typename Fetch>
-  HPCOMM_AVX512_BF16 static inline void copy(const CopyItem& item, std::size_t, double factor, Fetch fetch) {
-    const auto* source = static_cast<const float*>(item.source);
-    auto* target = static_cast<BFloat16*>(item.target);
-    const std::size_t count = item.count;  // a store to the target might change the item's, as far as a compiler knows
+  HPCOMM_AVX512_BF16 static inline void copy(const void* from, void* to, std::size_t count, std::size_t, double factor,
+                                             Fetch fetch) {
+    const auto* source = static_cast<const float*>(from);
+    auto* target = static_cast<BFloat16*>(to);
     const __m512 wide_factor = _mm512_set1_ps(static_cast<float>(factor));
     std::size_t i = 0;
     for (; i + 2 * kTurn <= count; i += 2 * kTurn) {
@@ -212,10 +212,10 @@ struct HalfElements {
   static constexpr std::size_t target_size(DType) noexcept { return sizeof(To); }
 
   template <typename Fetch>
-  [[gnu::always_inline]] static inline void copy(const CopyItem& item, std::size_t, double factor, Fetch fetch) {
-    const auto* const source = static_cast<const From*>(item.source);
-    auto* const target = static_cast<To*>(item.target);
-    const std::size_t count = item.count;
+  [[gnu::always_inline]] static inline void copy(const void* from, void* to, std::size_t count, std::size_t,
+                                                 double factor, Fetch fetch) {
+    const auto* const source = static_cast<const From*>(from);
+    auto* const target = static_cast<To*>(to);
     const auto wide_factor = static_cast<float>(factor);
     std::size_t i = 0;
     for (; i + Steps::kTurn <= count; i += Steps::kTurn) {

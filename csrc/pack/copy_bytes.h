@@ -22,10 +22,11 @@ struct Bytes {
   static std::size_t target_size(DType dtype) noexcept { return size_of(dtype); }
 
   template <typename Fetch>
-  [[gnu::always_inline]] static inline void copy(const CopyItem& item, std::size_t element_size, double, Fetch fetch) {
-    const std::size_t bytes = item.count * element_size;
-    auto* const target = static_cast<char*>(item.target);
-    const auto* const source = static_cast<const char*>(item.source);
+  [[gnu::always_inline]] static inline void copy(const void* from, void* to, std::size_t count,
+                                                 std::size_t element_size, double, Fetch fetch) {
+    const std::size_t bytes = count * element_size;
+    auto* const target = static_cast<char*>(to);
+    const auto* const source = static_cast<const char*>(from);
     if (source == target) {
       return;
     }
