@@ -6,17 +6,25 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hpcomm import report
+from hpcomm import doctor
 from hpcomm.errors import DeadlockError
-from hpcomm.plan import command as plan_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0, 1 when the answer is no, 2 when the question was wrong."""
     parser = argparse.ArgumentParser(prog="hpcomm", description="Communication plans for hybrid-parallel training.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    plan_command.add_to(commands)
-    report.add_to(commands)
+    doctor.add_to(commands)
+    try:
+        from hpcomm import report
+        from hpcomm.plan import command as plan_command
+
+        plan_command.add_to(commands)
+        report.add_to(commands)
+    except ImportError as error:  # the native module: the doctor works without it, and says more
+        if list(sys.argv[1:] if arguments is None else arguments)[:1] != ["doctor"]:
+            print(f"hpcomm: {error}", file=sys.stderr)
+            return 2
     options = parser.parse_args(arguments)
     try:
         status: int = options.run(options)

@@ -13,11 +13,11 @@ import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from hpcomm.channel import forget_parted, let_go
@@ -32,8 +32,8 @@ from hpcomm.communicator import (
     start_control,
 )
 from hpcomm.devices import pick_device
-from hpcomm.errors import Closed, InvalidArgument, PeerError, RankFailed, TimedOut
-from hpcomm.rendezvous import own_store
+from hpcomm.errors import Closed, InvalidArgument, PeerError, RankFailed, TimedOut, TransportError
+from hpcomm.rendezvous import interruptible, own_store
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -352,7 +352,7 @@ def init(
         TimedOut, RankFailed: a rank did not come.
     """
     seconds = default_timeout() if timeout is None else checked_timeout(timeout, f"init(): timeout={timeout!r}")
-    rank, world = _job()
+    rank, world = rank_and_size()
     if (dp, pp, tp) == (1, 1, 1):
         dp = -1
     sizes = axis_sizes(world, {"dp": dp, "pp": pp, "tp": tp}, order)
@@ -366,8 +366,7 @@ def init(
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         else:
             try:
-                store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
-                store, _ = own_store(store, rank, world, timeout=seconds)
+                store, _ = own_store(_meeting_store(rank, world, seconds), rank, world, timeout=seconds)
                 dist.init_process_group(
                     backend,
                     store=store,
@@ -380,6 +379,40 @@ def init(
     return Mesh(sizes, _default_store(), rank, timeout=seconds, device=place, owns_group=owns_group)
 
 
+def _meeting_store(rank: int, world: int, seconds: float) -> Store:
+    """That of torchrun's agent, or one that rank 0 keeps.
+
+    Torch's own way to the latter waits there for all ranks, and cannot say who is missing.
+
+    Raises:
+        TimedOut: rank 0 did not come.
+        TransportError: its port is taken, or its host cannot be reached.
+    """
+    host, port, timeout = os.environ["MASTER_ADDR"], _number("MASTER_PORT"), timedelta(seconds=seconds)
+    place = f"{host}:{port}, where ranks meet (MASTER_ADDR and MASTER_PORT)"
+    deadline = time.monotonic() + seconds
+
+    def make() -> Store:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return cast("Store", next(rendezvous("env://", rank, world, timeout=timeout))[0])
+        return TCPStore(host, port, None, rank == 0, timeout, wait_for_workers=False, multi_tenant=True)
+
+    def look() -> None:
+        # torch tries twice, each time for as long, and waits for ever for a stranger on that port that says nothing
+        if time.monotonic() > deadline:
+            raise TimedOut(
+                f"rank 0 did not come within {seconds:g} s: no store of torch's answers at {place}",
+                rank=rank,
+                operation="init",
+            )
+
+    try:
+        return interruptible(make, look)
+    except dist.DistError as error:
+        does = "listen" if rank == 0 else "connect"
+        raise TransportError(f"rank {rank} cannot {does} at {place}: {error}", rank=rank, operation="init") from error
+
+
 def _torch_backend(device: torch.device) -> str:
     """What torch's own wrappers (stock DDP, FSDP2) get from ``mesh.group``."""
     return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
@@ -390,7 +423,12 @@ def describe(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
 
 
-def _job() -> tuple[int, int]:
+def rank_and_size() -> tuple[int, int]:
+    """Those of the default process group, or what torchrun has put into the environment.
+
+    Raises:
+        InvalidArgument: some of what torchrun sets is missing, or is no number.
+    """
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     present = [name for name in _TORCHRUN if name in os.environ]

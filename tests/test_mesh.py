@@ -6,9 +6,11 @@ import atexit
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -165,6 +167,37 @@ def test_a_missing_torchrun_environment() -> None:
     done = run_alone("import hpcomm; hpcomm.init()", RANK="0", WORLD_SIZE="2")
     assert done.returncode == 1
     assert "has RANK, WORLD_SIZE but not MASTER_ADDR, MASTER_PORT" in done.stderr
+
+
+def start_of(rank: int, size: int, port: int) -> dict[str, str]:
+    """The environment of a rank that nobody has started the others of."""
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def unused_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_ranks_that_do_not_start_are_named_by_the_one_that_keeps_the_store() -> None:
+    done = run_alone("import hpcomm; hpcomm.init(timeout=1.0)", **start_of(0, 3, unused_port()))
+    assert "hpcomm.errors.TimedOut: rank 1, rank 2 did not come within 1 s" in done.stderr
+
+
+def test_rank_0_does_not_start() -> None:
+    begin = time.monotonic()
+    done = run_alone("import hpcomm; hpcomm.init(timeout=1.0)", **start_of(1, 2, port := unused_port()))
+    assert f"TimedOut: rank 0 did not come within 1 s: no store of torch's answers at 127.0.0.1:{port}" in done.stderr
+    assert time.monotonic() - begin < 30.0
+
+
+def test_a_stranger_on_the_port_where_ranks_meet_holds_up_nobody() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:  # takes connections and says nothing
+        port = int(stranger.getsockname()[1])
+        done = run_alone("import hpcomm; hpcomm.init(timeout=1.0)", **start_of(1, 2, port))
+        assert "TimedOut: rank 0 did not come within 1 s" in done.stderr
+        done = run_alone("import hpcomm; hpcomm.init(timeout=1.0)", **start_of(0, 2, port))
+    assert f"TransportError: rank 0 cannot listen at 127.0.0.1:{port}, where ranks meet" in done.stderr
 
 
 def rank_one_never_comes() -> None:

@@ -202,7 +202,8 @@ void bind_comm(py::module_& module) {
       .def_property_readonly("ranks", &shm::Neighbourhood::ranks)
       .def("contains", &shm::Neighbourhood::contains, py::arg("ranks"))
       .def("why_not", &shm::Neighbourhood::why_not, py::arg("rank"))
-      .def("missing", &shm::Neighbourhood::missing, py::arg("ranks"));
+      .def("missing", &shm::Neighbourhood::missing, py::arg("ranks"))
+      .def("is_read_by", &shm::Neighbourhood::is_read_by, py::arg("rank"));
   // Over another Control, for as long as the neighbourhood has ranks that share memory; collective over the job.
   module.def(
       "near_control",

@@ -1,0 +1,143 @@
+"""``hpcomm doctor``: what it finds on a machine, and between ranks that cannot work together as they should."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hpcomm
+from hpcomm import doctor
+from hpcomm.cli import main
+
+ROOT = Path(__file__).parent.parent
+DEADLINE = 120.0  # seconds
+
+
+def run(*arguments: str, **environment: str) -> tuple[int, str]:
+    """Exit status and output of the command."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HPCOMM_", "MASTER_"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcomm", "doctor", *arguments],
+        env=clean | environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def found(output: str) -> list[tuple[str, str, str]]:
+    """The findings in ``output``."""
+    return [
+        (match[1], match[2], match[3])
+        for match in re.finditer(r"^  (ok|note|FAIL) +([\w ]+?)(?: {2,}| )(.*)$", output, re.MULTILINE)
+    ]
+
+
+def test_two_ranks_of_this_machine() -> None:
+    status, output = run()
+    assert status == 0, output
+    marks = {mark for mark, _, _ in found(output)}
+    assert "FAIL" not in marks
+    assert re.search(r"^  ok    build +for torch", output, re.MULTILINE)
+    assert re.search(r"^  ok    hosts +\S+: ranks 0-1$", output, re.MULTILINE)
+    assert re.search(r"^  ok    transport +shm$", output, re.MULTILINE)
+    assert re.search(r"^  ok    sums +right$", output, re.MULTILINE)
+    assert re.search(
+        r"^  ok    all_reduce +4 B [\d.]+ [um]s, 16 MB [\d.]+ ms, [\d.]+ GB/s on the bus$", output, re.MULTILINE
+    )
+    assert re.search(r"^  ok    message +rank 0 to rank 1: 4 B", output, re.MULTILINE)
+    assert output.endswith("\nnothing is in the way\n")
+
+
+def test_what_is_not_as_it_could_be_is_told_of_the_ranks_that_it_is_of() -> None:
+    status, output = run(
+        "--ranks", "3", HPCOMM_TIMOUT="9", HPCOMM_CMA="0", HPCOMM_SECRET="0123456789abcdef", OMP_NUM_THREADS="64"
+    )
+    assert status == 0, output
+    assert "HPCOMM_TIMOUT is read by nobody; HPCOMM_TIMEOUT is meant?" in output
+    assert "of ranks 0-2 are copied twice" in output
+    assert "HPCOMM_SECRET=..." in output
+    assert "0123456789abcdef" not in output
+    assert re.search(r"has \d+ for the \d+ compute threads of ranks 0-2", output)
+
+
+def test_ranks_of_one_host_that_share_no_memory() -> None:
+    code = (
+        "import os, sys; os.environ['HPCOMM_HOST'] = os.environ['RANK']\n"
+        "from hpcomm.cli import main; sys.exit(main(['doctor']))"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HPCOMM_")}
+    done = subprocess.run(
+        [*command, sys.executable, "-c", code], env=clean, capture_output=True, text=True, timeout=DEADLINE, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "HPCOMM_HOST=0 (rank 0)" in done.stdout
+    assert "HPCOMM_HOST=1 (rank 1)" in done.stdout
+    assert re.search(
+        r"note  transport +c10d \(gloo\): rank 0 and rank 1 share no memory: HPCOMM_HOST is '1' there", done.stdout
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"HPCOMM_CPU_TRANSPORT": "fast"}, "start +HPCOMM_CPU_TRANSPORT='fast': expected auto, shm or gloo"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+            "start +rank 1, rank 2 did not come within 2 s",
+        ),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1"},
+            "MASTER_ADDR +'nowhere.invalid' means nothing on",
+        ),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2"},
+            "start +the environment has RANK, WORLD_SIZE but not MASTER_ADDR, MASTER_PORT",
+        ),
+    ],
+)
+def test_what_keeps_a_job_from_starting(environment: dict[str, str], told: str) -> None:
+    status, output = run("--timeout", "2", **environment)
+    assert status == 1
+    assert re.search(f"^  FAIL  {told}", output, re.MULTILINE), output
+    assert "nothing is in the way" not in output
+
+
+def test_a_module_that_is_not_built(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def load() -> None:
+        raise ImportError("hpcomm's native module is not built.\nRebuild it:\n\n    pip install .\n")
+
+    monkeypatch.setattr("hpcomm._native.load", load)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setitem(sys.modules, "hpcomm.report", None)  # it needs the module, as all other commands
+    monkeypatch.delitem(hpcomm.__dict__, "report", raising=False)
+    assert main(["doctor"]) == 1
+    output = capsys.readouterr().out
+    assert found(output) == [("FAIL", "build", "hpcomm's native module is not built.")]
+    assert output.endswith("    pip install .\n")
+    assert main(["plan", "show"]) == 2
+    assert capsys.readouterr().err.startswith("hpcomm: ")
+
+
+def test_too_few_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
+    assert doctor.files(36).mark == "ok"
+    finding = doctor.files(37)
+    assert finding.mark == "FAIL"
+    assert "raise `ulimit -n`" in finding.text
+
+
+def test_every_variable_of_the_reference_is_known() -> None:
+    text = (ROOT / "docs/reference/environment.md").read_text()
+    named = set(re.findall(r"\bHPCOMM_[A-Z0-9_]+", text))
+    assert named - set(doctor.ELSEWHERE) == set(doctor.VARIABLES)
