@@ -1,17 +1,25 @@
 // How long one cache line takes from core to core and back, halved: two threads, each on a core of its own, answer each
-// other. Prints the nanoseconds of each of many short blocks, in order.
+// other. And what it takes a core to write memory that the other has just read, by the KB: through its cache, and past
+// the caches. Prints the three, in nanoseconds, of each of many short blocks, in order.
 #include <sched.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <thread>
 #include <vector>
 
 namespace {
 
 constexpr int kRounds = 2000;  // of a block
+constexpr int kCopies = 16;
+constexpr std::size_t kBytes = std::size_t{256} << 10;
 
 alignas(64) std::atomic<int> asked{0};
 alignas(64) std::atomic<int> answered{0};
@@ -51,6 +59,64 @@ double block(int second) {
   return time.count() / kRounds / 2;
 }
 
+struct alignas(64) Line {
+  unsigned char bytes[64];
+};
+constexpr std::size_t kLines = kBytes / sizeof(Line);
+
+void write(bool past, Line* target, const Line* source) {
+#if defined(__x86_64__)
+  if (past) {
+    for (std::size_t i = 0; i < kLines; ++i) {
+      for (std::size_t part = 0; part < sizeof(Line); part += 16) {
+        _mm_stream_si128(reinterpret_cast<__m128i*>(target[i].bytes + part),
+                         _mm_load_si128(reinterpret_cast<const __m128i*>(source[i].bytes + part)));
+      }
+    }
+    _mm_sfence();
+    return;
+  }
+#endif
+  (void)past;
+  std::memcpy(target, source, kBytes);
+}
+
+// Nanoseconds for a KB, of `kCopies` copies that the other core has read each before the next one.
+double copies(int second, bool past) {
+  std::vector<Line> source(kLines);
+  std::vector<Line> target(kLines);
+  std::atomic<unsigned> seen{0};
+  asked = 0;
+  answered = -1;
+  std::thread other([second, &target, &seen] {
+    run_on(second);
+    answered = 0;
+    for (int i = 1; i <= kCopies; ++i) {
+      while (asked.load(std::memory_order_acquire) != i) {
+      }
+      unsigned sum = 0;
+      for (const Line& line : target) {
+        sum += line.bytes[i];
+      }
+      seen += sum;
+      answered.store(i, std::memory_order_release);
+    }
+  });
+  while (answered.load(std::memory_order_acquire) != 0) {
+  }
+  std::chrono::duration<double, std::nano> time{0};
+  for (int i = 1; i <= kCopies; ++i) {
+    const auto start = std::chrono::steady_clock::now();
+    write(past, target.data(), source.data());
+    time += std::chrono::steady_clock::now() - start;
+    asked.store(i, std::memory_order_release);
+    while (answered.load(std::memory_order_acquire) != i) {
+    }
+  }
+  other.join();
+  return time.count() / kCopies / (kBytes >> 10);
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -60,6 +126,7 @@ int main(int count, char** arguments) {
   }
   run_on(std::atoi(arguments[1]));
   for (int left = std::atoi(arguments[3]); left > 0; --left) {
-    std::printf("%.1f\n", block(std::atoi(arguments[2])));
+    const int second = std::atoi(arguments[2]);
+    std::printf("%.1f %.1f %.1f\n", block(second), copies(second, false), copies(second, true));
   }
 }

@@ -185,7 +185,7 @@ void Collectives::all_reduce_direct(const BufferView& buffer, ReduceOp op, const
     const std::size_t count = std::min(piece, buffer.count - begin);
     char* own = at(buffer.data, begin * element);
     steps_.begin(patience);
-    std::memcpy(steps_.own_slot(), own, count * element);
+    to_slot_.copy(steps_.own_slot(), own, count * element);
     steps_.publish();
     steps_.await_all(patience);
     for (std::size_t r = 0; r < steps_.ranks(); ++r) {
@@ -218,7 +218,7 @@ void Collectives::all_reduce_sliced(const BufferView& buffer, ReduceOp op, const
     steps_.begin(patience);
     for (std::size_t r = 0; r < ranks; ++r) {
       if (r != self && range(r).count > 0) {
-        std::memcpy(steps_.own_slot() + place(self, r), at(data, range(r).begin * element), range(r).count * element);
+        to_slot_.copy(steps_.own_slot() + place(self, r), at(data, range(r).begin * element), range(r).count * element);
       }
     }
     steps_.publish();
@@ -229,8 +229,9 @@ void Collectives::all_reduce_sliced(const BufferView& buffer, ReduceOp op, const
     }
     steps_.begin(patience);
     if (own.count > 0) {
-      reduce_cpu(steps_.own_slot(), sources_, own.count, buffer.dtype, op);
-      std::memcpy(at(data, own.begin * element), steps_.own_slot(), own.count * element);
+      char* const sum = at(data, own.begin * element);  // one of the sources
+      reduce_cpu(sum, sources_, own.count, buffer.dtype, op);
+      to_slot_.copy(steps_.own_slot(), sum, own.count * element);
     }
     steps_.publish();
     for (std::size_t i = 1; i < ranks; ++i) {
@@ -298,7 +299,7 @@ void Collectives::all_gather(Descriptor descriptor, const BufferView& output, co
   for (std::size_t begin = 0; begin < input.bytes; begin += piece) {
     const std::size_t bytes = std::min(piece, input.bytes - begin);
     steps_.begin(patience);
-    std::memcpy(steps_.own_slot(), at(input.data, begin), bytes);
+    to_slot_.copy(steps_.own_slot(), at(input.data, begin), bytes);
     steps_.publish();
     for (std::size_t i = 1; i < ranks; ++i) {
       const std::size_t r = (self + i) % ranks;
@@ -338,7 +339,7 @@ void Collectives::broadcast(Descriptor descriptor, const BufferView& buffer, std
     const std::size_t bytes = std::min(piece, buffer.bytes - begin);
     steps_.begin(patience);
     if (sends) {
-      std::memcpy(steps_.own_slot(), at(buffer.data, begin), bytes);
+      to_slot_.copy(steps_.own_slot(), at(buffer.data, begin), bytes);
       steps_.publish();
     } else {
       steps_.publish();
@@ -370,7 +371,8 @@ void Collectives::exchange_parts(const BufferView& input, const Patience& patien
     steps_.begin(patience);
     for (std::size_t r = 0; r < ranks; ++r) {
       if (r != self) {
-        std::memcpy(steps_.own_slot() + place(self, r), at(input.data, (r * part + begin) * element), count * element);
+        to_slot_.copy(steps_.own_slot() + place(self, r), at(input.data, (r * part + begin) * element),
+                      count * element);
       }
     }
     steps_.publish();

@@ -13,6 +13,7 @@
 
 #include "base/reduce_op.h"
 #include "base/view.h"
+#include "comm/shm/handover.h"
 #include "comm/shm/neighbourhood.h"
 #include "comm/shm/steps.h"
 
@@ -64,6 +65,7 @@ class Collectives {
   void exchange_parts(const BufferView& input, const Patience& patience, const Take& take);
 
   Steps steps_;
+  Handover to_slot_;
   std::shared_ptr<Neighbourhood> neighbourhood_;
   std::vector<int> members_;
   std::vector<const void*> sources_;  // scratch, by rank

@@ -10,10 +10,10 @@ void RingWriter::write(const void* source, std::size_t bytes) noexcept {
   const std::size_t at = static_cast<std::size_t>(position_ % capacity_);
   const std::size_t first = std::min(bytes, capacity_ - at);
   if (first > 0) {
-    std::memcpy(data_ + at, source, first);
+    handover_.copy(data_ + at, source, first);
   }
   if (bytes > first) {
-    std::memcpy(data_, static_cast<const char*>(source) + first, bytes - first);
+    handover_.copy(data_, static_cast<const char*>(source) + first, bytes - first);
   }
   position_ += bytes;
 }

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "comm/shm/handover.h"
 #include "comm/shm/region.h"
 
 namespace hpcomm::shm {
@@ -33,6 +34,7 @@ class RingWriter {
   std::size_t capacity_;
   std::uint64_t position_ = 0;
   std::uint64_t read_ = 0;
+  Handover handover_;
 };
 
 class RingReader {
