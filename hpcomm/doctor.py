@@ -53,6 +53,7 @@ VARIABLES = (
 ELSEWHERE = ("HPCOMM_BUILD_DIR", "HPCOMM_REQUIRE_GPUS", "HPCOMM_REQUIRE_MULTIRANK", "HPCOMM_COMMIT")
 
 TIMEOUT = 60.0  # seconds for the ranks to come, and for each operation
+_START = 60.0  # seconds in which processes of this machine import torch, also where they are many
 _SHORT, _LONG = 4, 16 << 20  # bytes of the messages that are timed
 _SPARE_FILES = 64  # descriptors that a rank needs beside one for each other rank
 _PAIRS = 16  # of hosts whose link is timed
@@ -86,6 +87,8 @@ def add_to(commands: Any) -> None:
 def _run(options: Any) -> int:
     if options.ranks < 1:
         raise InvalidArgument(f"--ranks {options.ranks}: expected 1 or more")
+    if options.timeout is not None and not options.timeout > 0:
+        raise InvalidArgument(f"--timeout {options.timeout:g}: expected seconds, more than 0")
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         broken = build()
         if broken.mark == FAIL:  # the ranks would say the same, each of them
@@ -440,10 +443,12 @@ def _start(options: Any) -> int:
         for rank in range(options.ranks)
     ]
     try:
-        deadline = time.monotonic() + 3 * timeout
-        return max(abs(rank.wait(max(0.0, deadline - time.monotonic()))) for rank in ranks)
+        longest = _START + 3 * timeout
+        deadline = time.monotonic() + longest
+        ended = [rank.wait(max(0.0, deadline - time.monotonic())) for rank in ranks]
+        return 1 if any(ended) else 0
     except subprocess.TimeoutExpired:
-        _print(f"{options.ranks} ranks", [Finding(FAIL, "ranks", f"not all have ended after {3 * timeout:g} s")])
+        _print(f"{options.ranks} ranks", [Finding(FAIL, "ranks", f"not all have ended after {longest:g} s")])
         return 1
     finally:
         for rank in ranks:

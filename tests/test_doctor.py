@@ -106,7 +106,8 @@ def test_ranks_of_one_host_that_share_no_memory() -> None:
     ],
 )
 def test_what_keeps_a_job_from_starting(environment: dict[str, str], told: str) -> None:
-    status, output = run("--timeout", "2", **environment)
+    # Where two ranks start, they have to meet first, which takes seconds on a busy machine.
+    status, output = run("--timeout", "2" if "RANK" in environment else "30", **environment)
     assert status == 1
     assert re.search(f"^  FAIL  {told}", output, re.MULTILINE), output
     assert "nothing is in the way" not in output
@@ -127,6 +128,12 @@ def test_a_module_that_is_not_built(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert output.endswith("    pip install .\n")
     assert main(["plan", "show"]) == 2
     assert capsys.readouterr().err.startswith("hpcomm: ")
+
+
+def test_arguments_that_cannot_be() -> None:
+    for arguments in (("--ranks", "0"), ("--timeout", "-1"), ("--timeout", "nan")):
+        status, output = run(*arguments)
+        assert (status, output) == (2, "")
 
 
 def test_too_few_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
