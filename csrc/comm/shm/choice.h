@@ -17,6 +17,9 @@ namespace hpcomm::shm {
 
 class Choice {
  public:
+  // Messages of a trial. Caches have to fill with what the other way needs: 8 where they can.
+  explicit constexpr Choice(std::size_t trial = 8) noexcept : trial_length_(trial) {}
+
   // Whether to go the second way next.
   [[nodiscard]] bool second() const noexcept { return trying_ != better_; }
 
@@ -43,8 +46,6 @@ class Choice {
   }
 
  private:
-  // Times: caches have to fill with what the other way needs. Half of them, where that takes half as long again.
-  static constexpr std::size_t kTrial = 8;
   // Messages between two trials.
   static constexpr std::size_t kShortest = 8;
   static constexpr std::size_t kLongest = 1024;
@@ -54,8 +55,8 @@ class Choice {
 
   void take(bool second, std::uint32_t time) noexcept {
     if (second == better_) {
-      // Of the last kTrial or more, if there were as many: what was before may have been another program.
-      if (++leasts_ > kTrial) {
+      // Of as many as a trial's, or more, if there were as many: what was before may have been another program.
+      if (++leasts_ > trial_length_) {
         before_ = std::exchange(least_, UINT32_MAX);
         leasts_ = 1;
         // Twice as long as it was: the ranks have come to other cores, perhaps, where the other way is better.
@@ -67,8 +68,9 @@ class Choice {
     } else if (trying_) {
       trial_ = std::min(trial_, time);
       const std::uint32_t known = std::min(least_, before_);
-      const bool lost = ++trials_ >= kTrial / 2 && trial_ / 3 > known / 2;
-      if (trials_ < kTrial && !lost) {
+      // Half of them, where that takes half as long again.
+      const bool lost = ++trials_ >= trial_length_ / 2 && trial_ / 3 > known / 2;
+      if (trials_ < trial_length_ && !lost) {
         return;
       }
       if (trial_ < known - known / 10) {
@@ -93,10 +95,11 @@ class Choice {
     seen_ = 0;
   }
 
+  std::size_t trial_length_;
   bool better_ = false;
   bool trying_ = false;
   std::uint32_t least_ = UINT32_MAX;   // of the better way, of the last leasts_ times
-  std::uint32_t before_ = UINT32_MAX;  // of kTrial before them, since the last trial
+  std::uint32_t before_ = UINT32_MAX;  // of as many as a trial's before them, since the last trial
   std::size_t leasts_ = 0;
   std::uint32_t usual_ = UINT32_MAX;  // the least of the better way since it became that, or became slow
   std::uint32_t trial_ = UINT32_MAX;  // of the other

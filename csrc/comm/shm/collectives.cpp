@@ -16,8 +16,6 @@ namespace {
 constexpr std::size_t kSmall = std::size_t{32} << 10;
 // An all-reduce of more than two ranks reads all contributions directly up to here, and in slices above.
 constexpr std::size_t kDirect = std::size_t{16} << 10;
-// From here on results are not expected to stay in a third-level cache that ranks share.
-constexpr std::size_t kStream = std::size_t{16} << 20;
 // Results are spread over several buffers in blocks that stay in the first-level cache beside what they come from.
 constexpr std::size_t kBlock = std::size_t{4} << 10;
 

@@ -119,7 +119,8 @@ enum class Fate : std::uint32_t {
 // What the reader says.
 struct FrameEnd {
   alignas(64) std::atomic<std::uint64_t> taken{0};  // so many frames
-  alignas(64) std::atomic<std::uint32_t> opens{0};  // which messages should be open: a bit for each class of sizes
+  alignas(64) std::atomic<std::uint32_t> reads{0};  // which messages it wants to read where they lie: a bit for each
+                                                    // class of sizes
 };
 
 class FrameWriter {
@@ -151,8 +152,8 @@ class FrameWriter {
     return last().written.compare_exchange_strong(open, static_cast<std::uint32_t>(Fate::kClosed),
                                                   std::memory_order_seq_cst);
   }
-  [[nodiscard]] bool wants_open(std::size_t size_class) const noexcept {
-    return (end_->opens.load(std::memory_order_relaxed) >> size_class & 1U) != 0;
+  [[nodiscard]] bool wants_read(std::size_t size_class) const noexcept {
+    return (end_->reads.load(std::memory_order_relaxed) >> size_class & 1U) != 0;
   }
 
  private:
@@ -189,11 +190,11 @@ class FrameReader {
   void settle(Fate fate) noexcept {
     lines_[taken_ % count_].written.store(static_cast<std::uint32_t>(fate), std::memory_order_seq_cst);
   }
-  void want_open(std::size_t size_class, bool open) noexcept {
+  void want_read(std::size_t size_class, bool read) noexcept {
     const std::uint32_t bit = std::uint32_t{1} << size_class;
-    const std::uint32_t wanted = open ? opens_ | bit : opens_ & ~bit;
-    if (std::exchange(opens_, wanted) != wanted) {
-      end_->opens.store(wanted, std::memory_order_relaxed);
+    const std::uint32_t wanted = read ? reads_ | bit : reads_ & ~bit;
+    if (std::exchange(reads_, wanted) != wanted) {
+      end_->reads.store(wanted, std::memory_order_relaxed);
     }
   }
   // Of it, and of the bytes behind it.
@@ -206,7 +207,7 @@ class FrameReader {
   FrameLine* lines_;
   std::uint64_t count_;
   std::uint64_t taken_ = 0;
-  std::uint32_t opens_ = 0;
+  std::uint32_t reads_ = 0;
 };
 
 }  // namespace hpcomm::shm

@@ -12,6 +12,10 @@
 
 namespace hpcomm::shm {
 
+// Results of so many bytes are written past the caches: they are not expected to stay in a third-level cache that ranks
+// share.
+inline constexpr std::size_t kStream = std::size_t{16} << 20;
+
 // What the trials have shown.
 class Habit {
  public:

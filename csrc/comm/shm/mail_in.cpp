@@ -129,13 +129,15 @@ void MailIn::set_aside(const Frame& frame) {
 void MailIn::take_rest(const Frame& frame) {
   Held mail;
   Frame rest = frame;
+  std::optional<LargeClass> learns;
   if (const auto promise = promises_.find(frame.number); promise != promises_.end()) {
     mail = std::move(promise->second.mail);
     rest.shown = promise->second.shown;
+    learns = promise->second.learns;
     promises_.erase(promise);
   }
   if (frame.kind == FrameKind::kRest) {
-    incoming_.emplace(Incoming{rest, std::move(mail), nullptr});
+    incoming_.emplace(Incoming{rest, std::move(mail), nullptr, learns});
     return;  // taken with its bytes
   }
   if (mail) {
@@ -165,7 +167,7 @@ bool MailIn::pull_bytes() {
       return false;
     }
     const std::size_t bytes = std::min({total - incoming.moved, ready, kPiece});
-    ring_.read(target == nullptr ? nullptr : target + incoming.moved, bytes);
+    ring_.read(target == nullptr ? nullptr : target + incoming.moved, bytes, total >= kStream);
     incoming.moved += bytes;
     if (incoming.moved < total) {
       ring_.release();
@@ -175,7 +177,7 @@ bool MailIn::pull_bytes() {
   ring_.pad();
   const bool is_whole = incoming.frame.kind != FrameKind::kOffer;  // otherwise the rest is to come
   if (is_whole) {
-    learn(incoming.frame, is_open(incoming.frame));
+    learn(incoming);
   }
   if (incoming.mail) {
     if (is_whole) {
@@ -215,15 +217,24 @@ bool MailIn::fits(const Held& mail, const Frame& frame) {
   return false;
 }
 
-// The message of `frame` has come, read where it was or another way: what its time says of that.
-void MailIn::learn(const Frame& frame, bool read) {
+// A message has come, read where it was or through the ring: what its time says of that.
+void MailIn::learn(const Incoming& message) {
+  const Frame& frame = message.frame;
   if (const auto size = size_class(frame)) {
     Choice& choice = choices_[*size];
-    choice.note(read, frame.shown, stamp_now());
-    frames_.want_open(*size, choice.second());
+    choice.note(is_open(frame), frame.shown, stamp_now());
+    frames_.want_read(*size, choice.second());
     out_.note_answered(*size);
-  } else if (const auto large = large_class(frame)) {
-    large_choices_[*large].note(read, frame.shown, stamp_now());
+  } else if (message.learns) {
+    learn(*message.learns, frame.shown, false);
+  }
+}
+
+void MailIn::learn(const LargeClass& about, std::uint32_t shown, bool read) {
+  Choice& choice = choice_of(about);
+  choice.note(read, shown, stamp_now());
+  if (about.busy) {
+    frames_.want_read(kSizeClasses + about.size, choice.second());
   }
 }
 
@@ -302,29 +313,52 @@ void MailIn::take_reference(const Held& mail, const Frame& frame) {
 
 void MailIn::take_offer(const Held& mail, const Frame& frame) {
   const auto place = desk_.neighbourhood().arena().locate(mail->view.data, mail->view.bytes);
-  const auto size = large_class(frame);
-  if (!place && size) {
-    // Through the ring two cores share the work of a message, which is faster than one core of the kernel, unless both
-    // have messages of their own, or bytes travel slowly between them.
-    const bool is_choice = has_idle_core();
-    if ((!is_choice || large_choices_[*size].second()) && read_offer(mail, frame)) {
-      if (is_choice) {
-        learn(frame, true);
+  auto learns = place ? std::nullopt : large_class(frame);
+  if (learns) {
+    // Through the ring two cores share the work of a message. Where there are not as many, the kernel copies it once.
+    const bool crowded = desk_.neighbourhood().is_crowded();
+    const bool own = !crowded && decides(*learns);
+    const bool reads = own ? choice_of(*learns).second() : crowded || out_.wants_read(kSizeClasses + learns->size);
+    if (reads && read_offer(mail, frame)) {
+      if (own) {
+        learn(*learns, frame.shown, true);
       }
       return;
     }
+    if (!own || reads) {
+      learns.reset();
+    }
   }
   out_.answer(place ? FrameKind::kPlace : FrameKind::kNoPlace, frame, nullptr, place ? &*place : nullptr);
-  promises_.emplace(frame.number, Promise{mail, place.has_value(), frame.shown});
+  promises_.emplace(frame.number, Promise{mail, place.has_value(), frame.shown, learns});
 }
 
-// Of one that may be read, or its rest.
-std::optional<std::size_t> MailIn::large_class(const Frame& frame) {
-  const bool may_be_read = (frame.kind == FrameKind::kOffer || frame.kind == FrameKind::kRest) && frame.attached;
-  if (!may_be_read || frame.bytes < kOfferBytes) {
+MailIn::LargeChoices MailIn::make_large_choices() noexcept {
+  LargeChoices choices;
+  for (std::size_t size = 0; size < choices.size(); ++size) {
+    if (kOfferBytes << size >= kStream) {
+      choices[size] = Choice(3);  // no cache remembers the message before
+    }
+  }
+  return choices;
+}
+
+// Of one that may be read.
+std::optional<MailIn::LargeClass> MailIn::large_class(const Frame& offer) const {
+  if (!offer.attached || offer.bytes < kOfferBytes) {
     return std::nullopt;
   }
-  return std::min(static_cast<std::size_t>(std::bit_width(frame.bytes / kOfferBytes)), kLargeClasses) - 1;
+  const auto size = static_cast<std::size_t>(std::bit_width(offer.bytes / kOfferBytes));
+  return LargeClass{std::min(size, kLargeClasses) - 1, desk_.offers > 0};
+}
+
+Choice& MailIn::choice_of(const LargeClass& of) noexcept {
+  return of.busy ? busy_choices_[of.size] : large_choices_[of.size];
+}
+
+// The receiver does, but of two that send to each other the first for both: each slows the other down.
+bool MailIn::decides(const LargeClass& about) const noexcept {
+  return !about.busy || !out_.sends_large() || desk_.rank() < index(from_);
 }
 
 bool MailIn::read_offer(const Held& mail, const Frame& frame) {

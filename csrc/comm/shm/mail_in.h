@@ -6,7 +6,7 @@
 //   in the sender's arena     its frame says where; the receiver copies it out                    (kReference, kAck)
 //   anywhere else             its frame asks where to; the sender writes into the receiver's arena (kOffer, kPlace,
 //                             kDeposited); when the receiver's buffer is not there, it comes through the ring
-//                             (kNoPlace, kRest), or, where both are busy and it is allowed, the receiver has the kernel
+//                             (kNoPlace, kRest), or, where that is allowed and quicker, the receiver has the kernel
 //                             read it out of the sender's process (kTaken)
 //
 // which are the rendezvous protocols of MPI implementations (read, write, and cross memory attach) on shared memory.
@@ -69,21 +69,29 @@ class MailIn {
     bool complete = false;
     Held taker;  // a receive that waits for the rest of it
   };
+  // Large messages of a size, which may be read, or come through the ring.
+  struct LargeClass {
+    std::size_t size;  // below kLargeClasses
+    bool busy;         // while this rank sends such a message itself
+  };
   // What the bytes behind a frame are being read into.
   struct Incoming {
     Frame frame;
     Held mail;
     std::shared_ptr<Early> early;
-    std::size_t moved = 0;    // of these bytes
-    bool unreadable = false;  // an open message that comes through the ring after all
+    std::optional<LargeClass> learns = std::nullopt;  // of a rest: about these, how long it took
+    std::size_t moved = 0;                            // of these bytes
+    bool unreadable = false;                          // an open message that comes through the ring after all
   };
   // A large message whose rest is on its way.
   struct Promise {
     Held mail;
     bool exposed = false;     // the sender may write to the mail's memory at any time
     std::uint32_t shown = 0;  // of its offer
+    std::optional<LargeClass> learns;
   };
   static constexpr std::size_t kLargeClasses = 6;  // from kOfferBytes on
+  using LargeChoices = std::array<Choice, kLargeClasses>;
 
   [[nodiscard]] bool is_wanted() const;
   [[nodiscard]] bool pull_frame();
@@ -93,12 +101,15 @@ class MailIn {
   void take_rest(const Frame& frame);
   [[nodiscard]] bool fits(const Held& mail, const Frame& frame);
   void deliver(const std::shared_ptr<Early>& early, const Held& mail);
-  void learn(const Frame& frame, bool read);
+  void learn(const Incoming& message);
+  void learn(const LargeClass& about, std::uint32_t shown, bool read);
   [[nodiscard]] bool read_open(char* target);
   void take_reference(const Held& mail, const Frame& frame);
   void take_offer(const Held& mail, const Frame& frame);
-  [[nodiscard]] static std::optional<std::size_t> large_class(const Frame& frame);
-  [[nodiscard]] bool has_idle_core() const { return !desk_.neighbourhood().is_crowded() && desk_.offers == 0; }
+  [[nodiscard]] static LargeChoices make_large_choices() noexcept;
+  [[nodiscard]] std::optional<LargeClass> large_class(const Frame& offer) const;
+  [[nodiscard]] Choice& choice_of(const LargeClass& of) noexcept;
+  [[nodiscard]] bool decides(const LargeClass& about) const noexcept;
   [[nodiscard]] bool read_offer(const Held& mail, const Frame& frame);
   // What has become of a copy of a large message.
   enum class Copied : std::uint8_t { kAll, kCannot, kCut };
@@ -116,7 +127,8 @@ class MailIn {
   std::vector<Held> cut_;  // matched, and copied in part: the mailbox is about to fail
   // By size: through the ring, or read where they are.
   std::array<Choice, kSizeClasses> choices_;
-  std::array<Choice, kLargeClasses> large_choices_;
+  LargeChoices large_choices_ = make_large_choices();
+  LargeChoices busy_choices_ = make_large_choices();
 };
 
 }  // namespace hpcomm::shm

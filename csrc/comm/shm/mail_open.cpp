@@ -41,7 +41,7 @@ bool MailOut::may_be_open(const Outgoing& message, std::size_t size) {
   // Each receiver knows what is better for it; of two that send to each other the first decides for both, for a way
   // that fills the caches slows the other down.
   const bool both = unanswered_[size] <= kAnswered && desk_.rank() < index(to_);
-  const bool wanted = both ? in_.prefers_open(size) : frames_.wants_open(size);
+  const bool wanted = both ? in_.prefers_open(size) : frames_.wants_read(size);
   const std::size_t bytes = std::min(message.mail->view.bytes, ring_.capacity());
   if (!wanted || outgoing_.size() > 1 || ring_.room(bytes) < bytes || desk_.neighbourhood().is_crowded() ||
       !is_read_by_peer()) {

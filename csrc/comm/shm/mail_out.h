@@ -61,6 +61,11 @@ class MailOut {
   // This rank leaves: what is open goes through the ring. False while it is being read.
   [[nodiscard]] bool close_open();
 
+  // Are there large messages that it can read, or that wait for it to say where to?
+  [[nodiscard]] bool sends_large() const noexcept { return !offers_.empty(); }
+  // Does the peer want messages of this class to be read where they lie?
+  [[nodiscard]] bool wants_read(std::size_t size) const noexcept { return frames_.wants_read(size); }
+
   [[nodiscard]] bool is_empty() const noexcept { return outgoing_.empty(); }
   [[nodiscard]] std::uint64_t numbers() const noexcept { return numbers_; }
   // Is there an answer that has found no room yet? It belongs to no mail.

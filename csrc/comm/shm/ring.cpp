@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "pack/reduce.h"
+
 namespace hpcomm::shm {
 
 void RingWriter::write(const void* source, std::size_t bytes) noexcept {
@@ -18,15 +20,23 @@ void RingWriter::write(const void* source, std::size_t bytes) noexcept {
   position_ += bytes;
 }
 
-void RingReader::read(void* target, std::size_t bytes) noexcept {
+void RingReader::read(void* target, std::size_t bytes, bool past) noexcept {
   const std::size_t at = static_cast<std::size_t>(position_ % capacity_);
   const std::size_t first = std::min(bytes, capacity_ - at);
+  const auto copy = [past](char* to, const char* from, std::size_t size) {
+    if (past) {
+      stream_copy(to, from, size);
+    } else {
+      std::memcpy(to, from, size);
+    }
+  };
   if (target != nullptr) {
+    auto* const to = static_cast<char*>(target);
     if (first > 0) {
-      std::memcpy(target, data_ + at, first);
+      copy(to, data_ + at, first);
     }
     if (bytes > first) {
-      std::memcpy(static_cast<char*>(target) + first, data_, bytes - first);
+      copy(to + first, data_, bytes - first);
     }
   }
   position_ += bytes;

@@ -49,8 +49,8 @@ class RingReader {
     }
     return std::min<std::size_t>(wanted, seen_ - position_);
   }
-  // At most as many bytes as are there; a null target drops them.
-  void read(void* target, std::size_t bytes) noexcept;
+  // At most as many bytes as are there; a null target drops them. `past` the caches, where they are of no use there.
+  void read(void* target, std::size_t bytes, bool past = false) noexcept;
   void pad() noexcept { position_ = (position_ + 63) / 64 * 64; }
   [[nodiscard]] std::uint64_t position() const noexcept { return position_; }
   // The writer may use what was read. As long as the writer does not look, the counter stays with this core.
