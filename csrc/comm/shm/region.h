@@ -2,7 +2,7 @@
 //
 //   bells    one per rank
 //   lines    two per rank: what it does in this step and in the one before
-//   slots    two per rank: the bytes that belong to a line
+//   slots    two to eight per rank: the bytes that belong to a line
 //   frames   and rings, one per ordered pair of ranks: messages (mailbox.h)
 #pragma once
 
@@ -56,6 +56,7 @@ struct RingEnds {
 
 struct Geometry {
   std::size_t ranks = 0;
+  std::size_t slots = 0;  // of a rank, a power of 2: used in turn
   std::size_t slot_bytes = 0;
   std::size_t ring_bytes = 0;
   std::size_t ring_frames = 0;
@@ -76,7 +77,7 @@ class Region {
     return lines_[rank * 2 + (step & 1)];
   }
   [[nodiscard]] char* slot(std::size_t rank, std::uint64_t step) const noexcept {
-    return slots_ + (rank * 2 + (step & 1)) * geometry_.slot_bytes;
+    return slots_ + (rank * geometry_.slots + (step & (geometry_.slots - 1))) * geometry_.slot_bytes;
   }
   [[nodiscard]] RingEnds& ring_ends(std::size_t from, std::size_t to) const noexcept {
     return ring_ends_[from * geometry_.ranks + to];
