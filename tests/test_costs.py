@@ -137,6 +137,9 @@ def test_memory_decides() -> None:
     assert most.memory_bytes == pytest.approx(4 * 4e8 + 4 * 4 * 4e6 + 2 * 1e6)
     with pytest.raises(InvalidArgument, match="nothing fits in 1e.06 bytes a rank; the smallest candidate needs"):
         tune(LAYERS, pp=4, batch=32, memory_bytes=1e6)
+    for memory_bytes in (None, 32 * 4e8):
+        with pytest.raises(InvalidArgument, match="keep=0; it is how many candidates"):
+            tune(LAYERS, pp=4, batch=32, memory_bytes=memory_bytes, keep=0)
 
 
 def test_costs_of_a_microbatch_and_of_buckets_decide() -> None:

@@ -105,6 +105,8 @@ def tune(
         raise InvalidArgument(f"tune() needs layers, ranks and samples, not {len(layers)}, {pp} x {dp} and {batch}")
     if memory_bytes is not None and not memory_bytes > 0:
         raise InvalidArgument(f"memory_bytes={memory_bytes}; give bytes above 0, or None for no bound")
+    if keep < 1:
+        raise InvalidArgument(f"keep={keep}; it is how many candidates to return, at least 1")
     best: list[Candidate] = []
     smallest = math.inf
     for choice in _choices(pp, batch, len(layers), schedules, stages_per_rank, num_microbatches, bucket_bytes, dp):
