@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <utility>
 
 #include "comm/shm/choice.h"
 #include "native/check.h"
@@ -49,6 +50,24 @@ TEST(shm_a_choice_finds_the_quicker_way_and_tries_the_other_less_and_less) {
   Loop other;
   CHECK(other.run(2000, first_quicker) < 120);
   CHECK(other.run(2000, first_quicker) < 60);
+}
+
+TEST(shm_a_choice_of_short_trials_finds_the_quicker_way) {
+  Loop loop;
+  loop.choice = shm::Choice(3);
+  CHECK(loop.run(40, second_quicker) > 20);
+  CHECK(loop.run(2000, second_quicker) > 1950);
+  Loop other;
+  other.choice = shm::Choice(3);
+  CHECK(other.run(2000, first_quicker) < 40);
+  // One message of a trial that was late does not end it.
+  Loop late;
+  late.choice = shm::Choice(3);
+  bool was_late = false;
+  const auto takes = [&was_late](bool second) {
+    return second && !std::exchange(was_late, true) ? 300U : second_quicker(second);
+  };
+  CHECK(late.run(40, takes) > 20);
 }
 
 TEST(shm_a_choice_soon_leaves_a_way_that_takes_much_longer) {

@@ -69,7 +69,7 @@ class Choice {
       trial_ = std::min(trial_, time);
       const std::uint32_t known = std::min(least_, before_);
       // Half of them, where that takes half as long again.
-      const bool lost = ++trials_ >= trial_length_ / 2 && trial_ / 3 > known / 2;
+      const bool lost = ++trials_ >= (trial_length_ + 1) / 2 && trial_ / 3 > known / 2;
       if (trials_ < trial_length_ && !lost) {
         return;
       }

@@ -119,8 +119,9 @@ enum class Fate : std::uint32_t {
 // What the reader says.
 struct FrameEnd {
   alignas(64) std::atomic<std::uint64_t> taken{0};  // so many frames
-  alignas(64) std::atomic<std::uint32_t> reads{0};  // which messages it wants to read where they lie: a bit for each
-                                                    // class of sizes
+  // Which messages it wants to read where they lie: a bit for each class of sizes, and another that it has said so.
+  static constexpr std::size_t kClasses = 16;
+  alignas(64) std::atomic<std::uint32_t> reads{0};
 };
 
 class FrameWriter {
@@ -154,6 +155,9 @@ class FrameWriter {
   }
   [[nodiscard]] bool wants_read(std::size_t size_class) const noexcept {
     return (end_->reads.load(std::memory_order_relaxed) >> size_class & 1U) != 0;
+  }
+  [[nodiscard]] bool has_said(std::size_t size_class) const noexcept {
+    return wants_read(FrameEnd::kClasses + size_class);
   }
 
  private:
@@ -192,7 +196,7 @@ class FrameReader {
   }
   void want_read(std::size_t size_class, bool read) noexcept {
     const std::uint32_t bit = std::uint32_t{1} << size_class;
-    const std::uint32_t wanted = read ? reads_ | bit : reads_ & ~bit;
+    const std::uint32_t wanted = (read ? reads_ | bit : reads_ & ~bit) | bit << FrameEnd::kClasses;
     if (std::exchange(reads_, wanted) != wanted) {
       end_->reads.store(wanted, std::memory_order_relaxed);
     }

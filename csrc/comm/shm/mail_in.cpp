@@ -1,8 +1,7 @@
-// Reading what a peer sends: eagerly, set aside, or around the ring.
+// Reading what a peer sends: eagerly, or set aside. Large messages: mail_large.cpp.
 #include "comm/shm/mail_in.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 #include <utility>
 
@@ -150,9 +149,10 @@ void MailIn::take_rest(const Frame& frame) {
 bool MailIn::pull_bytes() {
   Incoming& incoming = *incoming_;
   char* target = nullptr;  // of what nobody wants
+  // Of its rest, so many bytes came with the offer.
+  const std::size_t before = incoming.frame.kind == FrameKind::kRest ? head_of(incoming.frame.attached) : 0;
   if (incoming.mail) {
-    target = static_cast<char*>(incoming.mail->view.data) +
-             (incoming.frame.kind == FrameKind::kRest ? head_of(incoming.frame.attached) : 0);
+    target = static_cast<char*>(incoming.mail->view.data) + before;
   } else if (incoming.early) {
     target = incoming.early->bytes.data();
   }
@@ -163,11 +163,11 @@ bool MailIn::pull_bytes() {
   }
   while (incoming.moved < total) {
     const std::size_t ready = frames_.ready(incoming.moved);
-    if (ready == 0 || ready > total) {  // its Fate
+    if (ready == 0 || ready > total || desk_.is_cut()) {  // more: its Fate
       return false;
     }
     const std::size_t bytes = std::min({total - incoming.moved, ready, kPiece});
-    ring_.read(target == nullptr ? nullptr : target + incoming.moved, bytes, total >= kStream);
+    ring_.read(target == nullptr ? nullptr : target + incoming.moved, bytes, before + total >= kStream);
     incoming.moved += bytes;
     if (incoming.moved < total) {
       ring_.release();
@@ -227,14 +227,6 @@ void MailIn::learn(const Incoming& message) {
     out_.note_answered(*size);
   } else if (message.learns) {
     learn(*message.learns, frame.shown, false);
-  }
-}
-
-void MailIn::learn(const LargeClass& about, std::uint32_t shown, bool read) {
-  Choice& choice = choice_of(about);
-  choice.note(read, shown, stamp_now());
-  if (about.busy) {
-    frames_.want_read(kSizeClasses + about.size, choice.second());
   }
 }
 
@@ -300,113 +292,6 @@ void MailIn::deliver(const std::shared_ptr<Early>& early, const Held& mail) {
     }
   }
   early_.remove(early);
-}
-
-// --- large messages --------------------------------------------------------------------------------------------------
-
-void MailIn::take_reference(const Held& mail, const Frame& frame) {
-  (void)take_whole(mail, frame, FrameKind::kAck, [&](int sender) {
-    const char* source = desk_.neighbourhood().map(sender, frame.location, frame.bytes, mail->deadline);
-    return copy_once(desk_, static_cast<char*>(mail->view.data), source, frame.bytes) ? Copied::kAll : Copied::kCut;
-  });
-}
-
-void MailIn::take_offer(const Held& mail, const Frame& frame) {
-  const auto place = desk_.neighbourhood().arena().locate(mail->view.data, mail->view.bytes);
-  auto learns = place ? std::nullopt : large_class(frame);
-  if (learns) {
-    // Through the ring two cores share the work of a message. Where there are not as many, the kernel copies it once.
-    const bool crowded = desk_.neighbourhood().is_crowded();
-    const bool own = !crowded && decides(*learns);
-    const bool reads = own ? choice_of(*learns).second() : crowded || out_.wants_read(kSizeClasses + learns->size);
-    if (reads && read_offer(mail, frame)) {
-      if (own) {
-        learn(*learns, frame.shown, true);
-      }
-      return;
-    }
-    if (!own || reads) {
-      learns.reset();
-    }
-  }
-  out_.answer(place ? FrameKind::kPlace : FrameKind::kNoPlace, frame, nullptr, place ? &*place : nullptr);
-  promises_.emplace(frame.number, Promise{mail, place.has_value(), frame.shown, learns});
-}
-
-MailIn::LargeChoices MailIn::make_large_choices() noexcept {
-  LargeChoices choices;
-  for (std::size_t size = 0; size < choices.size(); ++size) {
-    if (kOfferBytes << size >= kStream) {
-      choices[size] = Choice(3);  // no cache remembers the message before
-    }
-  }
-  return choices;
-}
-
-// Of one that may be read.
-std::optional<MailIn::LargeClass> MailIn::large_class(const Frame& offer) const {
-  if (!offer.attached || offer.bytes < kOfferBytes) {
-    return std::nullopt;
-  }
-  const auto size = static_cast<std::size_t>(std::bit_width(offer.bytes / kOfferBytes));
-  return LargeClass{std::min(size, kLargeClasses) - 1, desk_.offers > 0};
-}
-
-Choice& MailIn::choice_of(const LargeClass& of) noexcept {
-  return of.busy ? busy_choices_[of.size] : large_choices_[of.size];
-}
-
-// The receiver does, but of two that send to each other the first for both: each slows the other down.
-bool MailIn::decides(const LargeClass& about) const noexcept {
-  return !about.busy || !out_.sends_large() || desk_.rank() < index(from_);
-}
-
-bool MailIn::read_offer(const Held& mail, const Frame& frame) {
-  return take_whole(mail, frame, FrameKind::kTaken, [&](int sender) {
-    auto* target = static_cast<char*>(mail->view.data);
-    for (std::size_t done = 0; done < frame.bytes; done += kCopiedBetweenLooks) {
-      if (desk_.is_cut()) {
-        return Copied::kCut;
-      }
-      if (!desk_.neighbourhood().read(sender, frame.location.offset + done, target + done,
-                                      std::min(frame.bytes - done, kCopiedBetweenLooks), mail->deadline)) {
-        return Copied::kCannot;
-      }
-    }
-    return Copied::kAll;
-  });
-}
-
-// Ends `mail`, here with what `copy(sender)` brings and there with `thanks`; or with the error, on both sides. False
-// where copy() says that it cannot.
-template <typename Copy>
-bool MailIn::take_whole(const Held& mail, const Frame& frame, FrameKind thanks, const Copy& copy) {
-  try {
-    const int sender = desk_.name_of(from_);
-    switch (copy(sender)) {
-      case Copied::kCannot:
-        return false;
-      case Copied::kCut:
-        cut_.push_back(mail);
-        return true;
-      case Copied::kAll:
-        break;
-    }
-    if (desk_.gone(from_) == Gone::kGivenUp) {
-      ErrorContext what = mail->what();
-      what.peer = sender;
-      throw Error(
-          ErrorKind::kPeerError,
-          str("recv on lane ", desk_.setup().lane, ": rank ", sender, " gave this message up before it was received"),
-          what);
-    }
-    out_.answer(thanks, frame);
-    desk_.end(mail);
-  } catch (const Error&) {
-    out_.answer(FrameKind::kRefusal, frame, &mail->view);
-    desk_.end(mail, std::current_exception());
-  }
-  return true;
 }
 
 // --- ends ------------------------------------------------------------------------------------------------------------

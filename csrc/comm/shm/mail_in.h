@@ -71,7 +71,7 @@ class MailIn {
   };
   // Large messages of a size, which may be read, or come through the ring.
   struct LargeClass {
-    std::size_t size;  // below kLargeClasses
+    std::size_t size;  // large_size()
     bool busy;         // while this rank sends such a message itself
   };
   // What the bytes behind a frame are being read into.
@@ -90,7 +90,6 @@ class MailIn {
     std::uint32_t shown = 0;  // of its offer
     std::optional<LargeClass> learns;
   };
-  static constexpr std::size_t kLargeClasses = 6;  // from kOfferBytes on
   using LargeChoices = std::array<Choice, kLargeClasses>;
 
   [[nodiscard]] bool is_wanted() const;
@@ -107,9 +106,10 @@ class MailIn {
   void take_reference(const Held& mail, const Frame& frame);
   void take_offer(const Held& mail, const Frame& frame);
   [[nodiscard]] static LargeChoices make_large_choices() noexcept;
-  [[nodiscard]] std::optional<LargeClass> large_class(const Frame& offer) const;
   [[nodiscard]] Choice& choice_of(const LargeClass& of) noexcept;
   [[nodiscard]] bool decides(const LargeClass& about) const noexcept;
+  // Once for each offer that the kernel might read.
+  [[nodiscard]] bool may_read() noexcept;
   [[nodiscard]] bool read_offer(const Held& mail, const Frame& frame);
   // What has become of a copy of a large message.
   enum class Copied : std::uint8_t { kAll, kCannot, kCut };
@@ -129,6 +129,7 @@ class MailIn {
   std::array<Choice, kSizeClasses> choices_;
   LargeChoices large_choices_ = make_large_choices();
   LargeChoices busy_choices_ = make_large_choices();
+  std::size_t refused_ = 0;  // so many offers are not read: the kernel refused one
 };
 
 }  // namespace hpcomm::shm

@@ -2,6 +2,7 @@
 #include "comm/shm/mail_out.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <utility>
 
@@ -49,6 +50,10 @@ MailOut::MailOut(MailDesk& desk, int to, const MailIn& in)
               desk.region().geometry().ring_frames),
       ring_(desk.region().ring_ends(desk.rank(), index(to)), desk.region().ring_data(desk.rank(), index(to)),
             desk.region().geometry().ring_bytes) {}
+
+std::size_t large_size(std::size_t bytes) noexcept {
+  return std::min(static_cast<std::size_t>(std::bit_width(bytes / kOfferBytes)), kLargeClasses) - 1;
+}
 
 void MailOut::send(const Held& mail, bool is_over) {
   if (const auto refused = refusals_.find(mail->tag); refused != refusals_.end()) {
@@ -176,6 +181,9 @@ bool MailOut::write(Outgoing& message, bool* wrote) {
     *wrote = true;
     if (left > 0) {
       ring(desk_.bell(to_));
+      if (desk_.is_cut()) {
+        return false;
+      }
     }
   } while (left > 0);
   return true;
@@ -340,6 +348,12 @@ void MailOut::settle(std::uint64_t number) {
 }
 
 // --- ends ------------------------------------------------------------------------------------------------------------
+
+bool MailOut::sends_large(std::size_t size) const noexcept {
+  return std::any_of(offers_.begin(), offers_.end(), [size](const auto& offer) {
+    return offer.second.attached && large_size(offer.second.mail->view.bytes) == size;
+  });
+}
 
 bool MailOut::owes_answers() const noexcept {
   return std::any_of(outgoing_.begin(), outgoing_.end(), [](const Outgoing& next) { return next.mail == nullptr; });

@@ -28,6 +28,11 @@ static_assert(kOfferBytes > kOfferHead);
 inline constexpr std::size_t kSizeClasses = 7;
 [[nodiscard]] std::optional<std::size_t> size_class(const Frame& frame) noexcept;
 
+// Of offers, in the same way.
+inline constexpr std::size_t kLargeClasses = 6;
+static_assert(kSizeClasses + kLargeClasses <= FrameEnd::kClasses);
+[[nodiscard]] std::size_t large_size(std::size_t bytes) noexcept;
+
 // Bytes that are copied at once through a ring, or shown to its reader: it copies them while the writer goes on.
 inline constexpr std::size_t kPiece = std::size_t{32} << 10;
 
@@ -61,10 +66,12 @@ class MailOut {
   // This rank leaves: what is open goes through the ring. False while it is being read.
   [[nodiscard]] bool close_open();
 
-  // Are there large messages that it can read, or that wait for it to say where to?
-  [[nodiscard]] bool sends_large() const noexcept { return !offers_.empty(); }
+  // Are there large messages of this class that the peer may read?
+  [[nodiscard]] bool sends_large(std::size_t size) const noexcept;
   // Does the peer want messages of this class to be read where they lie?
   [[nodiscard]] bool wants_read(std::size_t size) const noexcept { return frames_.wants_read(size); }
+  // Has it ever said?
+  [[nodiscard]] bool has_said(std::size_t size) const noexcept { return frames_.has_said(size); }
 
   [[nodiscard]] bool is_empty() const noexcept { return outgoing_.empty(); }
   [[nodiscard]] std::uint64_t numbers() const noexcept { return numbers_; }

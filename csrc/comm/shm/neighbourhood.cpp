@@ -361,6 +361,7 @@ bool Neighbourhood::read(int rank, std::uint64_t address, char* target, std::siz
       }
     }
     if (copied != Copied::kAll) {
+      refusals_.fetch_add(1, std::memory_order_relaxed);
       return false;
     }
     done += part;

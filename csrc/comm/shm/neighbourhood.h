@@ -72,8 +72,9 @@ class Neighbourhood {
   // attach, process_vm_readv(2)). False where the kernel does not do that (any more, or with this memory), and throws
   // the job's failure or kRankFailed when that rank is gone: `target` holds anything then.
   [[nodiscard]] bool read(int rank, std::uint64_t address, char* target, std::size_t bytes, Deadline deadline);
-  // How often that was.
+  // How often that was, and how often it did not.
   [[nodiscard]] std::uint64_t reads() const noexcept { return reads_.load(std::memory_order_relaxed); }
+  [[nodiscard]] std::uint64_t refusals() const noexcept { return refusals_.load(std::memory_order_relaxed); }
 
  private:
   struct Neighbour {
@@ -114,6 +115,7 @@ class Neighbourhood {
   const KeyWord mark_ = random_key_word();  // by which others see that it is this process that they read
   const bool attach_;
   std::atomic<std::uint64_t> reads_ = 0;
+  std::atomic<std::uint64_t> refusals_ = 0;
   std::unique_ptr<Arena> arena_;
   std::vector<Neighbour> job_;  // by rank
   std::vector<int> ranks_;

@@ -50,7 +50,7 @@ Geometry Geometry::for_ranks(std::size_t ranks) {
   // takes longest to be written again. Between two ranks on Zen 4 an all_reduce of 1 MB takes half as long with eight
   // as with two.
   g.slots = std::clamp<std::size_t>(std::bit_floor(kSlotBudget / (ranks * g.slot_bytes)), 2, 8);
-  // So should rings. There, messages of 1 MB take 0.6 of the time that they take with half of this.
+  // Neither should a ring. There, messages of 1 MB take 0.6 of the time that they take with half of this.
   g.ring_bytes = std::clamp(std::bit_floor(kRingBudget / (ranks * ranks)), std::size_t{8} << 10, std::size_t{1} << 20);
   g.ring_frames = g.ring_bytes / 128;  // programs send this many small messages before anybody receives
   return g;

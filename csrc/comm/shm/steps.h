@@ -1,10 +1,10 @@
 // Steps: how the ranks of a group advance together through its collectives.
 //
 // Every collective is a row of steps, as many on each rank. In a step a rank writes its line and slot, publishes them
-// by storing the step's number, and reads the others'. There are two lines and slots per rank, used in turn: those of
-// step s may be written again at step s + 2, which a rank begins only when everybody has published s + 1, and a rank
-// publishes s + 1 only after its last read of step s. So nothing that somebody still reads is ever overwritten, and no
-// counter is ever reset. It follows that a rank must not read step s once it has published s + 1.
+// by storing the step's number, and reads the others'. There are two lines per rank and two slots or more, used in
+// turn: those of step s may be written again at step s + 2, which a rank begins only when everybody has published s +
+// 1, and a rank publishes s + 1 only after its last read of step s. So nothing that somebody still reads is ever
+// overwritten, and no counter is ever reset. It follows that a rank must not read step s once it has published s + 1.
 #pragma once
 
 #include <atomic>

@@ -1,0 +1,130 @@
+// Of MailIn: large messages, which are copied once, around the ring, or go through it: what mail_in.h draws.
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/error.h"
+#include "comm/shm/mail_in.h"
+
+namespace hpcomm::shm {
+
+namespace {
+
+// After a read that the kernel refused, so many offers of that peer are not tried: the next would be refused as well.
+constexpr std::size_t kRefused = 1024;
+
+}  // namespace
+
+void MailIn::take_reference(const Held& mail, const Frame& frame) {
+  (void)take_whole(mail, frame, FrameKind::kAck, [&](int sender) {
+    const char* source = desk_.neighbourhood().map(sender, frame.location, frame.bytes, mail->deadline);
+    return copy_once(desk_, static_cast<char*>(mail->view.data), source, frame.bytes) ? Copied::kAll : Copied::kCut;
+  });
+}
+
+void MailIn::take_offer(const Held& mail, const Frame& frame) {
+  const auto place = desk_.neighbourhood().arena().locate(mail->view.data, mail->view.bytes);
+  std::optional<LargeClass> learns;
+  if (!place && frame.attached && frame.bytes >= kOfferBytes) {
+    // Through the ring two cores share the work of a message. Where there are not as many, the kernel copies it once.
+    const bool crowded = desk_.neighbourhood().is_crowded();
+    const LargeClass large{large_size(frame.bytes), desk_.offers > 0};
+    if (!crowded && decides(large)) {
+      learns = large;
+    }
+    const bool wanted = learns ? choice_of(large).second() : crowded || out_.wants_read(kSizeClasses + large.size);
+    if (wanted && may_read() && read_offer(mail, frame)) {
+      if (learns) {
+        learn(large, frame.shown, true);
+      }
+      return;
+    }
+  }
+  out_.answer(place ? FrameKind::kPlace : FrameKind::kNoPlace, frame, nullptr, place ? &*place : nullptr);
+  promises_.emplace(frame.number, Promise{mail, place.has_value(), frame.shown, learns});
+}
+
+// The receiver decides; but of two that send each other such messages the lower one for both, for a way that fills the
+// caches slows the other down.
+bool MailIn::decides(const LargeClass& about) const noexcept {
+  const bool both = about.busy && out_.sends_large(about.size) && out_.has_said(kSizeClasses + about.size);
+  return !both || desk_.rank() < index(from_);
+}
+
+Choice& MailIn::choice_of(const LargeClass& of) noexcept {
+  return of.busy ? busy_choices_[of.size] : large_choices_[of.size];
+}
+
+MailIn::LargeChoices MailIn::make_large_choices() noexcept {
+  LargeChoices choices;
+  for (std::size_t size = 0; size < choices.size(); ++size) {
+    if (kOfferBytes << size >= kStream) {
+      choices[size] = Choice(3);  // no cache remembers the message before
+    }
+  }
+  return choices;
+}
+
+void MailIn::learn(const LargeClass& about, std::uint32_t shown, bool read) {
+  Choice& choice = choice_of(about);
+  choice.note(read, shown, stamp_now());
+  if (about.busy) {
+    frames_.want_read(kSizeClasses + about.size, choice.second());
+  }
+}
+
+bool MailIn::may_read() noexcept {
+  refused_ -= refused_ > 0 ? 1 : 0;
+  return refused_ == 0;
+}
+
+bool MailIn::read_offer(const Held& mail, const Frame& frame) {
+  return take_whole(mail, frame, FrameKind::kTaken, [&](int sender) {
+    auto* target = static_cast<char*>(mail->view.data);
+    for (std::size_t done = 0; done < frame.bytes; done += kCopiedBetweenLooks) {
+      if (desk_.is_cut()) {
+        return Copied::kCut;
+      }
+      if (!desk_.neighbourhood().read(sender, frame.location.offset + done, target + done,
+                                      std::min(frame.bytes - done, kCopiedBetweenLooks), mail->deadline)) {
+        refused_ = kRefused;
+        return Copied::kCannot;
+      }
+    }
+    return Copied::kAll;
+  });
+}
+
+// Ends `mail`, here with what `copy(sender)` brings and there with `thanks`; or with the error, on both sides. False
+// where copy() says that it cannot.
+template <typename Copy>
+bool MailIn::take_whole(const Held& mail, const Frame& frame, FrameKind thanks, const Copy& copy) {
+  try {
+    const int sender = desk_.name_of(from_);
+    switch (copy(sender)) {
+      case Copied::kCannot:
+        return false;
+      case Copied::kCut:
+        cut_.push_back(mail);
+        return true;
+      case Copied::kAll:
+        break;
+    }
+    if (desk_.gone(from_) == Gone::kGivenUp) {
+      ErrorContext what = mail->what();
+      what.peer = sender;
+      throw Error(
+          ErrorKind::kPeerError,
+          str("recv on lane ", desk_.setup().lane, ": rank ", sender, " gave this message up before it was received"),
+          what);
+    }
+    out_.answer(thanks, frame);
+    desk_.end(mail);
+  } catch (const Error&) {
+    out_.answer(FrameKind::kRefusal, frame, &mail->view);
+    desk_.end(mail, std::current_exception());
+  }
+  return true;
+}
+
+}  // namespace hpcomm::shm
