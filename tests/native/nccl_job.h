@@ -6,6 +6,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -29,6 +30,24 @@ inline void* pooled_stream(int device) {
   (void)cudaSetDevice(before);
   return stream;
 }
+
+// A variable of the environment, until this ends. Not while other threads run: they may read what is gone then.
+class Variable {
+ public:
+  Variable(const char* name, const char* value) : name_(name) {
+    if (const char* const before = std::getenv(name); before != nullptr) {
+      before_ = before;
+    }
+    ::setenv(name, value, 1);
+  }
+  ~Variable() { before_ ? ::setenv(name_, before_->c_str(), 1) : ::unsetenv(name_); }
+  Variable(const Variable&) = delete;
+  Variable& operator=(const Variable&) = delete;
+
+ private:
+  const char* name_;
+  std::optional<std::string> before_;
+};
 
 // A kernel that ends when it is let go.
 struct Gate {
@@ -80,7 +99,6 @@ class NcclJob {
                    unsigned seed = 1)
       : size_(size), timeout_(timeout) {
     ::setenv("HPCOMM_NCCL_LIBRARY", HPCOMM_TEST_NCCL_LIBRARY, 1);
-    ::unsetenv("NCCL_LAUNCH_ORDER_IMPLICIT");
     set_launch_order_in_time(true);
     fake_cuda::reset(seed, 100);
     fake_cuda::set_device_count(size);

@@ -1,5 +1,6 @@
 // comm/nccl: several lanes on a device, several host threads, graph captures.
 #include <cstdlib>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -38,8 +39,8 @@ void use_two_lanes(const NcclJob& job, int rounds) {
 TEST(nccl_lanes_start_in_the_order_of_issue) {
   // One kernel at a time on a device, and streams that start when they please: without an order this hangs.
   NcclJob job(2);
-  use_two_lanes(job, 30);
   CHECK_EQ(std::string(std::getenv("NCCL_LAUNCH_ORDER_IMPLICIT")), "1");
+  use_two_lanes(job, 30);
   CHECK(fake_nccl::last_config().launch_order);
 }
 
@@ -48,7 +49,7 @@ TEST(nccl_lanes_are_ordered_by_events_where_nccl_is_told_not_to) {
     fake_nccl::Rules rules;
     rules.version = version;
     NcclJob job(2, rules);
-    ::setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0", 1);
+    const Variable unordered("NCCL_LAUNCH_ORDER_IMPLICIT", "0");
     use_two_lanes(job, 30);
     CHECK(!fake_nccl::last_config().launch_order);
     CHECK_EQ(std::string(std::getenv("NCCL_LAUNCH_ORDER_IMPLICIT")), "0");
@@ -60,7 +61,10 @@ TEST(nccl_lanes_are_ordered_by_events_where_nccl_was_used_before_it_was_told) {
   NcclJob job(2);
   CapturedStderr captured;
   set_launch_order_in_time(false);
-  fake_nccl::use_elsewhere();
+  {
+    const Variable untold("NCCL_LAUNCH_ORDER_IMPLICIT", "0");
+    fake_nccl::use_elsewhere();
+  }
   use_two_lanes(job, 30);
   CHECK(!fake_nccl::last_config().launch_order);
   CHECK(fake_cuda::calls("cudaStreamWaitEvent") >= 100);
@@ -184,10 +188,9 @@ TEST(nccl_first_operations_keep_the_host_until_the_peer_has_issued_its_half) {
 TEST(nccl_is_told_to_register_nothing_in_a_capture) {
   for (const bool told : {true, false}) {
     NcclJob job(2);
-    if (told) {
-      ::unsetenv("NCCL_GRAPH_REGISTER");
-    } else {
-      ::setenv("NCCL_GRAPH_REGISTER", "1", 1);  // as somebody may have wished
+    std::optional<Variable> wish;
+    if (!told) {
+      wish.emplace("NCCL_GRAPH_REGISTER", "1");
       job.expect_violations();
     }
     job.run([told](Communicator& world) {
@@ -211,7 +214,6 @@ TEST(nccl_is_told_to_register_nothing_in_a_capture) {
       CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
       world.barrier()->wait();
     });
-    ::unsetenv("NCCL_GRAPH_REGISTER");
     const auto found = fake_nccl::violations();
     CHECK_EQ(std::none_of(found.begin(), found.end(),
                           [](const std::string& what) {

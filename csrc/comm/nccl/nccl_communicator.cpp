@@ -212,7 +212,7 @@ class NcclCommunicator final : public Communicator {
     if (parent->blocking) {
       return make(std::move(part), options_, false);
     }
-    const bool launch_order = ask_for_launch_order();
+    const bool launch_order = asks_for_launch_order();
     SessionPtr session =
         nccl::split(*parent, part, color, options_, launch_order, parent_ != nullptr, deadline_after(part.timeout));
     return finish(std::move(part), options_, std::move(session), nullptr, launch_order);
@@ -222,7 +222,7 @@ class NcclCommunicator final : public Communicator {
   // One that `splits` keeps what its parts are split from.
   [[nodiscard]] static std::shared_ptr<Communicator> make(CommunicatorConfig config, const NcclOptions& options,
                                                           bool splits) {
-    const bool launch_order = ask_for_launch_order();  // before anything of NCCL runs here
+    const bool launch_order = asks_for_launch_order();
     auto [session, parent] = connect(config, options, launch_order, splits);
     return finish(std::move(config), options, std::move(session), std::move(parent), launch_order);
   }

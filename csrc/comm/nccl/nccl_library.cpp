@@ -26,6 +26,16 @@ constexpr int kOrderInConfig = version_code(2, 31, 0);
 
 std::atomic<bool> launch_order_in_time = false;
 
+// As hpcomm/nccl_variables.py, which says why, for programs without Python. At load, while there is one thread: whoever
+// reads the environment while another changes it may read what is gone. What is set stays: who sets the first to 0 gets
+// the order from events instead (launch_order.h).
+[[maybe_unused]] const bool variables_are_set = [] {
+  ::setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0);
+  ::setenv("NCCL_LAUNCH_RACE_FATAL", "0", 0);
+  ::setenv("NCCL_GRAPH_REGISTER", "0", 0);
+  return true;
+}();
+
 template <typename Function>
 void look_up(void* handle, const char* name, Function& function) {
   // POSIX: a function's address travels as void*.
@@ -142,12 +152,7 @@ Config make_config(const Library& nccl, const NcclLimits& limits, bool launch_or
   return config;
 }
 
-bool ask_for_launch_order() {
-  // As hpcomm/nccl_variables.py, which says why, for programs without Python. Not overwritten: whoever sets the first
-  // to 0 gets the order from events instead (launch_order.h).
-  ::setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 0);
-  ::setenv("NCCL_LAUNCH_RACE_FATAL", "0", 0);
-  ::setenv("NCCL_GRAPH_REGISTER", "0", 0);
+bool asks_for_launch_order() {
   const char* asked = std::getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
   return asked != nullptr && std::atoi(asked) != 0;
 }

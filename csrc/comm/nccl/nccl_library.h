@@ -75,9 +75,9 @@ struct Library {
 [[nodiscard]] Config make_config(const Library& nccl, const NcclLimits& limits, bool launch_order_implicit,
                                  bool blocking = false);
 
-// Sets the variables that NCCL reads, unless the user has; called before a communicator is made. True when NCCL is
-// asked to keep the order in which one host thread issues on several communicators of a device.
-[[nodiscard]] bool ask_for_launch_order();
+// True when NCCL is asked to keep the order in which one host thread issues on several communicators of a device: by
+// the environment, whose variables are set when this module is loaded, unless the user has set them.
+[[nodiscard]] bool asks_for_launch_order();
 // Whether it will: where it was `asked`, and is told by the config or has found the variable at its first use.
 [[nodiscard]] bool keeps_launch_order(const Library& nccl, bool asked);
 
