@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -117,6 +118,29 @@ def test_send_first_with_a_lane_each_way() -> None:
     assert "TimedOut" in {outcome.exception for outcome in unconnected}
     for outcome in unconnected:  # or PeerError, of the other's
         assert "because NCCL connects ranks in the call that issues" in outcome.message
+
+
+def interrupted_as_it_issues() -> None:
+    """Ctrl-C while the host waits for a peer that does not issue its half: NCCL would connect to it."""
+    with hpcomm.init(dp=1, pp=2, timeout=60) as mesh:
+        mesh.world.barrier()
+        if mesh.rank == 0:
+            before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                mesh.pp.send(torch.zeros(4), 1, async_op=True)
+            signal.signal(signal.SIGALRM, before)
+            with pytest.raises(hpcomm.Closed, match="interrupted"):
+                mesh.pp.send(torch.zeros(4), 1)
+            mesh.control.send(1, 997, b"interrupted")
+        else:
+            assert mesh.control.receive(0, 997, 30) == b"interrupted"
+        mesh.world.barrier()
+
+
+@pytest.mark.parametrize("rules", ["nccl", "nccl:lanes"])
+def test_ctrl_c_ends_the_wait_for_a_peer_that_does_not_issue(rules: str) -> None:
+    ranks.run(2, interrupted_as_it_issues, env={"HPCOMM_EMULATE": rules}, timeout=40)
 
 
 def only_one_rank() -> None:

@@ -47,12 +47,23 @@ class TinyNumbers {
   const std::uint32_t before_ = get();
 };
 
+// Loaded before what is loaded behind it. GCC orders loads as it likes, and where they come from memory that shows: 16
+// MB in tensors of 4 KB are packed as bfloat16 at 97 % of the copy rate with their lines in order, else at 88 %.
+HPCOMM_AVX512 inline __m512 in_order(__m512 value) {
+  asm volatile("" : "+v"(value));
+  return value;
+}
+
 // float32 to bfloat16 by the instruction made for it, which takes denormals for zero: a turn that has some rounds them
 // by integer arithmetic. Bit for bit like the plain loop, at twice its rate. Nothing is called, not even for denormals:
 // GCC would keep what the loop needs on the stack then, and short tensors wait for that. kQuick does not look for
 // denormals, which is a third of the time in a cache: TinyNumbers around it says whether it has to be done again.
 struct Narrow {
   using Quick = TinyNumbers;
+  // 16 MB in tensors of 16 KB are packed at 76 % of the copy rate where nothing is fetched, at 98 % where the next one
+  // is. Those of 32 KB gain a twentieth there, and lose a sixth where 1 MB lies in a cache; so do loops that widen at
+  // 16 KB.
+  static constexpr std::size_t kVeryLong = std::size_t{32} << 10;
 
   static constexpr std::size_t source_size(DType) noexcept { return sizeof(float); }
   static constexpr std::size_t target_size(DType) noexcept { return sizeof(BFloat16); }
@@ -66,10 +77,10 @@ struct Narrow {
     std::size_t i = 0;
     for (; i + 2 * kTurn <= count; i += 2 * kTurn) {
       fetch.template at<sizeof(float), sizeof(BFloat16)>(i, 2 * kTurn);
-      const __m512 a = _mm512_mul_ps(_mm512_loadu_ps(source + i), wide_factor);
-      const __m512 b = _mm512_mul_ps(_mm512_loadu_ps(source + i + 16), wide_factor);
-      const __m512 c = _mm512_mul_ps(_mm512_loadu_ps(source + i + 32), wide_factor);
-      const __m512 d = _mm512_mul_ps(_mm512_loadu_ps(source + i + 48), wide_factor);
+      const __m512 a = in_order(_mm512_mul_ps(_mm512_loadu_ps(source + i), wide_factor));
+      const __m512 b = in_order(_mm512_mul_ps(_mm512_loadu_ps(source + i + 16), wide_factor));
+      const __m512 c = in_order(_mm512_mul_ps(_mm512_loadu_ps(source + i + 32), wide_factor));
+      const __m512 d = in_order(_mm512_mul_ps(_mm512_loadu_ps(source + i + 48), wide_factor));
       __m512i first = narrow(a, b);
       __m512i second = narrow(c, d);
       if constexpr (!kQuick) {
@@ -166,10 +177,10 @@ struct HalfAvx512 {
   template <typename From, typename To>
   HPCOMM_AVX512 static inline void turn(const From* source, To* target, float factor) {
     const __m512 wide_factor = _mm512_set1_ps(factor);
-    const __m512 a = _mm512_mul_ps(load(source, kAll), wide_factor);
-    const __m512 b = _mm512_mul_ps(load(source + 16, kAll), wide_factor);
-    const __m512 c = _mm512_mul_ps(load(source + 32, kAll), wide_factor);
-    const __m512 d = _mm512_mul_ps(load(source + 48, kAll), wide_factor);
+    const __m512 a = in_order(_mm512_mul_ps(load(source, kAll), wide_factor));
+    const __m512 b = in_order(_mm512_mul_ps(load(source + 16, kAll), wide_factor));
+    const __m512 c = in_order(_mm512_mul_ps(load(source + 32, kAll), wide_factor));
+    const __m512 d = in_order(_mm512_mul_ps(load(source + 48, kAll), wide_factor));
     store(target, a, kAll);
     store(target + 16, b, kAll);
     store(target + 32, c, kAll);

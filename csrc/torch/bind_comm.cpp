@@ -176,6 +176,7 @@ void bind_comm(py::module_& module) {
       [](const std::shared_ptr<Communicator>& inner, const std::string& rules) {
         EmulationConfig emulation = parse_emulation(rules);
         emulation.device = EmulatedDevice::of_this_process();
+        emulation.poll = check_signals;
         return released_without_gil(make_emulated_communicator(inner, std::move(emulation)));
       },
       py::arg("inner"), py::arg("rules"));

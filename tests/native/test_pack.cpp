@@ -22,6 +22,7 @@
 #include "pack/convert.h"
 #include "pack/convert_x86.h"
 #include "pack/copy_bytes.h"
+#include "pack/copy_runs.h"
 #include "pack/element.h"
 #include "pack/isa.h"
 #include "pack/pack.h"

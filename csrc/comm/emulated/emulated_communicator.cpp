@@ -28,7 +28,7 @@ constexpr auto kTurn = std::chrono::milliseconds(1);
 constexpr std::size_t kPiece = std::size_t{1} << 20;
 constexpr const char* kHalf = ", half of a sendrecv";
 
-CommunicatorConfig config_over(const Communicator& inner) {
+CommunicatorConfig config_over(const Communicator& inner, const EmulationConfig& emulation) {
   CommunicatorConfig config;
   config.name = inner.name();
   config.ranks = inner.ranks();
@@ -38,6 +38,7 @@ CommunicatorConfig config_over(const Communicator& inner) {
   config.stream = make_worker_stream("hpcomm:" + inner.lane());
   config.control = inner.shared_control();
   config.timeout = inner.timeout();
+  config.poll = emulation.poll;
   return config;
 }
 
@@ -48,22 +49,6 @@ CommunicatorConfig in_issue_order(CommunicatorConfig config, const EmulationConf
   }
   return config;
 }
-
-// A ticket for an operation that no task of the lane brings along: one that came by way of Stream::wait().
-class OwnTicket {
- public:
-  OwnTicket(EmulatedDevice& device, const std::string& lane) : device_(device) {
-    device_.issue(lane, EmulatedDevice::Kind::kFixed, [this](std::uint64_t ticket) { ticket_ = ticket; });
-  }
-  OwnTicket(const OwnTicket&) = delete;
-  OwnTicket& operator=(const OwnTicket&) = delete;
-  ~OwnTicket() { device_.end(ticket_); }
-  [[nodiscard]] std::uint64_t number() const noexcept { return ticket_; }
-
- private:
-  EmulatedDevice& device_;
-  std::uint64_t ticket_ = 0;
-};
 
 class EmulatedCommunicator final : public HostCommunicator, private DeviceSlot {
  public:
@@ -88,7 +73,9 @@ class EmulatedCommunicator final : public HostCommunicator, private DeviceSlot {
     HostCommunicator::close();
     inner_->close();
   }
-  void group(const std::function<void()>& issue) override { connect(connecting_.collect(issue), timeout()); }
+  void group(const std::function<void()>& issue) override {
+    connect(connecting_.collect(issue), timeout(), config().poll);
+  }
 
  protected:
   WorkPtr submit(Operation operation) override {
@@ -97,7 +84,7 @@ class EmulatedCommunicator final : public HostCommunicator, private DeviceSlot {
       halves = begin_to_connect(operation);
     }
     const auto limit = operation.options.timeout.count() > 0 ? operation.options.timeout : timeout();
-    connect(std::move(halves), limit, operation.options.poll);
+    connect(std::move(halves), limit, operation.options.poll != nullptr ? operation.options.poll : config().poll);
     return HostCommunicator::submit(std::move(operation));
   }
 
@@ -229,11 +216,14 @@ class EmulatedCommunicator final : public HostCommunicator, private DeviceSlot {
   }
 
   // Until the peers have issued their halves; in a group, at its end.
-  void connect(std::vector<Connecting::Half> halves, std::chrono::milliseconds limit, void (*look)() = nullptr) {
+  void connect(std::vector<Connecting::Half> halves, std::chrono::milliseconds limit, void (*look)()) {
     try {
       connecting_.wait(std::move(halves), {deadline_after(limit), interrupted_, look});
     } catch (const Error& error) {
       abort(error);
+      throw;
+    } catch (...) {  // a signal, by way of `look`; the peer has been told of an operation that will not come
+      abort(Error(ErrorKind::kClosed, "interrupted while it waited for its peer to issue the first of its kind"));
       throw;
     }
   }
@@ -491,7 +481,7 @@ class EmulatedCommunicator final : public HostCommunicator, private DeviceSlot {
 
 std::shared_ptr<Communicator> make_emulated_communicator(std::shared_ptr<Communicator> inner,
                                                          EmulationConfig emulation) {
-  CommunicatorConfig config = config_over(*inner);
+  CommunicatorConfig config = config_over(*inner, emulation);
   return std::make_shared<EmulatedCommunicator>(std::move(config), std::move(inner), std::move(emulation));
 }
 

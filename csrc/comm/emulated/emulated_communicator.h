@@ -24,6 +24,7 @@ struct EmulationConfig {
   // call that issues it, and ends that call when the others have issued theirs.
   bool connects = false;
   std::shared_ptr<EmulatedDevice> device;  // all communicators of a rank share one
+  void (*poll)() = nullptr;                // as OpOptions::poll, for what keeps the host
 };
 
 // "nccl[:lanes][:seed=N][:delay=MICROSECONDS]", all but the device. Throws kInvalidArgument.

@@ -75,4 +75,20 @@ class EmulatedDevice {
   std::multiset<std::uint64_t> starting_;    // priorities
 };
 
+// A ticket for an operation that no task of the lane brings along: one that came by way of Stream::wait().
+class OwnTicket {
+ public:
+  OwnTicket(EmulatedDevice& device, const std::string& lane) : device_(device) {
+    device_.issue(lane, EmulatedDevice::Kind::kFixed, [this](std::uint64_t ticket) { ticket_ = ticket; });
+  }
+  OwnTicket(const OwnTicket&) = delete;
+  OwnTicket& operator=(const OwnTicket&) = delete;
+  ~OwnTicket() { device_.end(ticket_); }
+  [[nodiscard]] std::uint64_t number() const noexcept { return ticket_; }
+
+ private:
+  EmulatedDevice& device_;
+  std::uint64_t ticket_ = 0;
+};
+
 }  // namespace hpcomm

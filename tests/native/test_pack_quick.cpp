@@ -1,4 +1,4 @@
-// pack/: thousands of short tensors, which are copied the quick way where there is one, against scalar arithmetic.
+// pack/: many tensors at a time, which are copied the quick way where there is one, against scalar arithmetic.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -20,6 +20,7 @@ using namespace hpcomm;
 namespace {
 
 constexpr std::size_t kTensors = 1000;
+constexpr std::size_t kLongTensors = 80;
 
 BFloat16 rounded(float value, double factor) {
   return element::narrow<BFloat16>(element::widen(value, static_cast<float>(factor)));
@@ -36,16 +37,16 @@ bool same(BFloat16 a, BFloat16 b) {
   return bits_of(a) == bits_of(b) || (is_nan(bits_of(a)) && is_nan(bits_of(b)));
 }
 
-// Short float32 tensors of many lengths, to be packed as bfloat16.
+// Float32 tensors of many lengths, short or long ones, to be packed as bfloat16.
 class Tensors {
  public:
-  Tensors() {
+  explicit Tensors(bool are_long = false) {
     std::mt19937 random(3);
     std::normal_distribution<float> normal;
     std::vector<std::size_t> lengths;
     std::size_t total = 0;
-    for (std::size_t i = 0; i < kTensors; ++i) {
-      lengths.push_back(i % 5 == 0 ? 64 : random() % 70);
+    for (std::size_t i = 0; i < (are_long ? kLongTensors : kTensors); ++i) {
+      lengths.push_back(are_long ? 512 + random() % (i % 3 == 0 ? 9000 : 900) : i % 5 == 0 ? 64 : random() % 70);
       total += lengths.back();
     }
     values.resize(total);
@@ -102,6 +103,40 @@ TEST(pack_short_tensors_keep_tiny_numbers) {
   }
 }
 
+TEST(pack_long_tensors_keep_tiny_numbers) {
+  using Limits = std::numeric_limits<float>;
+  for (const float value : {Limits::denorm_min(), 0x1.fep-127F, 0x1.8p-126F, Limits::infinity()}) {
+    for (std::size_t tensor = 0; tensor < kLongTensors; tensor += 11) {  // wherever what is done at a time begins
+      for (const double factor : {1.0, 0.5}) {
+        Tensors tensors(true);
+        tensors.put(tensor, value);
+        tensors.check(factor, "value " + std::to_string(value) + " in " + std::to_string(tensor));
+      }
+    }
+  }
+  // All of them, some their own targets, between short ones.
+  Tensors tensors(true);
+  for (std::size_t tensor = 0; tensor < kLongTensors; ++tensor) {
+    tensors.put(tensor, Limits::min() / 4);
+  }
+  std::vector<CopyItem>& items = tensors.items;
+  std::vector<float> own(3000, 0x1.8p-127F);
+  std::vector<float> few(20, 0x1.8p-127F);
+  std::vector<BFloat16> few_packed(20);
+  items.insert(items.begin() + 40, {own.data(), own.data(), own.size(), DType::kFloat32, DType::kBFloat16});
+  items.insert(items.begin() + 20, {few.data(), few_packed.data(), few.size(), DType::kFloat32, DType::kBFloat16});
+  tensors.check(1, "between short ones");
+  const BFloat16 expected = rounded(0x1.8p-127F, 1);
+  for (std::size_t i = 0; i < own.size(); ++i) {
+    BFloat16 value{};
+    std::memcpy(&value, reinterpret_cast<const char*>(own.data()) + i * sizeof value, sizeof value);
+    CHECK(same(value, expected));
+  }
+  for (const BFloat16 value : few_packed) {
+    CHECK(same(value, expected));
+  }
+}
+
 TEST(pack_short_tensors_between_others) {
   // Zeros, another type, a long one, and one that is its own target, each between many short ones with tiny numbers.
   Tensors tensors;
@@ -134,19 +169,21 @@ TEST(pack_short_tensors_between_others) {
 }
 
 #if defined(__x86_64__)
-TEST(pack_short_tensors_leave_the_mode_of_arithmetic) {
+TEST(pack_leaves_the_mode_of_arithmetic) {
   constexpr unsigned kFlags = 0x3f;
   constexpr unsigned kDefault = 0x1f80;
   const unsigned before = _mm_getcsr();
   // As it is, denormals taken for zero, tiny results to zero, both (torch.set_flush_denormal), rounded up.
   for (const unsigned mode : {0U, 0x40U, 0x8000U, 0x8040U, 0x4000U}) {
     for (const float value : {1.0F, std::numeric_limits<float>::min() / 2}) {
-      Tensors tensors;
-      tensors.put(500, value);
-      _mm_setcsr(kDefault | mode);
-      tensors.check(mode == 0x4000U ? 1 : 0.5, "mode " + std::to_string(mode));
-      CHECK_EQ(_mm_getcsr() & ~kFlags, kDefault | mode);
-      _mm_setcsr(before);
+      for (const bool are_long : {false, true}) {
+        Tensors tensors(are_long);
+        tensors.put(are_long ? 30 : 500, value);
+        _mm_setcsr(kDefault | mode);
+        tensors.check(mode == 0x4000U ? 1 : 0.5, "mode " + std::to_string(mode));
+        CHECK_EQ(_mm_getcsr() & ~kFlags, kDefault | mode);
+        _mm_setcsr(before);
+      }
     }
   }
 }
