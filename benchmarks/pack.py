@@ -2,6 +2,7 @@
 
     python -m benchmarks.pack                                # 1 MB to 64 MB, 4 to 4,096 tensors, with and without cast
     python -m benchmarks.pack --totals 16 --allocations 9 --rounds 5 --json result.json
+    python -m benchmarks.pack --totals 1 --counts 4096 --adjacent  # without the gaps that malloc leaves
 
 One process, one thread. Variants take turns in every round, in another order each time, as equal code is up to a
 seventh slower right behind the copy: hpcomm's kernels, with the addresses in a list as the Reducer and the Channel have
@@ -45,10 +46,11 @@ BLOCK = 0.02  # seconds
 class Tensors:
     """One set of tensors, and a buffer in hpcomm's layout."""
 
-    def __init__(self, total: int, number: int, wire: torch.dtype) -> None:
+    def __init__(self, total: int, number: int, wire: torch.dtype, adjacent: bool) -> None:
         length = total // number // 4
         self.wire = wire
-        self.tensors = [torch.empty(length) for _ in range(number)]
+        together = torch.empty(length * number).split(length) if adjacent else ()
+        self.tensors = list(together) or [torch.empty(length) for _ in range(number)]
         self.layout = _C.Layout(self.tensors, wire)
         self.buffer = torch.zeros(self.layout.bytes, dtype=torch.uint8)
         self.places = [
@@ -150,6 +152,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--totals", default="1,16,64", help="MB in all, with commas (1,16,64)")
     parser.add_argument("--counts", default=",".join(map(str, COUNTS)), help="numbers of tensors, with commas")
     parser.add_argument("--wires", default="float32,bfloat16", help="types in the buffer (float32,bfloat16)")
+    parser.add_argument("--adjacent", action="store_true", help="tensors side by side, not each in memory of its own")
     parser.add_argument("--allocations", type=positive, default=5, help="how often all memory is taken anew (5)")
     parser.add_argument("--rounds", type=positive, default=3, help="blocks of each variant in an allocation (3)")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
@@ -175,7 +178,10 @@ def run(arguments: argparse.Namespace) -> int:
                 sets: list[Tensors] = []
                 for _ in range(arguments.allocations):
                     # The last ones go when these are there: else they would get the same memory.
-                    sets = [Tensors(total, number, wire) for _ in range(max(1, min(4, 256 * MB // total)))]
+                    sets = [
+                        Tensors(total, number, wire, arguments.adjacent)
+                        for _ in range(max(1, min(4, 256 * MB // total)))
+                    ]
                     wrong += sum(one.wrong(1) for one in sets)
                     blocks.measure(sets, arguments.rounds)
                     wrong += sum(one.wrong(2) for one in sets)

@@ -306,9 +306,10 @@ def test_headers_are_timed_and_right(tmp_path: Path) -> None:
         ]
 
 
-def test_packing_is_timed_and_right(tmp_path: Path) -> None:
+@pytest.mark.parametrize("adjacent", [False, True])
+def test_packing_is_timed_and_right(adjacent: bool, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.pack", "--totals", "0.125", "--counts", "4,64", "--rounds", "2"]
-    command += ["--allocations", "3", "--json", str(tmp_path / "pack.json")]
+    command += ["--allocations", "3", "--json", str(tmp_path / "pack.json")] + ["--adjacent"] * adjacent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
