@@ -96,7 +96,8 @@ struct CommunicatorConfig {
   std::function<std::shared_ptr<Stream>(const std::string& lane)> make_stream;
   std::shared_ptr<Control> control;
   std::chrono::milliseconds timeout{std::chrono::minutes(10)};
-  // As OpOptions::poll, while the communicator is made: its ranks wait for each other.
+  // As OpOptions::poll, for waits without one of their own: while the communicator is made, and where a transport keeps
+  // the host that issues. May come from any thread.
   void (*poll)() = nullptr;
   // What ranks issue is compared before data moves (comm/agreement.h), also where the transport does not do it anyway.
   // The same on all members.

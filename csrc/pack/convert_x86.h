@@ -29,6 +29,12 @@ class TinyNumbers {
   TinyNumbers& operator=(const TinyNumbers&) = delete;
   ~TinyNumbers() { set(before_); }
 
+  // The same value, of which the compiler has computed nothing yet.
+  [[nodiscard]] static double anew(double value) noexcept {
+    asm volatile("" : "+x"(value));
+    return value;
+  }
+
   [[nodiscard]] bool was_right() const noexcept { return (get() & kUnderflow) == 0; }
 
  private:

@@ -214,6 +214,13 @@ template <typename How, bool kQuick>
 template <typename How>
 concept HasQuickWay = requires { typename How::Quick; };
 
+// The run for what is copied again: nothing that was computed of the factor under the other mode may be used for it.
+template <typename How>
+[[gnu::always_inline]] inline RunOfItems anew(RunOfItems run) {
+  run.factor = How::Quick::anew(run.factor);
+  return run;
+}
+
 // Short tensors, and elements of long ones, that it takes at a time: so many are copied again where it was not.
 inline constexpr std::size_t kQuickly = 256;
 inline constexpr std::size_t kQuickElements = std::size_t{32} << 10;
@@ -235,7 +242,7 @@ template <typename How>
         right = way.was_right();
       }
       if (!right) [[unlikely]] {
-        (void)run_short<How, false>(run, begin, next);
+        (void)run_short<How, false>(anew<How>(run), begin, next);
       }
     }
     return next;
@@ -271,11 +278,11 @@ template <typename How, bool kQuick>
         fetch_beginning<kLine>(items[i + 2], large);
       }
     }
-    // From memory the next tensor but one: where they lie scattered, the next is a little late.
-    if (i + 1 < run.count && count < run.very_long_count && fetching == Fetching::kIntel) {
+    const bool fetches_next = i + 1 < run.count && count < run.very_long_count;
+    if (fetches_next && fetching == Fetching::kIntel) {
       copy_one<How, kQuick>(item, count, source_size, run.factor, FetchNext{items[i + 1]});
-    } else if (i + 2 < run.count && count < run.very_long_count && fetching == Fetching::kAll) {
-      copy_one<How, kQuick>(item, count, source_size, run.factor, FetchNextFromMemory{items[i + 2]});
+    } else if (fetches_next && fetching == Fetching::kAll) {
+      copy_one<How, kQuick>(item, count, source_size, run.factor, FetchNextFromMemory{items[i + 1]});
     } else {
       copy_one<How, kQuick>(item, count, source_size, run.factor, FetchNothing{});
     }
@@ -294,7 +301,7 @@ template <typename How>
       right = way.was_right();
     }
     if (!right) [[unlikely]] {
-      (void)run_long<How, false>(run, first, next, kAnySize);
+      (void)run_long<How, false>(anew<How>(run), first, next, kAnySize);
     }
     if (next > first) {
       return next;

@@ -29,7 +29,7 @@ enum class Fetching : std::uint8_t {
   kTargets,
   // Elsewhere, more than that: whole tensors of both sides, into the second-level cache. There are few places for
   // requests that go to the first-level one, and memory is far enough to use them all up: 16 MB in tensors of 4 KB are
-  // packed at 65 % of the copy rate that way, at 102 % this way, as bfloat16 at 54 and 97 %. For what a cast narrows
+  // packed at 65 % of the copy rate that way, at 102 % this way, as bfloat16 at 54 and 95 %. For what a cast narrows
   // nothing goes to the first-level one in advance, which is a tenth better.
   kAll,
 };

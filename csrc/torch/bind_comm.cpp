@@ -1,4 +1,6 @@
 // Communicator as Python sees it.
+#include <unistd.h>
+
 #include <pybind11/stl.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/utils/pybind.h>
@@ -176,7 +178,8 @@ void bind_comm(py::module_& module) {
       [](const std::shared_ptr<Communicator>& inner, const std::string& rules) {
         EmulationConfig emulation = parse_emulation(rules);
         emulation.device = EmulatedDevice::of_this_process();
-        emulation.poll = check_signals;
+        // Signals are the main thread's; a lane's would take the GIL in vain, and after the interpreter has ended.
+        emulation.poll = [] { ::gettid() == ::getpid() ? check_signals() : void(); };
         return released_without_gil(make_emulated_communicator(inner, std::move(emulation)));
       },
       py::arg("inner"), py::arg("rules"));
