@@ -179,7 +179,11 @@ void bind_comm(py::module_& module) {
         EmulationConfig emulation = parse_emulation(rules);
         emulation.device = EmulatedDevice::of_this_process();
         // Signals are the main thread's; a lane's would take the GIL in vain, and after the interpreter has ended.
-        emulation.poll = [] { ::gettid() == ::getpid() ? check_signals() : void(); };
+        emulation.poll = [] {
+          if (::gettid() == ::getpid()) {
+            check_signals();
+          }
+        };
         return released_without_gil(make_emulated_communicator(inner, std::move(emulation)));
       },
       py::arg("inner"), py::arg("rules"));
