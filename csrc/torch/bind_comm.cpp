@@ -202,8 +202,9 @@ void bind_comm(py::module_& module) {
       .def(py::init([](std::shared_ptr<Control> control, double timeout, const std::string& host,
                        const std::vector<int>& members, bool attach) {
              const WithoutGil scope;
-             return released_without_gil(shm::Neighbourhood::discover(std::move(control), in_seconds(timeout), host,
-                                                                      members, attach, &check_signals));
+             return released_without_gil(
+                 shm::Neighbourhood::discover(std::move(control), in_seconds(timeout), host, members,
+                                              attach ? shm::Attach::kMeasured : shm::Attach::kNever, &check_signals));
            }),
            py::arg("control"), py::arg("timeout"), py::arg("host") = "", py::arg("members") = std::vector<int>(),
            py::arg("attach") = true)

@@ -4,6 +4,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <array>
 #include <memory>
 #include <string>
 #include <vector>
@@ -37,18 +38,19 @@ inline bool kernel_reads() {
   return ::process_vm_readv(::getpid(), &to, 1, &from, 1, 0) == 1;
 }
 
+inline constexpr std::array kAttaches = {shm::Attach::kNever, shm::Attach::kMeasured, shm::Attach::kAlways};
+
 class ShmJob {
  public:
-  // `attaches`: large messages may be read by the kernel.
-  explicit ShmJob(int size, milliseconds timeout = milliseconds(20000), bool attaches = true)
+  explicit ShmJob(int size, milliseconds timeout = milliseconds(20000), shm::Attach attach = shm::Attach::kMeasured)
       : size_(size),
         timeout_(timeout),
         controls_(size > 1 ? connect_controls(size) : std::vector{make_solo_control()}),
         neighbourhoods_(static_cast<std::size_t>(size)) {
-    run_ranks(size, [this, attaches](int rank) {
+    run_ranks(size, [this, attach](int rank) {
       auto& mine = controls_[static_cast<std::size_t>(rank)];
       auto& near = neighbourhoods_[static_cast<std::size_t>(rank)];
-      near = shm::Neighbourhood::discover(mine, soon(), {}, {}, attaches);
+      near = shm::Neighbourhood::discover(mine, soon(), {}, {}, attach);
       mine = shm::NearControl::over(mine, near, soon());
     });
   }

@@ -388,7 +388,8 @@ TEST(shm_ranks_read_each_other_where_both_let_them) {
   const auto controls = connect_controls(3);
   run_ranks(3, [&](int rank) {
     const auto& control = controls[static_cast<std::size_t>(rank)];
-    const auto near = shm::Neighbourhood::discover(control, ShmJob::soon(), {}, {}, rank != 1);
+    const auto near = shm::Neighbourhood::discover(control, ShmJob::soon(), {}, {},
+                                                   rank != 1 ? shm::Attach::kMeasured : shm::Attach::kNever);
     CHECK_EQ(near->ranks().size(), 3U);
     CHECK_EQ(near->is_read_by(0), rank == 2);
     CHECK_EQ(near->is_read_by(2), rank == 0);

@@ -273,7 +273,7 @@ TEST(shm_mail_from_several_threads) {
 
 TEST(shm_stress_of_random_mail) {
   for (const unsigned seed : {1U, 2U, 3U, 4U}) {
-    ShmJob(4, 20s, seed % 2 == 0).run([seed](Communicator& world) {
+    ShmJob(4, 20s, kAttaches[seed % kAttaches.size()]).run([seed](Communicator& world) {
       const auto mailbox = world.mailbox();
       std::mt19937 common(seed);
       std::mt19937 own(seed * 100 + static_cast<unsigned>(world.rank()));

@@ -20,8 +20,8 @@ using namespace hpcomm::testing;
 using namespace std::chrono_literals;
 
 TEST(shm_mail_of_another_size_is_refused_on_both_sides) {
-  for (const bool attaches : {false, true}) {
-    ShmJob(2, 20s, attaches).run([](Communicator& world) {
+  for (const shm::Attach attach : kAttaches) {
+    ShmJob(2, 20s, attach).run([](Communicator& world) {
       const auto mailbox = world.mailbox();
       for (const std::size_t count :
            {2UL, 4UL, 200000UL, 300000UL}) {  // in its frame, behind it, piece by piece, offered
@@ -170,9 +170,9 @@ TEST(shm_an_abort_ends_mail) {
 }
 
 TEST(shm_an_abort_ends_large_mail_on_both_sides) {
-  for (const bool attaches : {false, true}) {
+  for (const shm::Attach attach : kAttaches) {
     // Offered and not taken; taken, with the place of an arena told, and the sender never looks.
-    const ShmJob job(2, 20s, attaches);
+    const ShmJob job(2, 20s, attach);
     std::atomic<bool> sent = false;
     run_ranks(2, [&](int rank) {
       const auto world = job.communicator(rank);
@@ -212,7 +212,7 @@ TEST(shm_an_abort_does_not_wait_for_the_copy_of_a_large_message) {
   for (const bool receiver_copies : {true, false}) {
     bool is_cut = false;
     for (int attempt = 0; attempt < 20 && !is_cut; ++attempt) {
-      const ShmJob job(2, 20s, false);
+      const ShmJob job(2, 20s, shm::Attach::kNever);
       std::atomic<const char*> target = nullptr;
       std::atomic<bool> over = false;
       run_ranks(2, [&](int rank) {
@@ -253,7 +253,7 @@ TEST(shm_an_abort_does_not_wait_for_the_copy_of_a_large_message) {
 }
 
 TEST(shm_large_mail_of_a_rank_that_leaves_at_once_arrives) {
-  const ShmJob job(2, 20s, false);  // the head of an offer comes before its receive
+  const ShmJob job(2, 20s, shm::Attach::kNever);  // the head of an offer comes before its receive
   std::atomic<int> stage = 0;
   run_ranks(2, [&](int rank) {
     // The first is offered. What is left of the second, when the offer is taken up, fills the ring to its last byte,
@@ -302,7 +302,7 @@ TEST(shm_large_mail_of_a_rank_that_leaves_at_once_arrives) {
 }
 
 TEST(shm_an_offer_of_a_rank_that_has_left_is_not_waited_for) {
-  const ShmJob job(2, 20s, false);  // the head of an offer comes before its receive
+  const ShmJob job(2, 20s, shm::Attach::kNever);  // the head of an offer comes before its receive
   std::atomic<bool> left = false;
   std::atomic<bool> over = false;
   run_ranks(2, [&](int rank) {
@@ -329,8 +329,8 @@ TEST(shm_an_offer_of_a_rank_that_has_left_is_not_waited_for) {
 }
 
 TEST(shm_large_mail_that_nobody_takes_times_out) {
-  for (const bool attaches : {false, true}) {
-    const ShmJob job(2, 20s, attaches);
+  for (const shm::Attach attach : kAttaches) {
+    const ShmJob job(2, 20s, attach);
     std::atomic<bool> over = false;
     run_ranks(2, [&](int rank) {
       const auto world = job.communicator(rank);

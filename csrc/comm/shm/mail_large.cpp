@@ -32,7 +32,8 @@ void MailIn::take_offer(const Held& mail, const Frame& frame) {
     if (!crowded && decides(large)) {
       learns = large;
     }
-    const bool wanted = learns ? choice_of(large).second() : crowded || out_.wants_read(kSizeClasses + large.size);
+    const bool wanted = desk_.neighbourhood().always_reads() ||
+                        (learns ? choice_of(large).second() : crowded || out_.wants_read(kSizeClasses + large.size));
     if (wanted && may_read() && read_offer(mail, frame)) {
       if (learns) {
         learn(large, frame.shown, true);

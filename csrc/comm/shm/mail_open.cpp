@@ -18,6 +18,7 @@ std::uint32_t patience(std::size_t bytes) {
   return static_cast<std::uint32_t>(std::min<std::size_t>(20'000 + bytes / 16, 100'000) / 64);
 }
 constexpr std::size_t kMostPenalty = 256;
+constexpr std::uint32_t kAlwaysPatient = 1'000'000'000 / 64;  // where messages are always read
 // A receiver in the midst of a message to this rank is busy with that: it is waited for this many times as long.
 constexpr std::uint32_t kBusy = 10;
 // Of this many messages to a peer one at least is answered by one of its size, where both send to each other.
@@ -41,7 +42,8 @@ bool MailOut::may_be_open(const Outgoing& message, std::size_t size) {
   // Each receiver knows what is better for it; of two that send to each other the first decides for both, for a way
   // that fills the caches slows the other down.
   const bool both = unanswered_[size] <= kAnswered && desk_.rank() < index(to_);
-  const bool wanted = both ? in_.prefers_open(size) : frames_.wants_read(size);
+  const bool wanted =
+      desk_.neighbourhood().always_reads() || (both ? in_.prefers_open(size) : frames_.wants_read(size));
   const std::size_t bytes = std::min(message.mail->view.bytes, ring_.capacity());
   if (!wanted || outgoing_.size() > 1 || ring_.room(bytes) < bytes || desk_.neighbourhood().is_crowded() ||
       !is_read_by_peer()) {
@@ -73,7 +75,8 @@ std::uint32_t MailOut::stays_open() const {
     return 0;
   }
   const Frame& frame = outgoing_.front().frame;
-  const std::uint32_t limit = patience(frame.bytes) * (in_.is_receiving() ? kBusy : 1);
+  const std::uint32_t limit =
+      desk_.neighbourhood().always_reads() ? kAlwaysPatient : patience(frame.bytes) * (in_.is_receiving() ? kBusy : 1);
   const std::uint32_t waited = stamp_now() - frame.shown;
   return limit - std::min(waited, limit);
 }

@@ -113,7 +113,7 @@ std::vector<int> everybody(int size) {
 
 }  // namespace
 
-Neighbourhood::Neighbourhood(std::shared_ptr<Control> control, bool attach)
+Neighbourhood::Neighbourhood(std::shared_ptr<Control> control, Attach attach)
     : control_(std::move(control)), attach_(attach) {
   try {
     courier_ = std::make_shared<Courier>();
@@ -129,7 +129,7 @@ Neighbourhood::Neighbourhood(std::shared_ptr<Control> control, bool attach)
 
 std::shared_ptr<Neighbourhood> Neighbourhood::discover(std::shared_ptr<Control> control, Deadline deadline,
                                                        const std::string& host, const std::vector<int>& members,
-                                                       bool attach, void (*poll)()) {
+                                                       Attach attach, void (*poll)()) {
   const auto made = std::shared_ptr<Neighbourhood>(new Neighbourhood(std::move(control), attach));
   made->meet(host, members.empty() ? everybody(made->control_->size()) : members, deadline, poll);
   return made;
@@ -150,7 +150,7 @@ void Neighbourhood::meet(const std::string& host, const std::vector<int>& all, D
   }
   const std::string greeting =
       join({boot_id(), host, courier_ ? courier_->address() : "", courier_ ? text_of(courier_->key_word()) : "", page,
-            obstacle_, allowed_cores(), scheduler_group(), str(attach_ ? ::getpid() : 0),
+            obstacle_, allowed_cores(), scheduler_group(), str(attach_ == Attach::kNever ? 0 : ::getpid()),
             str(reinterpret_cast<std::uintptr_t>(mark_.data())), text_of(mark_), network()});
   const std::vector<std::string> greetings = control_->exchange(all, kMeetChannel, greeting, deadline, poll);
   job_.resize(static_cast<std::size_t>(control_->size()));
@@ -372,7 +372,8 @@ bool Neighbourhood::read(int rank, std::uint64_t address, char* target, std::siz
 
 bool Neighbourhood::attaches_to(const Neighbour& neighbour) const {
   char nothing = 0;
-  return attach_ && neighbour.process != 0 && copy_from(neighbour, neighbour.mark_address, &nothing, 1) == Copied::kAll;
+  return attach_ != Attach::kNever && neighbour.process != 0 &&
+         copy_from(neighbour, neighbour.mark_address, &nothing, 1) == Copied::kAll;
 }
 
 Neighbourhood::Copied Neighbourhood::copy_from(const Neighbour& neighbour, std::uint64_t address, char* target,

@@ -22,16 +22,24 @@
 
 namespace hpcomm::shm {
 
+// Whether this rank reads messages out of the memory of others, and lets them read its own.
+enum class Attach : std::uint8_t {
+  kNever,
+  kMeasured,  // those that come quicker that way
+  kAlways,    // where a message may go that way it does, and waits for its receiver for a second: for tests
+};
+
 class Neighbourhood {
  public:
   // Collective over the job. `host` tells ranks apart that could share memory and shall not (a test, a NUMA node):
   // only ranks with equal values do. Never throws because memory cannot be shared: the neighbourhood is then smaller.
   // `members` are the job's ranks, in order, where it has not all that `control` could have; empty for all of these.
-  // `attach`: this rank uses read(), and others may use it on this one.
+  // `attach`: whether this rank uses read(), and others may use it on this one.
   // Waits as Control::receive() does. Throws kTimedOut or the job's failure.
   [[nodiscard]] static std::shared_ptr<Neighbourhood> discover(std::shared_ptr<Control> control, Deadline deadline,
                                                                const std::string& host = {},
-                                                               const std::vector<int>& members = {}, bool attach = true,
+                                                               const std::vector<int>& members = {},
+                                                               Attach attach = Attach::kMeasured,
                                                                void (*poll)() = nullptr);
 
   // The job's ranks in it, this one among them, in order. All of them find the same.
@@ -42,6 +50,8 @@ class Neighbourhood {
   [[nodiscard]] WaitPolicy wait_policy() const noexcept { return policy_for(ranks_.size(), cores_, one_group_); }
   // Do they outnumber the cores that they may use?
   [[nodiscard]] bool is_crowded() const noexcept { return ranks_.size() > cores_; }
+  // Is what may be read where it lies always read?
+  [[nodiscard]] bool always_reads() const noexcept { return attach_ == Attach::kAlways; }
   // Why `rank` is not in it: for messages.
   [[nodiscard]] std::string why_not(int rank) const;
   // The first of `ranks` that should be in it, for it runs on this host, in this network and under the same
@@ -91,7 +101,7 @@ class Neighbourhood {
     std::map<std::uint32_t, std::shared_ptr<Segment>> segments;
   };
 
-  Neighbourhood(std::shared_ptr<Control> control, bool attach);
+  Neighbourhood(std::shared_ptr<Control> control, Attach attach);
   void meet(const std::string& host, const std::vector<int>& members, Deadline deadline, void (*poll)());
   [[nodiscard]] bool attaches_to(const Neighbour& neighbour) const;
   // What became of a copy out of another process.
@@ -113,7 +123,7 @@ class Neighbourhood {
   std::shared_ptr<Courier> courier_;  // null when this rank cannot offer anything; `obstacle_` says why
   std::string obstacle_;
   const KeyWord mark_ = random_key_word();  // by which others see that it is this process that they read
-  const bool attach_;
+  const Attach attach_;
   std::atomic<std::uint64_t> reads_ = 0;
   std::atomic<std::uint64_t> refusals_ = 0;
   std::unique_ptr<Arena> arena_;
