@@ -147,16 +147,50 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
+def several(one: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Values with commas between them."""
+    return lambda text: [one(part.strip()) for part in text.split(",")]
+
+
+def megabytes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected megabytes, more than 0")
+    return value
+
+
+def wire_type(text: str) -> str:
+    dtype = getattr(torch, text, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a floating-point type of torch, such as bfloat16")
+    return text
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--totals", default="1,16,64", help="MB in all, with commas (1,16,64)")
-    parser.add_argument("--counts", default=",".join(map(str, COUNTS)), help="numbers of tensors, with commas")
-    parser.add_argument("--wires", default="float32,bfloat16", help="types in the buffer (float32,bfloat16)")
+    parser.add_argument("--totals", type=several(megabytes), default="1,16,64", help="MB in all, with commas (1,16,64)")
+    parser.add_argument(
+        "--counts", type=several(positive), default=",".join(map(str, COUNTS)), help="numbers of tensors, with commas"
+    )
+    parser.add_argument(
+        "--wires", type=several(wire_type), default="float32,bfloat16", help="types in the buffer (float32,bfloat16)"
+    )
     parser.add_argument("--adjacent", action="store_true", help="tensors side by side, not each in memory of its own")
     parser.add_argument("--allocations", type=positive, default=5, help="how often all memory is taken anew (5)")
     parser.add_argument("--rounds", type=positive, default=3, help="blocks of each variant in an allocation (3)")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if min(arguments.totals) * MB < 4 * max(arguments.counts):
+        parser.error(f"{max(arguments.counts)} tensors of float32 do not fit {min(arguments.totals):g} MB")
+    return arguments
+
+
+def _text(value: object) -> str:
+    """As one writes it in a command line."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -169,9 +203,9 @@ def run(arguments: argparse.Namespace) -> int:
     print("".join(f"# {key:<18} {value}\n" for key, value in described.items()))
     print(f"{'':<30}{'':>10}{'kernels':>32}{'from Python':>16}{'foreach':>16}   shares of the copy rate")
     print(f"{'':<30}{'copy GB/s':>10}{'pack':>16}{'unpack':>16}" + f"{'pack':>8}{'unpack':>8}" * 2)
-    for total in (int(float(text) * MB) for text in arguments.totals.split(",")):
-        for number in map(int, arguments.counts.split(",")):
-            for wire_name in arguments.wires.split(","):
+    for total in (int(one * MB) for one in arguments.totals):
+        for number in arguments.counts:
+            for wire_name in arguments.wires:
                 wire = getattr(torch, wire_name)
                 cast = "" if wire == torch.float32 else f", as {wire_name}"
                 blocks = Blocks()
@@ -201,7 +235,9 @@ def run(arguments: argparse.Namespace) -> int:
                              "quartiles": {name: (span[0], span[2]) for name, span in spans.items()}})  # fmt: skip
     print(f"\n# tensors that were wrong: {wrong}")
     if arguments.json:
-        document = {"question": "pack", "environment": described, "arguments": vars(arguments), "rows": rows}
+        said = {name: ",".join(map(_text, value)) if isinstance(value, list) else value
+                for name, value in vars(arguments).items()}  # fmt: skip
+        document = {"question": "pack", "environment": described, "arguments": said, "rows": rows}
         Path(arguments.json).write_text(json.dumps(document, indent=1) + "\n")
     return 1 if wrong else 0
 

@@ -17,7 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # `pytest` alone, other than `python -m pytest`, does not look there
 
-from benchmarks import collectives, collectives_table, launch, operations  # noqa: E402
+from benchmarks import collectives, collectives_table, launch, operations, pack  # noqa: E402
 from benchmarks.collectives_rank import Fresh  # noqa: E402
 from benchmarks.operations import DTYPES, OPERATIONS, REDOPS, Case  # noqa: E402
 
@@ -315,7 +315,30 @@ def test_packing_is_timed_and_right(adjacent: bool, tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "64 x 2 KB, as bfloat16" in ended.stdout
     assert "# tensors that were wrong: 0" in ended.stdout
-    for row in json.loads((tmp_path / "pack.json").read_text())["rows"]:
+    document = json.loads((tmp_path / "pack.json").read_text())
+    assert [document["arguments"][name] for name in ("totals", "counts")] == ["0.125", "4,64"]
+    for row in document["rows"]:
         assert {len(rates) for rates in row["rates"].values()} == {3 * 2}
         for name, (low, high) in row["quartiles"].items():
             assert low <= row["shares"][name] <= high
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--counts", "four"], "argument --counts: 'four': expected a positive number"),
+        (["--counts", "4,-1"], "argument --counts: '-1': expected a positive number"),
+        (["--totals", "1,all"], "argument --totals: 'all': expected megabytes, more than 0"),
+        (["--totals", "nan"], "argument --totals: 'nan': expected megabytes, more than 0"),
+        (["--wires", "int32"], "argument --wires: 'int32': expected a floating-point type of torch"),
+        (["--wires", "Tensor"], "argument --wires: 'Tensor': expected a floating-point type of torch"),
+        (["--totals", "0.01", "--counts", "4,4096"], "4096 tensors of float32 do not fit 0.01 MB"),
+    ],
+)
+def test_packing_refuses_what_it_cannot_time(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        pack.parse(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
