@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -139,9 +140,15 @@ def _job_of(options: Any, ranks: list[int], transport: str, timeout: float) -> J
 
 
 def _leave() -> None:
-    """At exit without ``destroy_process_group``: peers that do not wait for us go on."""
+    """At exit without ``destroy_process_group``: peers that do not wait for us go on.
+
+    What this rank has not waited for gets time to end, unless it ends by an error: others shall know of that at once.
+    """
+    failed = getattr(sys, "last_value", None) is not None
     for job in _jobs:
         with contextlib.suppress(HpcommError):
+            if not failed:
+                job.native.settle()
             job.native.end()
 
 

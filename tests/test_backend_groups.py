@@ -21,7 +21,7 @@ import torch.distributed as dist
 from backend_group import filled, same, world
 from torch import nn
 
-from hpcomm import _build
+from hpcomm import _build, job
 from hpcomm.named_group import in_named_group
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -228,15 +228,24 @@ def left_undestroyed() -> None:
     work = dist.all_reduce(torch.ones(1000), async_op=True)
     assert work is not None
     if dist.get_rank() == 0:
+        time.sleep(0.3)  # rank 1 is about to leave meanwhile
         work.wait()
-    while not work.is_completed():  # who leaves before that takes the others' result along
-        time.sleep(0.001)
 
 
 def test_an_exit_without_destroy_is_quiet() -> None:
     outcomes = ranks.run(2, left_undestroyed, expect_failure=True, full_exit=True)
     assert [outcome.ok for outcome in outcomes] == [True, True]
     assert "".join(outcome.output for outcome in outcomes).count("Error") == 0
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_an_exit_by_an_error_waits_for_nothing(failed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    native = SimpleNamespace(settle=lambda: said.append("settle"), end=lambda: said.append("end"))
+    monkeypatch.setattr(job, "_jobs", [SimpleNamespace(native=native)])
+    monkeypatch.setattr(sys, "last_value", ValueError() if failed else None, raising=False)
+    job._leave()
+    assert said == (["end"] if failed else ["settle", "end"])
 
 
 @pytest.mark.parametrize("order", ["hpcomm, torch.distributed", "torch.distributed, hpcomm"])

@@ -51,7 +51,7 @@ HpcommBackend::HpcommBackend(std::shared_ptr<HostCommunicator> communicator, std
       job_(std::move(job)),
       timeout_(communicator_->timeout().count()) {
   init();
-  job_->enter();
+  job_->enter(operations());
 }
 
 HpcommBackend::~HpcommBackend() {
@@ -64,7 +64,7 @@ HpcommBackend::~HpcommBackend() {
 
 void HpcommBackend::leave() noexcept {
   if (!left_.exchange(true)) {
-    job_->leave();
+    job_->leave(operations());
   }
 }
 
@@ -329,18 +329,6 @@ at::Tensor HpcommBackend::allocateTensor(long size, at::TensorOptions options) {
   });
 }
 
-bool HpcommBackend::ends_unattended(Deadline patience) const {
-  constexpr auto kLook = std::chrono::milliseconds(20);  // for a thread that begins to wait meanwhile
-  const Event issued = communicator_->stream().record();
-  while (*inside_ == 0 && Clock::now() < patience) {
-    const Deadline until = std::min(patience, Clock::now() + kLook);
-    if (issued.wait_until(until) && communicator_->idle_until(until)) {
-      return true;
-    }
-  }
-  return false;
-}
-
 void HpcommBackend::shutdown() {
   const WithoutGil scope;
   if (left_ || communicator_->forked()) {
@@ -349,7 +337,7 @@ void HpcommBackend::shutdown() {
   const Error destroyed(ErrorKind::kClosed, "the group was destroyed", communicator_->context("shutdown", -1, 0));
   // A thread that waits for a collective would wait for a group that is gone. What nobody waits for gets time to end,
   // also while a thread waits for a message: peers may be about to finish it.
-  if (!ends_unattended(Clock::now() + kShutdownWait)) {
+  if (!operations().end_unattended(Clock::now() + kShutdownWait)) {
     communicator_->abort(destroyed);
   }
   communicator_->close();

@@ -111,8 +111,7 @@ class HpcommBackend final : public c10d::Backend {
   [[nodiscard]] OpOptions op_options(std::chrono::milliseconds timeout) const;
   [[nodiscard]] const std::shared_ptr<HostCommunicator>& communicator() const;
   void leave() noexcept;
-  // False when `patience` was over first, or when a thread waits for a collective.
-  [[nodiscard]] bool ends_unattended(Deadline patience) const;
+  [[nodiscard]] GroupOperations operations() const { return {communicator_, inside_}; }
 
   std::shared_ptr<HostCommunicator> communicator_;
   std::shared_ptr<Mailbox> mailbox_;

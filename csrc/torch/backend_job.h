@@ -1,14 +1,31 @@
 // What the groups of one job share: its Control, and who shares memory with whom. The last group to go ends it.
 #pragma once
 
+#include <atomic>
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <utility>
+#include <vector>
 
+#include "comm/host_communicator.h"
 #include "comm/shm/neighbourhood.h"
 #include "control/control.h"
 
 namespace hpcomm {
+
+// How long operations that nobody waits for get to end, when their group or the process does.
+inline constexpr auto kShutdownWait = std::chrono::seconds(5);
+
+// The operations of one group, as long as it is there.
+struct GroupOperations {
+  std::weak_ptr<const HostCommunicator> communicator;
+  // Threads that wait for a collective, in its call or by its Work.
+  std::shared_ptr<const std::atomic<int>> inside;
+
+  // Waits until all have ended. False when `patience` was over first, or when a thread waits for a collective.
+  [[nodiscard]] bool end_unattended(Deadline patience) const;
+};
 
 class BackendJob {
  public:
@@ -34,18 +51,22 @@ class BackendJob {
     anchored_ = true;
   }
   // A group was made.
-  void enter() noexcept {
+  void enter(GroupOperations group) {
     const std::lock_guard lock(mutex_);
-    ++groups_;
+    groups_.push_back(std::move(group));
   }
   // A group has gone.
-  void leave() noexcept {
+  void leave(const GroupOperations& group) noexcept {
     std::unique_lock lock(mutex_);
-    if (--groups_ == 0 && anchored_) {
+    std::erase_if(groups_, [&group](const GroupOperations& other) { return other.inside == group.inside; });
+    if (groups_.empty() && anchored_) {
       lock.unlock();
       end();
     }
   }
+  // The process is about to end, with groups that were not destroyed: what nobody waits for gets time to end, as a
+  // group's own end would give it. Not in a forked child.
+  void settle() const;
   // Leaves the job in order: peers that wait for this rank raise, others go on. Idempotent.
   void end() noexcept {
     std::unique_lock lock(mutex_);
@@ -61,7 +82,7 @@ class BackendJob {
   mutable std::mutex mutex_;
   std::shared_ptr<Control> control_;
   std::shared_ptr<shm::Neighbourhood> neighbourhood_;
-  int groups_ = 0;
+  std::vector<GroupOperations> groups_;
   bool anchored_ = false;
 };
 

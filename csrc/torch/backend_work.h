@@ -29,9 +29,6 @@ void wait_to_end(const Work& work, std::chrono::milliseconds limit);
 // How c10d::Backend::getError() says why a communicator was aborted, if it was.
 [[nodiscard]] c10d::ErrorType error_type_of(const std::optional<Error>& why);
 
-// How long a backend's shutdown() waits for operations that nobody has waited for.
-inline constexpr auto kShutdownWait = std::chrono::seconds(5);
-
 // What `body` returns; what it throws is visible to torch.
 template <typename Body>
 auto for_torch(const Body& body) {

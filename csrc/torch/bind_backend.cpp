@@ -34,6 +34,7 @@ void bind_backend(py::module_& module) {
                              [](const BackendJob& job) { return released_without_gil(job.neighbourhood()); })
       .def_property_readonly("ended", &BackendJob::ended)
       .def("anchor", &BackendJob::anchor)
+      .def("settle", &BackendJob::settle, py::call_guard<py::gil_scoped_release>())
       .def("end", &BackendJob::end, py::call_guard<py::gil_scoped_release>());
 
   bind_backend_class(module);

@@ -10,6 +10,7 @@
 
 #include "base/error.h"
 #include "torch/backend_args.h"
+#include "torch/backend_job.h"
 #include "torch/backend_step.h"
 #include "torch/backend_work.h"
 #include "torch/device.h"

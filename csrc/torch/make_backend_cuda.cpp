@@ -37,7 +37,7 @@ class DeviceBackend final : public c10d::Backend {
         options_(options),
         job_(std::move(job)) {
     init();
-    job_->enter();
+    job_->enter(operations_);
   }
   ~DeviceBackend() override {
     const WithoutGil scope;
@@ -278,7 +278,7 @@ class DeviceBackend final : public c10d::Backend {
 
   void leave() noexcept {
     if (!left_.exchange(true)) {
-      job_->leave();
+      job_->leave(operations_);
     }
   }
 
@@ -287,6 +287,8 @@ class DeviceBackend final : public c10d::Backend {
   const CommunicatorConfig group_;          // of both halves; its stream is of neither
   const NcclOptions options_;
   std::shared_ptr<BackendJob> job_;
+  // Nothing to wait for at an exit: the host's group has its own, and what a GPU has to do is its streams'.
+  const GroupOperations operations_{{}, std::make_shared<std::atomic<int>>(0)};
   std::atomic<bool> left_ = false;
   std::mutex mutex_;
   std::chrono::milliseconds timeout_{0};

@@ -1,0 +1,34 @@
+// What ends of itself when a group or the process ends.
+#include "torch/backend_job.h"
+
+#include <algorithm>
+
+namespace hpcomm {
+
+bool GroupOperations::end_unattended(Deadline patience) const {
+  constexpr auto kLook = std::chrono::milliseconds(20);  // for a thread that begins to wait meanwhile
+  const auto group = communicator.lock();
+  if (group == nullptr || group->forked()) {
+    return true;
+  }
+  const Event issued = group->stream().record();
+  while (*inside == 0 && Clock::now() < patience) {
+    const Deadline until = std::min(patience, Clock::now() + kLook);
+    if (issued.wait_until(until) && group->idle_until(until)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+void BackendJob::settle() const {
+  std::unique_lock lock(mutex_);
+  const std::vector<GroupOperations> groups = groups_;
+  lock.unlock();  // groups may end meanwhile
+  const Deadline patience = Clock::now() + kShutdownWait;
+  for (const GroupOperations& group : groups) {
+    (void)group.end_unattended(patience);
+  }
+}
+
+}  // namespace hpcomm
