@@ -147,9 +147,11 @@ def _leave() -> None:
     failed = getattr(sys, "last_value", None) is not None
     for job in _jobs:
         with contextlib.suppress(HpcommError):
-            if not failed:
-                job.native.settle()
-            job.native.end()
+            try:
+                if not failed:
+                    job.native.settle()
+            finally:
+                job.native.end()
 
 
 def _gloo_backend(options: Any, timeout: float, look: Look = nothing) -> Backend:

@@ -480,6 +480,18 @@ def forks() -> None:
     value = full(4)
     dist.all_reduce(value)
     assert bool((value == 14).all())
+    # What was issued before: a child that looked for it would take the parent's messages.
+    large = torch.full((300_000,), 10.0 + rank())
+    received = torch.zeros(300_000)
+    works = [dist.irecv(received, 1 - rank()), dist.all_reduce(full(4), async_op=True)]
+    waits = [call for work in works if work is not None for call in (work.wait, work.is_completed)]
+    require_refused_in_children(waits)
+    dist.barrier()
+    dist.send(large, 1 - rank())
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert bool((received == 11.0 - rank()).all())
     dist.destroy_process_group()
 
 

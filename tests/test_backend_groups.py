@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -246,6 +247,29 @@ def test_an_exit_by_an_error_waits_for_nothing(failed: bool, monkeypatch: pytest
     monkeypatch.setattr(sys, "last_value", ValueError() if failed else None, raising=False)
     job._leave()
     assert said == (["end"] if failed else ["settle", "end"])
+
+
+def interrupted_as_it_ends() -> str:
+    dist.init_process_group("hpcomm", timeout=timedelta(seconds=20))
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        store.wait(["interrupted"], timedelta(seconds=20))
+        os._exit(0)
+    dist.all_reduce(torch.ones(1), async_op=True)  # that nobody joins
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        dist.destroy_process_group()
+    assert time.monotonic() - start < 4  # of five seconds
+    store.set("interrupted", "")
+    return "interrupted"
+
+
+def test_ctrl_c_ends_the_wait_of_a_group_that_ends() -> None:
+    outcomes = ranks.run(2, interrupted_as_it_ends, expect_failure=True)
+    assert outcomes[0].value == "interrupted"
 
 
 @pytest.mark.parametrize("order", ["hpcomm, torch.distributed", "torch.distributed, hpcomm"])

@@ -116,6 +116,24 @@ void Communicator::require_factor(const char* operation, DType dtype, ReduceOp o
                  to_string(op), " of ", to_string(dtype), " on ", transport());
 }
 
+namespace {
+
+bool are_apart(const BufferView& a, const BufferView& b) {
+  const auto* const begin = static_cast<const char*>(a.data);
+  const auto* const other = static_cast<const char*>(b.data);
+  return a.bytes == 0 || b.bytes == 0 || begin + a.bytes <= other || other + b.bytes <= begin;
+}
+
+// Parts are read and written in an order of the transport's: one that lay across others would find its own results.
+void require_in_place(const char* operation, const BufferView& whole, const BufferView& part, int rank) {
+  HPCOMM_REQUIRE(are_apart(whole, part) ||
+                     part.data == static_cast<const char*>(whole.data) + static_cast<std::size_t>(rank) * part.bytes,
+                 operation, ": tensor and output overlap, and the smaller one is not part ", rank,
+                 " of the other, which is where this rank's may be; give it memory of its own");
+}
+
+}  // namespace
+
 WorkPtr Communicator::issue(Operation operation) {
   switch (operation.kind) {
     case Operation::Kind::kSend:
@@ -154,6 +172,7 @@ WorkPtr Communicator::reduce_scatter(const BufferView& output, const BufferView&
                  "reduce_scatter over ", size(), " ranks: input has ", input.count, " ", to_string(input.dtype),
                  " elements, output ", output.count, " ", to_string(output.dtype));
   require_factor("reduce_scatter", input.dtype, op, options);
+  require_in_place("reduce_scatter", input, output, rank());
   return issue({Operation::Kind::kReduceScatter, output, input, op, -1, 0, options});
 }
 
@@ -161,6 +180,7 @@ WorkPtr Communicator::all_gather(const BufferView& output, const BufferView& inp
   HPCOMM_REQUIRE(output.count == input.count * static_cast<std::size_t>(size()) && input.dtype == output.dtype,
                  "all_gather over ", size(), " ranks: input has ", input.count, " ", to_string(input.dtype),
                  " elements, output ", output.count, " ", to_string(output.dtype));
+  require_in_place("all_gather", output, input, rank());
   return issue({Operation::Kind::kAllGather, output, input, ReduceOp::kSum, -1, 0, options});
 }
 
@@ -174,6 +194,8 @@ WorkPtr Communicator::all_to_all(const BufferView& output, const BufferView& inp
       output.count == input.count && input.dtype == output.dtype && input.count % static_cast<std::size_t>(size()) == 0,
       "all_to_all over ", size(), " ranks: input has ", input.count, " ", to_string(input.dtype), " elements, output ",
       output.count, " ", to_string(output.dtype));
+  HPCOMM_REQUIRE(are_apart(input, output) || input.data == output.data,
+                 "all_to_all: tensor and output overlap in part; give one of them memory of its own");
   return issue({Operation::Kind::kAllToAll, output, input, ReduceOp::kSum, -1, 0, options});
 }
 
@@ -191,11 +213,8 @@ WorkPtr Communicator::sendrecv(const BufferView& input, int to, const BufferView
                                const OpOptions& options) {
   require_peer("sendrecv", to);
   require_peer("sendrecv", from);
-  const auto* sent = static_cast<const char*>(input.data);
-  const auto* received = static_cast<const char*>(output.data);
-  HPCOMM_REQUIRE(
-      input.bytes == 0 || output.bytes == 0 || sent + input.bytes <= received || received + output.bytes <= sent,
-      "sendrecv: tensor and output overlap; both move at once, so they need memory of their own");
+  HPCOMM_REQUIRE(are_apart(input, output),
+                 "sendrecv: tensor and output overlap; both move at once, so they need memory of their own");
   return issue({Operation::Kind::kSendRecv, output, input, ReduceOp::kSum, to, 0, options, from});
 }
 

@@ -5,6 +5,17 @@
 
 namespace hpcomm {
 
+void Work::require_parent() const {
+  if (fork_generation() != process_) {
+    const ErrorContext& own = what();
+    throw Error(
+        ErrorKind::kClosed,
+        str(own.operation, " #", own.sequence, " in a forked child: it was issued by the parent, which has the ",
+            "threads that end it. Wait for it there"),
+        own);
+  }
+}
+
 bool has_ended_well(const Work& work) noexcept {
   try {
     return work.device().type == DeviceType::kCpu && work.done() && work.wait_until({});

@@ -3,11 +3,13 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <exception>
 #include <memory>
 #include <mutex>
 
 #include "base/error.h"
+#include "base/fork.h"
 #include "base/view.h"
 #include "stream/event.h"
 
@@ -34,6 +36,9 @@ class Work {
       (void)wait_until({});
     }
   }
+  // Throws kClosed in a forked child of the process that issued it: what would end it is not there. For those who wait
+  // on behalf of a program, before they look at it.
+  void require_parent() const;
   // Where it runs. On CUDA a caller rarely blocks on a Work: it lets its stream wait for event().
   [[nodiscard]] virtual Device device() const noexcept { return {}; }
 
@@ -41,6 +46,9 @@ class Work {
     while (!wait_until(Clock::now() + std::chrono::hours(1))) {
     }
   }
+
+ private:
+  const std::uint32_t process_ = fork_generation();
 };
 
 using WorkPtr = std::shared_ptr<Work>;

@@ -26,18 +26,6 @@ at::Tensor as_one(const std::vector<at::Tensor>& parts) {
   return lane_alias(first).as_strided({count}, {1}, first.storage_offset());
 }
 
-// True when `part` lies in `whole` or across its edge, and not where the part of `rank` is. Pieces are read and written
-// in an order of the transport's: then it would find its own results.
-bool overlap_elsewhere(const at::Tensor& whole, const at::Tensor& part, int rank) {
-  if (!is_direct(whole) || !is_direct(part) || part.numel() == 0 || !whole.is_alias_of(part)) {
-    return false;
-  }
-  const auto* const begin = static_cast<const char*>(whole.const_data_ptr());
-  const auto* const at = static_cast<const char*>(part.const_data_ptr());
-  return at < begin + whole.nbytes() && begin < at + part.nbytes() &&
-         at != begin + static_cast<std::size_t>(rank) * part.nbytes();
-}
-
 Keepalive keep_both(const at::Tensor& a, const at::Tensor& b) {
   return std::make_shared<const std::pair<c10::Storage, c10::Storage>>(a.storage(), b.storage());
 }
@@ -166,8 +154,7 @@ HpcommBackend::C10dWork HpcommBackend::_allgather_base(at::Tensor& output, at::T
                    "all_gather over ", size_, " ranks: the output must have the input's dtype and ", size_,
                    " times its elements, got ", input.dtype().name(), " ", input.sizes(), " and ",
                    output.dtype().name(), " ", output.sizes());
-    const bool apart = !overlap_elsewhere(output, input, rank_);
-    if (is_direct(output) && is_direct(input) && apart) {
+    if (is_direct(output) && is_direct(input) && !overlap_elsewhere(output, input, rank_)) {
       const BufferView to = movable_view(output, call.name, kHost);
       const BufferView from = movable_view(input, call.name, kHost);
       return issue(call, {input}, {output}, [&](std::uint64_t, OpOptions& op) {
@@ -175,8 +162,8 @@ HpcommBackend::C10dWork HpcommBackend::_allgather_base(at::Tensor& output, at::T
         return communicator_->all_gather(to, from, op);
       });
     }
-    return compose(call, {input}, {output}, [apart, to = lane_alias(output), from = lane_alias(input)](Step& step) {
-      at::Tensor staged = is_direct(to) && apart ? to : at::empty(to.sizes(), to.options());
+    return compose(call, {input}, {output}, [to = lane_alias(output), from = lane_alias(input)](Step& step) {
+      at::Tensor staged = is_direct(to) ? to : at::empty(to.sizes(), to.options());
       step.all_gather(staged, direct(from, "all_gather"));
       if (!staged.is_same(to)) {
         to.copy_(staged);
@@ -193,7 +180,7 @@ HpcommBackend::C10dWork HpcommBackend::allgather(TensorLists& outputs, Tensors& 
     const Tensors& parts = only(outputs, call.name);
     require_parts(parts, input, size_, call.name);
     const at::Tensor whole = as_one(parts);
-    if (whole.defined() && is_direct(input)) {
+    if (whole.defined() && is_direct(input) && !overlap_elsewhere(whole, input, rank_)) {
       const BufferView to = movable_view(whole, call.name, kHost);
       const BufferView from = movable_view(input, call.name, kHost);
       return issue(call, inputs, parts, [&](std::uint64_t, OpOptions& op) {
@@ -221,8 +208,7 @@ HpcommBackend::C10dWork HpcommBackend::_reduce_scatter_base(at::Tensor& output, 
                    " times its elements, got ", input.dtype().name(), " ", input.sizes(), " and ",
                    output.dtype().name(), " ", output.sizes());
     const Reduction how = reduction(options.reduceOp, call.name);
-    const bool apart = !overlap_elsewhere(input, output, rank_);
-    if (is_direct(output) && is_direct(input) && how.is_plain() && apart) {
+    if (is_direct(output) && is_direct(input) && how.is_plain() && !overlap_elsewhere(input, output, rank_)) {
       const BufferView to = reducible_view(output, how.op, call.name, kHost);
       const BufferView from = reducible_view(input, how.op, call.name, kHost);
       return issue(call, {input}, {output}, [&](std::uint64_t, OpOptions& op) {
@@ -230,14 +216,13 @@ HpcommBackend::C10dWork HpcommBackend::_reduce_scatter_base(at::Tensor& output, 
         return communicator_->reduce_scatter(to, from, how.op, op);
       });
     }
-    return compose(call, {input}, {output},
-                   [apart, how, to = lane_alias(output), from = lane_alias(input)](Step& step) {
-                     at::Tensor staged = is_direct(to) && apart ? to : at::empty(to.sizes(), to.options());
-                     step.reduce_scatter(staged, how.prepared(from, false, "reduce_scatter"), how.op);
-                     if (!staged.is_same(to)) {
-                       to.copy_(staged);
-                     }
-                   });
+    return compose(call, {input}, {output}, [how, to = lane_alias(output), from = lane_alias(input)](Step& step) {
+      at::Tensor staged = is_direct(to) ? to : at::empty(to.sizes(), to.options());
+      step.reduce_scatter(staged, how.prepared(from, false, "reduce_scatter"), how.op);
+      if (!staged.is_same(to)) {
+        to.copy_(staged);
+      }
+    });
   });
 }
 
@@ -254,7 +239,7 @@ HpcommBackend::C10dWork HpcommBackend::reduce_scatter(Tensors& outputs, TensorLi
     }
     require_parts(parts, output, size_, call.name);
     const at::Tensor whole = as_one(parts);
-    if (whole.defined() && is_direct(output) && how.is_plain()) {
+    if (whole.defined() && is_direct(output) && how.is_plain() && !overlap_elsewhere(whole, output, rank_)) {
       const BufferView to = reducible_view(output, how.op, call.name, kHost);
       const BufferView from = reducible_view(whole, how.op, call.name, kHost);
       return issue(call, parts, {output}, [&](std::uint64_t, OpOptions& op) {
@@ -337,13 +322,22 @@ void HpcommBackend::shutdown() {
   const Error destroyed(ErrorKind::kClosed, "the group was destroyed", communicator_->context("shutdown", -1, 0));
   // A thread that waits for a collective would wait for a group that is gone. What nobody waits for gets time to end,
   // also while a thread waits for a message: peers may be about to finish it.
-  if (!operations().end_unattended(Clock::now() + kShutdownWait)) {
+  std::exception_ptr interrupt;
+  try {
+    if (!operations().end_unattended(Clock::now() + kShutdownWait, &poll_signals)) {
+      communicator_->abort(destroyed);
+    }
+  } catch (...) {  // by a signal
+    interrupt = std::current_exception();
     communicator_->abort(destroyed);
   }
   communicator_->close();
   // Messages that nobody has sent or received by now never will be.
   communicator_->abort(destroyed);
   leave();
+  if (interrupt != nullptr) {
+    std::rethrow_exception(interrupt);
+  }
 }
 
 void HpcommBackend::abort() {

@@ -70,9 +70,12 @@ void all_to_all(Step& step, const Parts& parts) {
     return;
   }
   const auto self = static_cast<std::size_t>(step.rank());
+  // What comes would overwrite what is still to be sent.
+  const std::vector<bool> shared = overlap_any(parts.recv, parts.send);
   Tensors received;
   for (std::size_t peer = 0; peer < ranks; ++peer) {
-    received.push_back(receptacle(parts.recv[peer]));
+    const at::Tensor& target = parts.recv[peer];
+    received.push_back(shared[peer] ? at::empty(target.sizes(), target.options()) : receptacle(target));
     if (peer != self) {
       step.recv(received.back(), static_cast<int>(peer));
     }

@@ -5,7 +5,7 @@
 
 namespace hpcomm {
 
-bool GroupOperations::end_unattended(Deadline patience) const {
+bool GroupOperations::end_unattended(Deadline patience, void (*poll)()) const {
   constexpr auto kLook = std::chrono::milliseconds(20);  // for a thread that begins to wait meanwhile
   const auto group = communicator.lock();
   if (group == nullptr || group->forked()) {
@@ -13,6 +13,7 @@ bool GroupOperations::end_unattended(Deadline patience) const {
   }
   const Event issued = group->stream().record();
   while (*inside == 0 && Clock::now() < patience) {
+    poll();
     const Deadline until = std::min(patience, Clock::now() + kLook);
     if (issued.wait_until(until) && group->idle_until(until)) {
       return true;
@@ -21,13 +22,13 @@ bool GroupOperations::end_unattended(Deadline patience) const {
   return false;
 }
 
-void BackendJob::settle() const {
+void BackendJob::settle(void (*poll)()) const {
   std::unique_lock lock(mutex_);
   const std::vector<GroupOperations> groups = groups_;
   lock.unlock();  // groups may end meanwhile
   const Deadline patience = Clock::now() + kShutdownWait;
   for (const GroupOperations& group : groups) {
-    (void)group.end_unattended(patience);
+    (void)group.end_unattended(patience, poll);
   }
 }
 

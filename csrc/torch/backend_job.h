@@ -23,8 +23,9 @@ struct GroupOperations {
   // Threads that wait for a collective, in its call or by its Work.
   std::shared_ptr<const std::atomic<int>> inside;
 
-  // Waits until all have ended. False when `patience` was over first, or when a thread waits for a collective.
-  [[nodiscard]] bool end_unattended(Deadline patience) const;
+  // Waits until all have ended, and calls `poll` meanwhile, which may throw. False when `patience` was over first, or
+  // when a thread waits for a collective.
+  [[nodiscard]] bool end_unattended(Deadline patience, void (*poll)()) const;
 };
 
 class BackendJob {
@@ -65,8 +66,8 @@ class BackendJob {
     }
   }
   // The process is about to end, with groups that were not destroyed: what nobody waits for gets time to end, as a
-  // group's own end would give it. Not in a forked child.
-  void settle() const;
+  // group's own end would give it. Not in a forked child. `poll` as above.
+  void settle(void (*poll)()) const;
   // Leaves the job in order: peers that wait for this rank raise, others go on. Idempotent.
   void end() noexcept {
     std::unique_lock lock(mutex_);

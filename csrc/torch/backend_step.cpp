@@ -25,7 +25,43 @@ void require_served(const at::Tensor& tensor, const char* what, Device device) {
 }  // namespace
 
 bool is_direct(const at::Tensor& tensor) {
-  return tensor.layout() == at::kStrided && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+  return tensor.layout() == at::kStrided && tensor.is_contiguous() && holds_its_values(tensor);
+}
+
+bool overlap_elsewhere(const at::Tensor& whole, const at::Tensor& part, int rank) {
+  if (!is_direct(whole) || !is_direct(part) || part.numel() == 0 || !whole.is_alias_of(part)) {
+    return false;
+  }
+  const auto* const begin = static_cast<const char*>(whole.const_data_ptr());
+  const auto* const at = static_cast<const char*>(part.const_data_ptr());
+  return at < begin + whole.nbytes() && begin < at + part.nbytes() &&
+         at != begin + static_cast<std::size_t>(rank) * part.nbytes();
+}
+
+std::vector<bool> overlap_any(const std::vector<at::Tensor>& written, const std::vector<at::Tensor>& read) {
+  using Span = std::pair<const char*, const char*>;
+  const auto span_of = [](const at::Tensor& tensor) {
+    const auto* const begin = static_cast<const char*>(tensor.const_data_ptr());
+    return Span{begin, begin + at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize())};
+  };
+  std::vector<Span> spans;
+  for (const auto& tensor : read) {
+    if (tensor.numel() > 0) {
+      spans.push_back(span_of(tensor));
+    }
+  }
+  std::sort(spans.begin(), spans.end());
+  for (std::size_t i = 1; i < spans.size(); ++i) {
+    spans[i].second = std::max(spans[i].second, spans[i - 1].second);  // of all that begin before
+  }
+  std::vector<bool> overlap;
+  for (const auto& tensor : written) {
+    const Span own = span_of(tensor);
+    const auto behind = std::lower_bound(spans.begin(), spans.end(), own.second,
+                                         [](const Span& span, const char* end) { return span.first < end; });
+    overlap.push_back(tensor.numel() > 0 && behind != spans.begin() && std::prev(behind)->second > own.first);
+  }
+  return overlap;
 }
 
 at::Tensor direct(const at::Tensor& tensor, const char* what) {
@@ -59,6 +95,9 @@ BufferView movable_view(const at::Tensor& tensor, const char* what, Device devic
     case at::kFloat8_e8m0fnu: {
       require_memory(tensor, what);
       const std::size_t bytes = tensor.nbytes();
+      if (device.type == DeviceType::kCpu) {  // ranks compare their dtypes
+        return {tensor.data_ptr(), bytes, static_cast<std::size_t>(tensor.numel()), *movable_dtype_of(tensor), device};
+      }
       return {tensor.data_ptr(), bytes, bytes, DType::kUInt8, device};
     }
     default:  // torch's enum, not ours: it grows
@@ -73,7 +112,7 @@ BufferView reducible_view(const at::Tensor& tensor, ReduceOp op, const char* wha
     return view_of(at::view_as_real(tensor), what, device);
   }
   BufferView view = view_of(tensor, what, device);
-  if (is_sum) {
+  if (is_sum && device.type == DeviceType::kCuda) {  // host transports know it, and ranks compare their dtypes
     if (view.dtype == DType::kComplex64) {
       return {view.data, view.bytes, 2 * view.count, DType::kFloat32, view.device};
     }
@@ -268,19 +307,27 @@ void Step::all_reduce(const at::Tensor& tensor, ReduceOp op) const {
 
 void Step::all_gather(const at::Tensor& output, const at::Tensor& input) const {
   const char* what = what_.operation.c_str();
-  communicator_.all_gather(movable_view(output, what, kHost), movable_view(input, what, kHost), options())->wait();
+  const at::Tensor from = overlap_elsewhere(output, input, rank()) ? input.clone() : input;
+  communicator_.all_gather(movable_view(output, what, kHost), movable_view(from, what, kHost), options())->wait();
 }
 
 void Step::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) const {
   const char* what = what_.operation.c_str();
+  const bool apart = !overlap_elsewhere(input, output, rank());
+  const at::Tensor to = apart ? output : at::empty(output.sizes(), output.options());
   communicator_
-      .reduce_scatter(reducible_view(output, op, what, kHost), reducible_view(input, op, what, kHost), op, options())
+      .reduce_scatter(reducible_view(to, op, what, kHost), reducible_view(input, op, what, kHost), op, options())
       ->wait();
+  if (!apart) {
+    output.copy_(to);
+  }
 }
 
 void Step::all_to_all(const at::Tensor& output, const at::Tensor& input) const {
   const char* what = what_.operation.c_str();
-  communicator_.all_to_all(movable_view(output, what, kHost), movable_view(input, what, kHost), options())->wait();
+  const bool shifted = input.const_data_ptr() != output.const_data_ptr() && overlap_any({output}, {input}).front();
+  const at::Tensor from = shifted ? input.clone() : input;
+  communicator_.all_to_all(movable_view(output, what, kHost), movable_view(from, what, kHost), options())->wait();
 }
 
 void Step::broadcast(const at::Tensor& tensor, int root) const {

@@ -25,6 +25,12 @@ enum class TagSpace : std::uint64_t { kUser = 0, kComposed = 1, kMonitoredBarrie
 
 // True when an operation can work on the tensor's own memory.
 [[nodiscard]] bool is_direct(const at::Tensor& tensor);
+// True when `part` lies in `whole` or across its edge, and not where the part of `rank` is. Pieces are read and written
+// in an order of the transport's: then it would find its own results.
+[[nodiscard]] bool overlap_elsewhere(const at::Tensor& whole, const at::Tensor& part, int rank);
+// Which of `written` share memory with any of `read`. (Their spans, at least.)
+[[nodiscard]] std::vector<bool> overlap_any(const std::vector<at::Tensor>& written,
+                                            const std::vector<at::Tensor>& read);
 // `tensor`, of the host, itself or a contiguous copy. Checks device and layout.
 [[nodiscard]] at::Tensor direct(const at::Tensor& tensor, const char* what);
 // The same storage, sizes and strides in a tensor that has no Python object, so the lane lets go of it without the GIL,
@@ -33,9 +39,9 @@ enum class TagSpace : std::uint64_t { kUser = 0, kComposed = 1, kMonitoredBarrie
 [[nodiscard]] at::Tensor lane_alias(const at::Tensor& tensor);
 [[nodiscard]] std::vector<at::Tensor> lane_aliases(const std::vector<at::Tensor>& tensors);
 inline constexpr Device kHost{};
-// Of a tensor on `device`. For data that is only moved: dtypes that transports need not know travel as bytes.
+// Of a tensor on `device`. For data that is only moved: dtypes that NCCL does not know travel as bytes there.
 [[nodiscard]] BufferView movable_view(const at::Tensor& tensor, const char* what, Device device);
-// For a reduction: complex numbers are added as pairs of real ones.
+// For a reduction: complex numbers that the transport does not know are added as pairs of real ones.
 [[nodiscard]] BufferView reducible_view(const at::Tensor& tensor, ReduceOp op, const char* what, Device device);
 
 // c10d's reduction: an operation of ours, and for PREMUL_SUM the factor that comes before.
@@ -76,6 +82,7 @@ class Step {
                              const std::string& other) const;
 
   void all_reduce(const at::Tensor& tensor, ReduceOp op) const;
+  // Those of two tensors may share memory in any way.
   void all_gather(const at::Tensor& output, const at::Tensor& input) const;
   void reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op) const;
   void all_to_all(const at::Tensor& output, const at::Tensor& input) const;

@@ -54,6 +54,7 @@ void poll_signals() {
 }
 
 void wait_to_end(const Work& work, std::chrono::milliseconds limit) {
+  work.require_parent();
   const WithoutGil scope;
   const bool limited = limit.count() > 0;
   const Deadline deadline = limited ? deadline_after(limit) : Deadline::max();
@@ -91,6 +92,7 @@ void BackendWork::end_event() {
 }
 
 bool BackendWork::isCompleted() {
+  for_torch([&] { work_->require_parent(); });
   const bool done = work_->done();
   if (done) {
     end_event();
@@ -105,6 +107,7 @@ std::exception_ptr BackendWork::exception() const { return work_->done() ? error
 bool BackendWork::wait(std::chrono::milliseconds timeout) {
   return for_torch([&] {
     try {
+      work_->require_parent();
       const Inside inside(work_->done() ? nullptr : inside_.get());
       wait_to_end(*work_, timeout);
     } catch (...) {
@@ -162,6 +165,8 @@ MessageWork::MessageWork(int rank, c10d::OpType type, const char* title,
 void MessageWork::arrived() {
   std::call_once(arrived_, [this] {
     if (staging_.defined()) {
+      // The mode in which it was issued: inference tensors may be written in no other.
+      const c10::InferenceMode mode(inference_);
       const at::NoGradGuard no_grad;
       target_.copy_(staging_);
       staging_.reset();
@@ -174,6 +179,7 @@ void MessageWork::arrived() {
 }
 
 bool MessageWork::isCompleted() {
+  for_torch([&] { mail_->require_parent(); });
   const bool done = mail_->done();
   if (done && error_of(*mail_) == nullptr) {
     arrived();

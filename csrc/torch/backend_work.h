@@ -1,6 +1,7 @@
 // What c10d is given for an operation of ours: c10d::Work over hpcomm::Work.
 #pragma once
 
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -123,6 +124,7 @@ class MessageWork final : public c10d::Work {
   MailPtr mail_;
   at::Tensor target_;
   at::Tensor staging_;
+  const bool inference_ = c10::InferenceMode::is_enabled();
   std::once_flag arrived_;
 };
 

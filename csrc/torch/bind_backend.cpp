@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "torch/backend_work.h"
 #include "torch/bindings.h"
 #include "torch/gil.h"
 #include "torch/lane_backend.h"
@@ -34,7 +35,8 @@ void bind_backend(py::module_& module) {
                              [](const BackendJob& job) { return released_without_gil(job.neighbourhood()); })
       .def_property_readonly("ended", &BackendJob::ended)
       .def("anchor", &BackendJob::anchor)
-      .def("settle", &BackendJob::settle, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "settle", [](const BackendJob& job) { job.settle(&poll_signals); }, py::call_guard<py::gil_scoped_release>())
       .def("end", &BackendJob::end, py::call_guard<py::gil_scoped_release>());
 
   bind_backend_class(module);

@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "stream/stream.h"
 #include "torch/bindings.h"
@@ -13,6 +14,7 @@ namespace py = pybind11;
 namespace hpcomm {
 
 Deadline in_seconds(double seconds) {
+  HPCOMM_REQUIRE(!std::isnan(seconds), "timeout: nan is no number of seconds");
   constexpr double kForever = 1e9;  // thirty years; a Clock overflows soon after three hundred
   const double bounded = seconds < 0 ? kForever : std::min(seconds, kForever);
   return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bounded));
@@ -28,6 +30,7 @@ void wait_for(const Work& work, double seconds) {
 }
 
 void block_on(const Work& work, double seconds) {
+  work.require_parent();
   if (work.device().type == DeviceType::kCpu && work.done()) {
     (void)work.wait_until({});  // throws its error
     return;
@@ -72,7 +75,11 @@ void bind_base(py::module_& module) {
   py::class_<Work, std::shared_ptr<Work>>(module, "Work")
       .def(
           "wait", [](const Work& work, double timeout) { wait_for(work, timeout); }, py::arg("timeout") = -1.0)
-      .def("done", &Work::done)
+      .def("done",
+           [](const Work& work) {
+             work.require_parent();
+             return work.done();
+           })
       .def("event", &Work::event)
       .def_property_readonly("operation", [](const Work& work) { return work.what().operation; })
       .def_property_readonly("peer", [](const Work& work) { return work.what().peer; })

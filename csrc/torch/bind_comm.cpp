@@ -16,6 +16,7 @@
 #include "torch/comm_calls.h"
 #include "torch/device.h"
 #include "torch/gil.h"
+#include "torch/tensor.h"
 
 namespace py = pybind11;
 
@@ -30,10 +31,13 @@ at::ScalarType to_scalar_type(const py::object& dtype) {
 
 at::Tensor allocate(Communicator& self, const std::vector<std::int64_t>& shape, const py::object& dtype) {
   const at::ScalarType type = to_scalar_type(dtype);
+  HPCOMM_REQUIRE(movable_dtype_of(type), "allocate: ", c10::toString(type), " is no dtype that travels");
+  const auto most = INT64_MAX / static_cast<std::int64_t>(c10::elementSize(type));
   std::int64_t count = 1;
   for (const std::int64_t length : shape) {
     HPCOMM_REQUIRE(length >= 0, "allocate: a dimension of ", length);
-    count *= length;
+    HPCOMM_REQUIRE(!__builtin_mul_overflow(count, length, &count) && count <= most, "allocate: a tensor of ",
+                   at::IntArrayRef(shape), " is larger than any memory");
   }
   const auto options = at::TensorOptions().dtype(type).device(torch_device(self.device()));
   if (count == 0) {

@@ -91,13 +91,23 @@ at::ScalarType scalar_type(DType dtype) noexcept {
 }
 
 bool has_memory(const at::Tensor& tensor) {
-  return tensor.numel() == 0 || (tensor.has_storage() && tensor.storage().data() != nullptr);
+  if (tensor.numel() == 0) {
+    return true;
+  }
+  if (!tensor.has_storage() || tensor.storage().data() == nullptr) {
+    return false;
+  }
+  const std::size_t end = tensor.is_contiguous()
+                              ? static_cast<std::size_t>(tensor.storage_offset() + tensor.numel()) * tensor.itemsize()
+                              : at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(),
+                                                                 static_cast<std::size_t>(tensor.storage_offset()));
+  return end <= tensor.storage().nbytes();
 }
 
 void require_memory(const at::Tensor& tensor, const char* what) {
   HPCOMM_REQUIRE(has_memory(tensor), what,
                  ": the tensor has no memory of its own (a wrapper such as a DTensor, or its ",
-                 "storage was given back)");
+                 "storage was given back, or resized)");
 }
 
 BufferView view_of(const at::Tensor& tensor, const char* what, Device device) {
@@ -107,6 +117,8 @@ BufferView view_of(const at::Tensor& tensor, const char* what, Device device) {
   HPCOMM_REQUIRE(tensor.layout() == at::kStrided, what, ": sparse tensors are not supported");
   const DType dtype = dtype_of(tensor);
   HPCOMM_REQUIRE(tensor.is_contiguous(), what, ": the tensor must be contiguous; call .contiguous() first");
+  HPCOMM_REQUIRE(holds_its_values(tensor), what, ": the tensor is a view that torch conjugates or negates when it is ",
+                 "read; call .resolve_conj().resolve_neg() first");
   require_memory(tensor, what);
   const auto count = static_cast<std::size_t>(tensor.numel());
   return {tensor.data_ptr(), count * size_of(dtype), count, dtype, device};

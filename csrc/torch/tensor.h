@@ -21,8 +21,10 @@ namespace hpcomm {
 [[nodiscard]] at::ScalarType scalar_type(DType dtype) noexcept;
 
 // False where there are elements and nothing to read them from: a wrapper around other tensors (a DTensor), a fake one,
-// one whose storage was given back.
+// one whose storage was given back, or made shorter than it is.
 [[nodiscard]] bool has_memory(const at::Tensor& tensor);
+// False for a view that torch conjugates or negates when it is read: its memory holds other values.
+[[nodiscard]] inline bool holds_its_values(const at::Tensor& tensor) { return !tensor.is_conj() && !tensor.is_neg(); }
 // Throws kInvalidArgument where it has none.
 void require_memory(const at::Tensor& tensor, const char* what);
 

@@ -256,9 +256,9 @@ TEST(shm_a_mismatch_is_told_to_all_before_data_moves_and_the_group_goes_on) {
       const auto ops = error_of(*world.all_reduce({values.view.data, 16, 4, DType::kFloat32, {}},
                                                   world.rank() == 0 ? ReduceOp::kMin : ReduceOp::kMax));
       CHECK(ops && ops->kind() == ErrorKind::kSchemaMismatch);
+      const DType dtype = world.rank() == 0 ? DType::kInt32 : DType::kFloat32;
       const auto dtypes = error_of(
-          *world.all_gather({values.view.data, 12, 3, world.rank() == 0 ? DType::kInt32 : DType::kFloat32, {}},
-                            {values.view.data, 4, 1, world.rank() == 0 ? DType::kInt32 : DType::kFloat32, {}}));
+          *world.all_gather({values.view.data, 12, 3, dtype, {}}, {&values.at(world.rank()), 4, 1, dtype, {}}));
       CHECK(dtypes && dtypes->kind() == ErrorKind::kSchemaMismatch);
       check_all(world, count, false);
     }
