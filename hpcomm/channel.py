@@ -345,7 +345,8 @@ class Channel:
         After TimedOut within a given ``timeout``, or Ctrl-C, the next call goes on with that message.
 
         Raises:
-            TimedOut: nothing came within ``timeout`` seconds (the communicator's own limit when negative).
+            TimedOut: nothing came within ``timeout`` seconds. When negative: within the communicator's own limit, and
+                where nothing else was waited for before, the direction ends with it.
             SchemaMismatch: the message is not what :meth:`expect` said, or holds a class that this program has not; or
                 the peer's channel has another ``schema``.
             ProtocolError: what came is no message of this edge.
@@ -356,6 +357,8 @@ class Channel:
 
     def irecv(self) -> Pending:
         """Asks for the next message without waiting. That message belongs to the Pending, and goes with it.
+
+        It has the communicator's time-out, from this call on; when none has come by then, the direction ends.
 
         On a GPU only with ``schema="frozen"``, from the second message on: otherwise this waits for the message's
         header, by which its memory is chosen. Two ranks that both ask before they send wait for each other there.

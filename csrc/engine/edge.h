@@ -148,7 +148,8 @@ class RecvEdge {
 
   // Issues the receipt of the next message. `microbatch` >= 0 is checked against the header. Messages have no way to
   // be skipped, so once a receipt failed all later ones fail with its error. By one thread at a time. Of `options`,
-  // inline_when_idle, wants_work and poll count: a caller that is going to wait anyway may do the work itself.
+  // inline_when_idle, wants_work and poll count: a caller that is going to wait anyway may do the work itself; and
+  // timeout, which says how long the message may take to begin. Once it has, the communicator's holds.
   [[nodiscard]] Receipt recv(int microbatch, const OpOptions& options = {}, const Meanwhile& meanwhile = {});
   // From now on messages must have this structure, these dtypes and shapes: any other is a kSchemaMismatch here and at
   // the sender. Wire types, requires_grad and values in the structure may be others (Compare::kKinds).
@@ -158,6 +159,7 @@ class RecvEdge {
   void refuse(const Error& why, int microbatch);
   [[nodiscard]] std::string name() const;  // "edge 0->1"
   [[nodiscard]] Device device() const noexcept { return config_.communicator->device(); }
+  [[nodiscard]] std::chrono::milliseconds timeout() const noexcept { return config_.communicator->timeout(); }
 
  private:
   EdgeConfig config_;

@@ -42,18 +42,20 @@ class LaneRecv final : public RecvRoute {
         std::make_shared<RelayWork>(communicator.context("recv", inbound_->peer, sequence), communicator.device());
     // The size is not known before the header is here, so the whole receipt is one task of the lane; the receives
     // inside it run in place. A weak reference, because a closed channel wants no more messages.
-    const auto task = [state = std::weak_ptr<State>(state_), message, work, sequence,
-                       microbatch](DeviceSlot::Place* place) {
+    const auto task = [state = std::weak_ptr<State>(state_), message, work, sequence, microbatch,
+                       patience = options.timeout](DeviceSlot::Place* place) {
       const auto edge = state.lock();
       try {
         if (edge == nullptr) {
           throw Error(ErrorKind::kClosed, "the channel was closed before the message came", work->what());
         }
         edge->require_whole(sequence);
-        const Deadline deadline = deadline_after(edge->inbound->communicator.timeout());
+        const auto limit = edge->inbound->communicator.timeout();
+        const auto begins = patience.count() > 0 ? patience : limit;
+        const bool has_header = message->known != nullptr || edge->inbound->needs_header(sequence);
         // A header that the caller has seen is not waited for again.
-        if (message->known != nullptr || !edge->next(sequence, microbatch, deadline, *message)) {
-          edge->receive(sequence, message, *work, deadline, place);
+        if (message->known != nullptr || !edge->next(sequence, microbatch, deadline_after(begins), *message)) {
+          edge->receive(sequence, message, *work, has_header ? limit : begins, place);
         } else {
           work->issued(nullptr);
         }
@@ -83,7 +85,8 @@ class LaneRecv final : public RecvRoute {
     auto work = std::make_shared<HostWork>(std::move(what));
     try {
       state.require_whole(sequence);
-      const Deadline deadline = deadline_after(inbound_->communicator.timeout());
+      const auto limit = options.timeout.count() > 0 ? options.timeout : inbound_->communicator.timeout();
+      const Deadline deadline = deadline_after(limit);
       if (!state.next(sequence, microbatch, deadline, *message, options.poll, &meanwhile)) {
         return nullptr;
       }
@@ -147,9 +150,9 @@ class LaneRecv final : public RecvRoute {
       }
     }
 
-    // The payload of `message`, whose schema is known. `place` of a movable task.
-    void receive(std::uint64_t sequence, const std::shared_ptr<Incoming>& message, RelayWork& work, Deadline deadline,
-                 DeviceSlot::Place* place) {
+    // The payload of `message`, whose schema is known, within `limit`. `place` of a movable task.
+    void receive(std::uint64_t sequence, const std::shared_ptr<Incoming>& message, RelayWork& work,
+                 std::chrono::milliseconds limit, DeviceSlot::Place* place) {
       Communicator& lane = inbound->communicator;
       const Parcel& parcel = message->known->parcel;
       if (parcel.bytes() == 0) {
@@ -176,8 +179,10 @@ class LaneRecv final : public RecvRoute {
       }
       OpOptions options;
       options.keepalive = in_order ? nullptr : slot.buffer.owner;
+      options.timeout = limit;
       if (place != nullptr) {
-        rendezvous->meet(*place, work.what(), deadline, [&] { inbound->check(sequence, Deadline::max()); });
+        rendezvous->meet(*place, work.what(), deadline_after(limit),
+                         [&] { inbound->check(sequence, Deadline::max()); });
       }
       auto works =
           issue_all(lane, views, [&](const BufferView& view) { return lane.recv(view, inbound->peer, options); });

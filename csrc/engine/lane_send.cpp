@@ -121,10 +121,14 @@ class LaneSend final : public SendRoute {
       return lends && message.sources[one.tensor].strided == nullptr;
     };
     std::size_t lent_bytes = 0;
+    std::size_t room = kHeaderBytes + parcel.bytes() + schema_bytes;
     for (const Parcel::Direct& one : parcel.direct) {
-      lent_bytes += is_lent(one) ? one.bytes : 0;
+      if (is_lent(one)) {
+        lent_bytes += one.bytes;
+        room = room - one.bytes + 2 * Layout::kAlignment;
+      }
     }
-    const Buffer body = slots_.acquire(kHeaderBytes + parcel.bytes() - lent_bytes + schema_bytes).buffer;
+    const Buffer body = slots_.acquire(room).buffer;
     auto* const memory = static_cast<char*>(body.view.data);
     write_header(*message.header, memory);
     run_copies_cpu(pack_items(message, memory + kHeaderBytes, Reader::kThisCore), nullptr);
@@ -139,7 +143,8 @@ class LaneSend final : public SendRoute {
       if (is_lent(one)) {
         parts.parts.emplace_back(begin, end);
         parts.parts.emplace_back(static_cast<const char*>(source.data), one.bytes);
-        begin = end;
+        // As far from the beginning of a line as in the payload: what is written behind it has to be aligned.
+        begin = end = memory + line(static_cast<std::size_t>(end - memory)) + one.bytes % Layout::kAlignment;
       } else {
         if (source.strided != nullptr) {
           source.strided->write(end, message.known->schema.tensors[one.tensor].dtype);

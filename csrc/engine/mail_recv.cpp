@@ -37,7 +37,7 @@ class MailRecv final : public RecvRoute {
     how.inline_when_idle = options.inline_when_idle;
     how.wants_work = options.wants_work;
     auto body = [state = std::weak_ptr<State>(state_), message, sequence, microbatch, caller, poll = options.poll,
-                 meanwhile = &meanwhile](Deadline deadline) {
+                 patience = options.timeout, meanwhile = &meanwhile](Deadline deadline) {
       const auto edge = state.lock();
       if (edge == nullptr) {
         throw Error(ErrorKind::kClosed, "the channel was closed before the message came");
@@ -48,6 +48,7 @@ class MailRecv final : public RecvRoute {
         meanwhile->ordered();
       }
       edge->poll = called ? poll : nullptr;
+      edge->patience = patience;
       static const Meanwhile kNothing;
       edge->run(sequence, microbatch, *message, deadline, called ? *meanwhile : kNothing);
     };
@@ -88,9 +89,13 @@ class MailRecv final : public RecvRoute {
 
     void receive(std::uint64_t sequence, int microbatch, Incoming& message, Deadline deadline,
                  const Meanwhile& meanwhile) {
+      if (patience.count() > 0) {
+        deadline = deadline_after(patience);
+      }
       std::optional<MessageHeader> header;
       if (inbound->needs_header(sequence)) {
         header = next_header(sequence, microbatch, deadline, meanwhile);
+        deadline = has_begun(deadline);
         message.microbatch = header->microbatch;
       }
       message.known = inbound->current;
@@ -158,6 +163,7 @@ class MailRecv final : public RecvRoute {
         meanwhile.idle(inbound->current);
       }
       wait(*mail, sequence, deadline);
+      deadline = has_begun(deadline);
       const MessageHeader header = parse_header({head->data(), std::min(mail->bytes(), kHeaderBytes)});
       inbound->require_due(header, sequence);  // or there may be no schema behind it to wait for
       std::string_view schema;
@@ -247,11 +253,17 @@ class MailRecv final : public RecvRoute {
                            mail_options(buffer.owner));
     }
 
+    // The rest of a message has the communicator's time-out, however patient its receiver was.
+    [[nodiscard]] Deadline has_begun(Deadline deadline) noexcept {
+      const bool was_patient = std::exchange(patience, std::chrono::milliseconds(0)).count() > 0;
+      return was_patient ? deadline_after(inbound->communicator.timeout()) : deadline;
+    }
+
     [[nodiscard]] OpOptions mail_options(Keepalive owner) const {
       OpOptions options;
       options.awaited = true;
       options.keepalive = std::move(owner);
-      options.timeout = inbound->communicator.timeout() + kGrace;
+      options.timeout = (patience.count() > 0 ? patience : inbound->communicator.timeout()) + kGrace;
       return options;
     }
 
@@ -283,6 +295,7 @@ class MailRecv final : public RecvRoute {
     std::shared_ptr<Envelope> head;  // of the newest message
     bool repeats = false;            // the last message was like the one before, but for shapes
     void (*poll)() = nullptr;
+    std::chrono::milliseconds patience{0};  // of the receipt at hand, until its message begins; 0: the communicator's
   };
 
   HostCommunicator& host_;

@@ -71,8 +71,8 @@ class MemoryOrder {
  public:
   explicit MemoryOrder(const at::Tensor& tensor) {
     const auto dimensions = static_cast<std::size_t>(tensor.dim());
-    if (tensor.is_contiguous() || tensor.numel() == 0 || dimensions > order_.size() || tensor.is_conj() ||
-        tensor.is_neg() || !tensor.is_non_overlapping_and_dense()) {
+    if (tensor.is_contiguous() || tensor.numel() == 0 || dimensions > order_.size() || !holds_its_values(tensor) ||
+        !tensor.is_non_overlapping_and_dense()) {
       return;
     }
     const auto end = order_.begin() + static_cast<std::ptrdiff_t>(dimensions);
@@ -92,7 +92,21 @@ class MemoryOrder {
   bool is_other_ = false;
 };
 
-bool is_dense(const at::Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(); }
+// torch's copies from one type to another, and those of float8, know nothing of a sign that is to be turned.
+at::Tensor resolved(const at::Tensor& tensor, const FlatTree& flat, std::size_t i) {
+  if (!tensor.is_neg()) {
+    return tensor;
+  }
+  const c10::AutoGradMode no_grad(false);
+  try {
+    return tensor.detach().resolve_neg();
+  } catch (const c10::Error& error) {
+    throw Error(ErrorKind::kInvalidArgument, str("send: ", leaf_names(flat.structure)[i], " is a negated view, which ",
+                                                 "torch cannot make a tensor of: ", error.what_without_backtrace()));
+  }
+}
+
+bool is_dense(const at::Tensor& tensor) { return tensor.is_contiguous() && holds_its_values(tensor); }
 
 DType wire_dtype(const py::handle& dtype) {
   HPCOMM_REQUIRE(THPDtype_Check(dtype.ptr()), "wire_dtype: expected a torch.dtype, got ",
@@ -182,12 +196,13 @@ class TreeSender {
                      leaf_names(flat.structure)[i], " is on ", tensor.device().str());
       HPCOMM_REQUIRE(tensor.layout() == at::kStrided && !tensor.is_nested(), "send: ", leaf_names(flat.structure)[i],
                      tensor.is_sparse() || tensor.is_sparse_csr() ? " is sparse" : " is nested, or has another layout");
-      HPCOMM_REQUIRE(has_memory(tensor), "send: ", leaf_names(flat.structure)[i],
-                     " has no memory of its own (a wrapper such as a DTensor, or its storage was given back)");
+      const DType dtype = dtype_of_leaf(flat, i);
+      HPCOMM_REQUIRE(
+          has_memory(tensor), "send: ", leaf_names(flat.structure)[i],
+          " has no memory of its own (a wrapper such as a DTensor, or its storage was given back, or resized)");
       HPCOMM_REQUIRE(!flat.subclass || flat.subclass->first != i, "send: ", leaf_names(flat.structure)[i], " is a ",
                      flat.subclass->second, ", a class derived from torch.Tensor, which would arrive as a plain one; ",
                      "send its as_subclass(torch.Tensor) and what else it holds, and make it anew on arrival");
-      const DType dtype = dtype_of_leaf(flat, i);
       const MemoryOrder own(tensor);
       // A frozen schema has its order, whatever strides the tensors of later messages have.
       const bool is_fixed = frozen != nullptr && i < frozen->tensors.size() &&
@@ -204,12 +219,12 @@ class TreeSender {
         // The place that it travels from may be the lane's for as long as a peer is late, so the caller's stream cannot
         // write there. Torch's allocator gives memory that this stream is free to write now.
         const c10::AutoGradMode no_grad(false);
-        const at::Tensor from = in_order_of(tensor, order);
+        const at::Tensor from = in_order_of(resolved(tensor, flat, i), order);
         const at::Tensor dense = at::empty(from.sizes(), from.options()).copy_(from);
         sources.emplace_back(static_cast<const void*>(dense.const_data_ptr()));
         owners->push_back(dense.storage());
       } else {
-        sources.emplace_back(std::make_shared<TensorSource>(in_order_of(tensor, order)));
+        sources.emplace_back(std::make_shared<TensorSource>(in_order_of(resolved(tensor, flat, i), order)));
       }
     }
     const WithoutGil scope;

@@ -21,6 +21,11 @@ namespace hpcomm {
 namespace {
 
 constexpr auto kSignalPoll = std::chrono::milliseconds(20);
+// Who limits a wait itself may wait again, for as long as the program likes: the receipt behind it has no end.
+constexpr auto kForever = std::chrono::hours(24 * 365);
+// A wait without a limit ends with its receipt, at the time-out of the communicator. Or that has none, or waits its
+// turn behind one that has none: then it ends by itself, so much later.
+constexpr auto kGrace = std::chrono::seconds(1);
 
 // On CPU from torch, because shared memory is for what others read or write; on a GPU what the transport can write into
 // at once.
@@ -119,6 +124,27 @@ struct Refused {
 };
 struct Expired {};
 
+// As wait_for(), but on a CPU not for ever. Calls `look` meanwhile.
+void wait_for_receipt(const Work& work, double seconds, std::chrono::milliseconds limit,
+                      const std::function<void()>& look = nullptr) {
+  work.require_parent();
+  if (work.device().type == DeviceType::kCpu && seconds < 0 && !work.done() &&
+      !wait_in_slices(
+          deadline_after(limit + kGrace),
+          [&](Deadline until) {
+            if (look != nullptr) {
+              look();
+            }
+            return work.wait_until(until);
+          })) {
+    throw Error(ErrorKind::kTimedOut,
+                str("recv #", work.what().sequence, ": no message came within ", limit.count() / 1000.0,
+                    " s; is the peer still computing? The next call goes on with it"),
+                work.what());
+  }
+  wait_for(work, seconds);
+}
+
 bool has_failed(const Work& work) {
   try {
     (void)work.wait_until({});
@@ -200,14 +226,17 @@ void TreeReceiver::require_outside() const {
 
 PendingTree TreeReceiver::recv(int microbatch) {
   const Taking taking(*this);
-  return {issue(microbatch, in_seconds(-1)), shared_from_this()};
+  return {issue(microbatch, in_seconds(-1), {}), shared_from_this()};
 }
 
 PendingTree::PendingTree(Receipt receipt, const std::shared_ptr<TreeReceiver>& receiver)
-    : receipt_(std::move(receipt)), receiver_(receiver), edge_name_(receiver->edge_name()) {}
+    : receipt_(std::move(receipt)),
+      receiver_(receiver),
+      edge_name_(receiver->edge_name()),
+      limit_(receiver->edge_timeout()) {}
 
 py::object PendingTree::wait(double timeout) const {
-  wait_for(*receipt_.work, timeout);
+  wait_for_receipt(*receipt_.work, timeout, limit_);
   try {
     return to_tree(*receipt_.message);
   } catch (const Error& why) {
@@ -218,7 +247,7 @@ py::object PendingTree::wait(double timeout) const {
   }
 }
 
-Receipt TreeReceiver::issue(int microbatch, Deadline deadline) {
+Receipt TreeReceiver::issue(int microbatch, Deadline deadline, std::chrono::milliseconds patience) {
   if (auto late = first_overdue()) {
     return *late;
   }
@@ -226,6 +255,7 @@ Receipt TreeReceiver::issue(int microbatch, Deadline deadline) {
   const auto turn = take_turn(deadline);
   OpOptions options;
   options.poll = Taking::poll;  // for a GPU, where the host waits for the header
+  options.timeout = patience;
   return edge_.recv(microbatch, options);
 }
 
@@ -260,7 +290,7 @@ py::object TreeReceiver::take(int microbatch, double timeout, const SendEdge* se
   if (timeout >= 0 || !overdue_.empty()) {
     std::optional<Receipt> receipt;
     try {
-      receipt = issue(microbatch, deadline);
+      receipt = issue(microbatch, deadline, timeout >= 0 ? kForever : std::chrono::milliseconds(0));
     } catch (const Expired&) {
       throw Error(ErrorKind::kTimedOut, str(edge_.name(), ": no message came within ", timeout, " s"));
     }
@@ -324,13 +354,7 @@ std::unique_lock<std::timed_mutex> TreeReceiver::take_turn(Deadline deadline) {
 void TreeReceiver::wait(const Receipt& receipt, double seconds, Deadline deadline) {
   try {
     if (receipt.work != nullptr && seconds < 0) {
-      if (receipt.work->device().type == DeviceType::kCpu && !receipt.work->done()) {
-        (void)wait_in_slices(in_seconds(seconds), [&](Deadline until) {
-          Taking::check_answered();
-          return receipt.work->wait_until(until);
-        });
-      }
-      wait_for(*receipt.work, seconds);
+      wait_for_receipt(*receipt.work, seconds, edge_.timeout(), [] { Taking::check_answered(); });
     } else if (receipt.work != nullptr &&
                !wait_in_slices(deadline, [&](Deadline until) { return receipt.work->wait_until(until); })) {
       const ErrorContext& what = receipt.work->what();

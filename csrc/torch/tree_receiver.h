@@ -31,6 +31,7 @@ class PendingTree {
   Receipt receipt_;
   std::weak_ptr<TreeReceiver> receiver_;
   std::string edge_name_;
+  std::chrono::milliseconds limit_;
 };
 
 // All with the GIL. Threads may share it: each call takes the next message. A message whose tree cannot be built ends
@@ -55,6 +56,7 @@ class TreeReceiver : public std::enable_shared_from_this<TreeReceiver> {
   // What was wrong with the tree of a message: ends the edge where it was the message's fault. To be thrown.
   [[nodiscard]] Error refusal_of(const Receipt& receipt, const Error& why);
   [[nodiscard]] std::string edge_name() const { return edge_.name(); }
+  [[nodiscard]] std::chrono::milliseconds edge_timeout() const noexcept { return edge_.timeout(); }
 
  private:
   class Taking;
@@ -64,7 +66,8 @@ class TreeReceiver : public std::enable_shared_from_this<TreeReceiver> {
   void require_outside() const;
   // Ends the edge because what it answers was refused.
   void end_with(const Error& why, int microbatch);
-  [[nodiscard]] Receipt issue(int microbatch, Deadline deadline);
+  // `patience`: how long the message may take to begin; 0 for the communicator's time-out.
+  [[nodiscard]] Receipt issue(int microbatch, Deadline deadline, std::chrono::milliseconds patience);
   // Without the GIL. Throws kTimedOut.
   [[nodiscard]] std::unique_lock<std::timed_mutex> take_turn(Deadline deadline);
   // `seconds` as in take(); they end at `deadline`.

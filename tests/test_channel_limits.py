@@ -1,0 +1,79 @@
+"""Limits of a receive: however long a program has looked again, no message is lost, and no wait is endless."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import ranks
+import torch
+
+import hpcomm
+
+TRANSPORTS = {"shm": {}, "gloo": {"HPCOMM_CPU_TRANSPORT": "gloo"}, "one slot": {"HPCOMM_EMULATE": "nccl"}}
+
+
+def looks_again_and_again(schema: str) -> None:
+    """For longer than the mesh's time-out, which is for messages that have begun, and for waits without a limit."""
+    with hpcomm.init(dp=1, pp=2, timeout=1.0) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, schema=schema)
+        tree = {"small": torch.full((4,), 10.0), "large": torch.full((1 << 19,), 11.0)}
+        if mesh.rank == 0:
+            if schema == "frozen":
+                channel.send(tree).wait()
+            assert mesh.control.receive(1, 997, 60) == b"polled"
+            channel.send(tree)
+            assert mesh.control.receive(1, 997, 60) == b"waited"
+            channel.send(tree)
+            if schema == "per_message":
+                channel.send("another")
+        else:
+            if schema == "frozen":
+                channel.recv()
+            polled = 0
+            end = time.monotonic() + 2.5
+            while time.monotonic() < end:
+                with pytest.raises(hpcomm.TimedOut):
+                    channel.recv(timeout=0.3)
+                polled += 1
+            assert polled > 1
+            mesh.control.send(0, 997, b"polled")
+            assert channel.recv(timeout=30.0)["large"].sum().item() == 11.0 * (1 << 19)
+            # Longer than the mesh's time-out, in one call; then without a limit, which ends at that time-out.
+            with pytest.raises(hpcomm.TimedOut):
+                channel.recv(timeout=2.5)
+            with pytest.raises(hpcomm.TimedOut, match=r"no message came within 1 s.*The next call goes on with it"):
+                channel.recv()
+            pending = channel.irecv()
+            with pytest.raises(hpcomm.TimedOut, match="The next call goes on with it"):
+                pending.wait()
+            mesh.control.send(0, 997, b"waited")
+            assert pending.wait(30.0)["small"].tolist() == [10.0] * 4
+            if schema == "frozen":
+                return
+            assert channel.recv(timeout=30.0) == "another"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_receive_may_look_again_for_as_long_as_it_likes(transport: str) -> None:
+    ranks.run(2, looks_again_and_again, "per_message", env=TRANSPORTS[transport])
+
+
+def test_a_frozen_receive_may_look_again_for_as_long_as_it_likes() -> None:
+    ranks.run(2, looks_again_and_again, "frozen")
+
+
+def no_number() -> None:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        pending = channel.irecv()
+        for wait in (channel.recv, pending.wait):
+            with pytest.raises(hpcomm.InvalidArgument, match="nan is no number of seconds"):
+                wait(float("nan"))
+        mesh.world.barrier().wait()  # nothing has come by then
+        channel.send(mesh.rank)
+        assert pending.wait() == 1 - mesh.rank
+
+
+def test_a_limit_that_is_no_number_is_refused_and_nothing_ends() -> None:
+    ranks.run(2, no_number)
