@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import os
 import signal
@@ -226,11 +227,16 @@ def test_a_group_after_the_other_leaves_no_threads() -> None:
 
 def left_undestroyed() -> None:
     dist.init_process_group("hpcomm")
-    work = dist.all_reduce(torch.ones(1000), async_op=True)
-    assert work is not None
-    if dist.get_rank() == 0:
-        time.sleep(0.3)  # rank 1 is about to leave meanwhile
-        work.wait()
+    store = dist.distributed_c10d._get_default_store()
+    values = torch.ones(10_000_000)  # both have to be there until the end
+    if dist.get_rank() == 1:
+        dist.all_reduce(values, async_op=True)
+        atexit.register(store.set, "leaves", "")  # called before hpcomm's own
+        return
+    store.wait(["leaves"], timedelta(seconds=20))
+    time.sleep(0.3)  # were it not for the operation, rank 1 had gone by now
+    dist.all_reduce(values)
+    assert bool((values == 2).all())
 
 
 def test_an_exit_without_destroy_is_quiet() -> None:

@@ -43,7 +43,7 @@ class LaneRecv final : public RecvRoute {
     // The size is not known before the header is here, so the whole receipt is one task of the lane; the receives
     // inside it run in place. A weak reference, because a closed channel wants no more messages.
     const auto task = [state = std::weak_ptr<State>(state_), message, work, sequence, microbatch,
-                       patience = options.timeout](DeviceSlot::Place* place) {
+                       patience = options.timeout, on_gpu](DeviceSlot::Place* place) {
       const auto edge = state.lock();
       try {
         if (edge == nullptr) {
@@ -55,7 +55,9 @@ class LaneRecv final : public RecvRoute {
         const bool has_header = message->known != nullptr || edge->inbound->needs_header(sequence);
         // A header that the caller has seen is not waited for again.
         if (message->known != nullptr || !edge->next(sequence, microbatch, deadline_after(begins), *message)) {
-          edge->receive(sequence, message, *work, has_header ? limit : begins, place);
+          // Without a header nothing is known to have begun. On a GPU a stream waits for that, which no caller can
+          // leave: there only the transport's time-out ends it.
+          edge->receive(sequence, message, *work, has_header || on_gpu ? limit : begins, place);
         } else {
           work->issued(nullptr);
         }

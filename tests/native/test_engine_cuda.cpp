@@ -653,6 +653,46 @@ TEST(engine_cuda_message_that_does_not_come) {
            "");
 }
 
+// However patient its receiver: a stream waits for it, and would for ever.
+TEST(engine_cuda_frozen_message_that_does_not_come_to_a_patient_receiver) {
+  CHECK_EQ(with_patience(500ms,
+                         [](milliseconds limit) {
+                           NcclJob job(2, {}, limit);
+                           std::vector<std::string> wrong(2);
+                           std::atomic<bool> over = false;
+                           job.run_threads([&](int rank) {
+                             const Gpu gpu(job, rank);
+                             try {
+                               const auto lane = gpu.lane("up");
+                               const auto allocator = std::make_shared<CommunicatorAllocator>(lane);
+                               const EdgeConfig config{lane, 1 - rank, SchemaMode::kFrozen};
+                               const Floats tensor = floats(rank, 33);
+                               if (rank == 0) {
+                                 SendEdge sender(config, allocator);
+                                 gpu.wait(sender.send(schema_of({33}), {Source(&(*tensor)[0])}, tensor, -1));
+                                 gpu.synchronize();
+                                 CHECK(eventually([&] { return over.load(); }, 20s));
+                               } else {
+                                 RecvEdge receiver(config, allocator);
+                                 gpu.wait(receiver.recv(-1).work);
+                                 gpu.synchronize();
+                                 OpOptions patient;
+                                 patient.timeout = std::chrono::hours(1);
+                                 const auto error = error_of(*receiver.recv(-1, patient).work);
+                                 over = true;
+                                 CHECK(error && error->kind() == ErrorKind::kTimedOut);
+                               }
+                             } catch (const Error& error) {
+                               over = true;
+                               wrong[static_cast<std::size_t>(rank)] = error.what();
+                               job.control(rank)->abort(error.what());
+                             }
+                           });
+                           return wrong[0] + wrong[1];
+                         }),
+           "");
+}
+
 // The host is what waits for a header: Ctrl-C must end that, and the message is the next call's.
 TEST(engine_cuda_wait_for_a_header_looks_at_signals) {
   struct Signal {};
