@@ -26,6 +26,18 @@ struct BufferView {
   Device device;
 };
 
+[[nodiscard]] inline bool are_apart(const BufferView& a, const BufferView& b) noexcept {
+  const auto* const begin = static_cast<const char*>(a.data);
+  const auto* const other = static_cast<const char*>(b.data);
+  return a.bytes == 0 || b.bytes == 0 || begin + a.bytes <= other || other + b.bytes <= begin;
+}
+// Collectives read and write parts in an order of the transport's: one that lay in `whole`, or across its edge, and not
+// in the place of this rank's would find its own results.
+[[nodiscard]] inline bool are_apart_or_in_place(const BufferView& whole, const BufferView& part, int rank) noexcept {
+  return are_apart(whole, part) ||
+         part.data == static_cast<const char*>(whole.data) + static_cast<std::size_t>(rank) * part.bytes;
+}
+
 // Whatever must outlive an operation that was issued and has not ended: a tensor, a slot, a bucket.
 using Keepalive = std::shared_ptr<const void>;
 

@@ -118,17 +118,9 @@ void Communicator::require_factor(const char* operation, DType dtype, ReduceOp o
 
 namespace {
 
-bool are_apart(const BufferView& a, const BufferView& b) {
-  const auto* const begin = static_cast<const char*>(a.data);
-  const auto* const other = static_cast<const char*>(b.data);
-  return a.bytes == 0 || b.bytes == 0 || begin + a.bytes <= other || other + b.bytes <= begin;
-}
-
-// Parts are read and written in an order of the transport's: one that lay across others would find its own results.
 void require_in_place(const char* operation, const BufferView& whole, const BufferView& part, int rank) {
-  HPCOMM_REQUIRE(are_apart(whole, part) ||
-                     part.data == static_cast<const char*>(whole.data) + static_cast<std::size_t>(rank) * part.bytes,
-                 operation, ": tensor and output overlap, and the smaller one is not part ", rank,
+  HPCOMM_REQUIRE(are_apart_or_in_place(whole, part, rank), operation,
+                 ": tensor and output overlap, and the smaller one is not part ", rank,
                  " of the other, which is where this rank's may be; give it memory of its own");
 }
 

@@ -52,7 +52,7 @@ class LaneRecv final : public RecvRoute {
         edge->require_whole(sequence);
         const auto limit = edge->inbound->communicator.timeout();
         const auto begins = patience.count() > 0 ? patience : limit;
-        const bool has_header = message->known != nullptr || edge->inbound->needs_header(sequence);
+        const bool has_header = edge->inbound->needs_header(sequence);
         // A header that the caller has seen is not waited for again.
         if (message->known != nullptr || !edge->next(sequence, microbatch, deadline_after(begins), *message)) {
           // Without a header nothing is known to have begun. On a GPU a stream waits for that, which no caller can

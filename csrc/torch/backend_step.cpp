@@ -29,13 +29,13 @@ bool is_direct(const at::Tensor& tensor) {
 }
 
 bool overlap_elsewhere(const at::Tensor& whole, const at::Tensor& part, int rank) {
-  if (!is_direct(whole) || !is_direct(part) || part.numel() == 0 || !whole.is_alias_of(part)) {
+  if (!is_direct(whole) || !is_direct(part) || !whole.is_alias_of(part)) {
     return false;
   }
-  const auto* const begin = static_cast<const char*>(whole.const_data_ptr());
-  const auto* const at = static_cast<const char*>(part.const_data_ptr());
-  return at < begin + whole.nbytes() && begin < at + part.nbytes() &&
-         at != begin + static_cast<std::size_t>(rank) * part.nbytes();
+  const auto bytes_of = [](const at::Tensor& tensor) {
+    return BufferView{const_cast<void*>(tensor.const_data_ptr()), tensor.nbytes(), tensor.nbytes(), DType::kUInt8, {}};
+  };
+  return !are_apart_or_in_place(bytes_of(whole), bytes_of(part), rank);
 }
 
 std::vector<bool> overlap_any(const std::vector<at::Tensor>& written, const std::vector<at::Tensor>& read) {

@@ -25,8 +25,7 @@ enum class TagSpace : std::uint64_t { kUser = 0, kComposed = 1, kMonitoredBarrie
 
 // True when an operation can work on the tensor's own memory.
 [[nodiscard]] bool is_direct(const at::Tensor& tensor);
-// True when `part` lies in `whole` or across its edge, and not where the part of `rank` is. Pieces are read and written
-// in an order of the transport's: then it would find its own results.
+// Whether they may not be given to a Communicator as they are: are_apart_or_in_place() is false.
 [[nodiscard]] bool overlap_elsewhere(const at::Tensor& whole, const at::Tensor& part, int rank);
 // Which of `written` share memory with any of `read`. (Their spans, at least.)
 [[nodiscard]] std::vector<bool> overlap_any(const std::vector<at::Tensor>& written,

@@ -287,11 +287,9 @@ class NcclCommunicator final : public Communicator {
     const BufferView& output = operation.output;
     require_buffer(input, what);
     require_buffer(output, what);
-    if (operation.kind == Kind::kAllToAll && input.count != 0) {
-      const auto* from = static_cast<const char*>(input.data);
-      const auto* to = static_cast<const char*>(output.data);
-      HPCOMM_REQUIRE(from + input.bytes <= to || to + output.bytes <= from, what.operation, " #", what.sequence,
-                     " on lane ", lane(), ": input and output overlap, and NCCL needs two buffers");
+    if (operation.kind == Kind::kAllToAll) {
+      HPCOMM_REQUIRE(are_apart(input, output), what.operation, " #", what.sequence, " on lane ", lane(),
+                     ": input and output overlap, and NCCL needs two buffers");
     }
     return calls_of(operation, static_cast<std::size_t>(size()), what);
   }
