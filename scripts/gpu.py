@@ -201,7 +201,7 @@ def run_tests(arguments: list[str], found: dict[str, Any], report: dict[str, Any
     files = [part for part in arguments if part.startswith("tests")]
     options = [part for part in arguments if not part.startswith("tests")]
     codes = []
-    for together in parts(files, marked="-m" in options):
+    for together in parts(files, marked="-m" in options, lots=max(1, min(3, found["cores"] // CORES_PER_LOT))):
         commands = [
             [sys.executable, "-m", "pytest", "-q", "-m", marks, "-p", "gpu_report", "-p", "no:cacheprovider",
              "--durations=10", *options, *chosen]
@@ -228,18 +228,21 @@ def run_tests(arguments: list[str], found: dict[str, Any], report: dict[str, Any
 
 
 FAULTS = "tests/cuda/test_cuda_faults.py"
+CORES_PER_LOT = 5  # pytest, two ranks, and what NCCL's threads of these take
 
 
-def parts(files: list[str], *, marked: bool) -> list[list[tuple[str, list[str]]]]:
+def parts(files: list[str], *, marked: bool, lots: int) -> list[list[tuple[str, list[str]]]]:
     """Marks and files of each pytest, those that run side by side together.
 
-    Tests spend most of their time on the start of processes, of CUDA and of NCCL: those of one rank, of two, and of
-    faults, whose ranks do not live on, share the GPU. A part that hangs does not cost the others' results.
+    Tests spend most of their time on the start of processes, of CUDA and of NCCL: those of one rank, of two in as many
+    lots as the machine has cores for, and of faults, whose ranks do not live on, share the GPU. A part that hangs does
+    not cost the others' results.
     """
     if marked:
         return [[("cuda", files or [*test_files(), FAULTS])]]
     chosen = files or test_files()
-    together = [("cuda and not multirank and not alone", chosen), ("cuda and multirank and not alone", chosen)]
+    together = [("cuda and not multirank and not alone", chosen)]
+    together += [("cuda and multirank and not alone", lot) for lot in (chosen[i::lots] for i in range(lots)) if lot]
     if not files:
         together.append(("cuda", [FAULTS]))
     return [together, [("cuda and alone", chosen)]]

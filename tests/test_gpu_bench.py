@@ -6,6 +6,7 @@ No times are judged here.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import subprocess
@@ -185,16 +186,18 @@ def test_what_rank_0_began_in_a_job_that_failed_is_no_figure_of_the_next(
 
 def test_every_file_of_gpu_tests_is_in_one_of_the_parts_that_run_together() -> None:
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests/cuda").glob("test_*.py")} | {"tests/test_pack.py"}
-    together, (alone,) = gpu_command.parts([], marked=False)
-    one, two, faults = (set(chosen) for _, chosen in together)
-    assert one == two == set(alone[1]) == files - {gpu_command.FAULTS}
-    assert faults == {gpu_command.FAULTS}
+    together, (alone,) = gpu_command.parts([], marked=False, lots=3)
+    one, *two, faults = (chosen for _, chosen in together)
+    assert set(one) == set(alone[1]) == files - {gpu_command.FAULTS}
+    assert len(two) == 3
+    assert sorted(itertools.chain(*two)) == sorted(one)
+    assert faults == [gpu_command.FAULTS]
     # What is asked for runs, and nothing else.
-    assert [part for group in gpu_command.parts(["tests/x.py"], marked=False) for part in group] == [
+    assert [part for group in gpu_command.parts(["tests/x.py"], marked=False, lots=3) for part in group] == [
         (marks, ["tests/x.py"]) for marks in ("cuda and not multirank and not alone",
                                               "cuda and multirank and not alone", "cuda and alone")
     ]  # fmt: skip
-    ((marks, chosen),) = gpu_command.parts([], marked=True)[0]
+    ((marks, chosen),) = gpu_command.parts([], marked=True, lots=3)[0]
     assert (marks, set(chosen)) == ("cuda", files)
 
 
