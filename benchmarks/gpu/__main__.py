@@ -62,7 +62,9 @@ INTERRUPTED = "interrupted: the time for all of them was up"
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(NAMES), help=f"of {','.join(NAMES)}")
+    parser.add_argument(
+        "--only", default=",".join(NAMES), help=f"of {','.join(NAMES)}, or as the results call one: ddp-2"
+    )
     parser.add_argument("--rounds", type=int, default=7, help="blocks of each variant (7)")
     parser.add_argument("--ranks", type=int, default=1, help="the most that may be started: 1 or 2 (1)")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: to test the benchmarks")
@@ -72,7 +74,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="write all figures there, as they come")
     arguments = parser.parse_args(argv)
     arguments.only = [name for name in arguments.only.split(",") if name]
-    unknown = [name for name in arguments.only if name not in NAMES]
+    unknown = [name for name in arguments.only if name not in {*NAMES, *(entry.key for entry in PROGRAM)}]
     if unknown:
         parser.error(f"--only: {unknown[0]!r} is none of {', '.join(NAMES)}")
     if arguments.rounds < 1:
@@ -96,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     for key, value in document["environment"].items():
         print(f"{key:<14} {value}")
     end = time.time() + arguments.seconds
-    program = [entry for entry in PROGRAM if entry.name in arguments.only]
+    program = [entry for entry in PROGRAM if not {entry.name, entry.key}.isdisjoint(arguments.only)]
     with tempfile.TemporaryDirectory(prefix="hpcomm-gpu-") as folder:
         while program:
             ranks = program[0].ranks
