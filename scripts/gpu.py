@@ -3,9 +3,10 @@
     python3 scripts/gpu.py test|bench [arguments for pytest or benchmarks.gpu]
 
 Offline, with the Python that runs it, and nothing is installed. Environment: GPU_NCCL (an NCCL that lets ranks share a
-GPU), GPU_MINUTES (for all of it; 8), OUT (a folder that results and logs are copied to), GPU_BUILD=0 (the module that
-lies in hpcomm/ is used as it is), MAX_JOBS, CUDA_HOME, TORCH_CUDA_ARCH_LIST. Results are written as they come: what was
-measured before the time is up, or something hangs, is there.
+GPU), GPU_MPS=0 (benchmarks of ranks that share a GPU do without MPS), GPU_MINUTES (for all of it; 8), OUT (a folder
+that results and logs are copied to), GPU_BUILD=0 (the module that lies in hpcomm/ is used as it is), MAX_JOBS,
+CUDA_HOME, TORCH_CUDA_ARCH_LIST. Results are written as they come: what was measured before the time is up, or something
+hangs, is there.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import check_gpu  # noqa: E402
+import gpu_mps  # noqa: E402
 import gpu_ranks  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,8 +68,13 @@ def main(arguments: Sequence[str]) -> int:
             return code
         found |= ask_two_ranks(found)
         report["two_ranks"] = found["two_ranks"]
-        step = run_tests if arguments[0] == "test" else run_benchmarks
-        code = step(list(arguments[1:]), found, report, end)
+        if arguments[0] == "test":
+            code = run_tests(list(arguments[1:]), found, report, end)
+        else:
+            with sharing(found) as together:
+                found["rank_variables"] |= together
+                report["environment"]["mps"] = bool(together)
+                code = run_benchmarks(list(arguments[1:]), found, report, end)
         return code if found["ranks"] == check_gpu.most_ranks(found) else code or 1
     finally:
         copy_results()
@@ -93,12 +100,12 @@ def environment(found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def result_path(what: str, found: dict[str, Any]) -> Path:
+def result_path(what: str, found: dict[str, Any], *, mps: bool = False) -> Path:
     """Where the figures of this GPU go."""
     if what == "test":
         return RESULTS / "gpu-test.json"
     name = re.sub(r"[^a-z0-9]+", "-", found["gpus"][0]["name"].lower()).strip("-")
-    return RESULTS / f"gpu-bench-{name}.json"
+    return RESULTS / f"gpu-bench-{name}{'-mps' if mps else ''}.json"
 
 
 def builds() -> bool:
@@ -159,6 +166,22 @@ def ask_two_ranks(found: dict[str, Any]) -> dict[str, Any]:
     if verdict.why:
         print(f"\n== {verdict.why}", file=sys.stderr, flush=True)
     return {"ranks": 2 if verdict.usable else 1, "rank_variables": verdict.variables, "two_ranks": verdict.why}
+
+
+@contextlib.contextmanager
+def sharing(found: dict[str, Any]) -> Iterator[dict[str, str]]:
+    """Variables of ranks that run on one GPU together, with MPS (scripts/gpu_mps.py); none where it is not wanted or
+    not needed, or where two ranks do not talk with it.
+    """
+    control = gpu_mps.find() if found["ranks"] >= 2 and len(found["gpus"]) == 1 else ""
+    if not control or os.environ.get("GPU_MPS") == "0":
+        yield {}
+        return
+    with gpu_mps.running(control) as variables:
+        tried = gpu_ranks.attempt({**variables_of_ranks(found), **variables}) if variables else None
+        if tried is not None and not tried.talked:
+            print(f"\n== two ranks cannot talk with MPS, which is left away:\n{tried.words}", file=sys.stderr)
+        yield variables if tried is not None and tried.talked else {}
 
 
 def variables_of_ranks(found: dict[str, Any]) -> dict[str, str]:
@@ -269,7 +292,7 @@ def test_files() -> list[str]:
 
 def run_benchmarks(arguments: list[str], found: dict[str, Any], report: dict[str, Any], end: float) -> int:
     """benchmarks.gpu writes its figures itself, behind what it is told of the machine."""
-    path = result_path("bench", found)
+    path = result_path("bench", found, mps=report["environment"]["mps"])
     header = LOGS / "header.json"
     write(header, report)
     seconds = max(30.0, end - time.monotonic() - GRACE)

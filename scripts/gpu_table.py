@@ -34,6 +34,8 @@ COPY_RATE = ">= 80 % of the copy rate"
 PER_TENSOR = ">= 5x faster than a copy_ per tensor"
 HOST = "< 15 us"
 STOCK_DDP = "not slower than stock DDP at its best"
+UNDER_COMPUTE = "> 90 % of the reductions' time under compute"
+STOCK_PIPELINE = "not slower than torch's 1F1B"
 BATCH = "not slower than batch_isend_irecv"
 
 ROWS = (
@@ -75,11 +77,13 @@ ROWS = (
         "200 x Linear(128), batch 64",
         STOCK_DDP,
     ),
+    Row("DDP of 24 x Linear(1024), two ranks", "ddp-2", "24 x Linear(1024), batch 1024", STOCK_DDP),
+    Row("its reductions under compute", "ddp-2", "24 x Linear(1024), batch 1024", UNDER_COMPUTE),
     Row(
-        "its reductions under compute",
+        "reductions of 8 x Linear(4096) under compute",
         "ddp-2",
         "8 x Linear(4096), batch 512",
-        "> 90 % of the reductions' time under compute",
+        UNDER_COMPUTE,
     ),
     Row(
         "message of 32 x 16 KB",
@@ -103,7 +107,13 @@ ROWS = (
         "step of two stages of 8 x Linear(2048)",
         "pipeline",
         "8 x Linear(2048) + GELU, batch 2048, 8 microbatches",
-        "not slower than torch's 1F1B",
+        STOCK_PIPELINE,
+    ),
+    Row(
+        "step of two stages of 8 x Linear(512)",
+        "pipeline",
+        "8 x Linear(512) + GELU, batch 256, 8 microbatches",
+        STOCK_PIPELINE,
     ),
 )
 
@@ -116,24 +126,36 @@ def cell(document: dict[str, Any], row: Row) -> str:
     for target in found.get("targets", []):
         if target["name"] == row.target and target["wanted"] == row.wanted:
             return target["got"] + {True: "", False: " (missed)", None: " (not judged)"}[target["met"]]
-    return "failed" if found["status"] == "failed" else NONE
+    if found["status"] != "failed":
+        return NONE
+    return "the time was up" if found.get("error", "").startswith("interrupted") else "failed"
 
 
 def title(document: dict[str, Any]) -> str:
-    """A column's head."""
+    """Where it was measured."""
     environment = document["environment"]
     return f"{environment['gpu']}, torch {environment['torch']}, NCCL {environment['nccl']}"
 
 
+def column(document: dict[str, Any]) -> str:
+    """A column's head: what tells it from the others."""
+    environment = document["environment"]
+    shares = {True: ", ranks share it by MPS", False: ", ranks take turns on it"}.get(environment.get("mps"), "")
+    return f"{environment['gpu']}, {environment['commit'][:7]}{shares}"
+
+
 def render(results: Path) -> str:
     """The block between the comments."""
-    documents = [json.loads(path.read_text()) for path in sorted(results.glob("gpu-bench-*.json"))]
+    documents = [json.loads(path.read_text()) for path in results.glob("gpu-bench-*.json")]
+    documents.sort(key=lambda document: document["date"])
     if not documents:
         return f"GPU figures: {NONE}.\n\n{tests(results)}"
-    heads = [title(document) for document in documents]
+    heads = [column(document) for document in documents]
     lines = [f"| | target | {' | '.join(heads)} |", f"|---|---|{'---|' * len(heads)}"]
     for row in ROWS:
         cells = [cell(document, row) for document in documents]
+        if any(each != NONE for each in cells):
+            cells = ["" if each == NONE else each for each in cells]
         lines.append(f"| {row.label} | {row.wanted} | {' | '.join(cells)} |")
     for document in documents:
         lines += ["", f"{title(document)}: `{document['command']}`, {document['date']}, commit "

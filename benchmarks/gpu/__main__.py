@@ -50,8 +50,8 @@ PROGRAM = (
     Entry("issue", 2, 50.0, "issue-2"),
     Entry("channel", 2, 60.0, "channel"),
     Entry("pipeline", 2, 75.0, "pipeline"),
-    Entry("ddp", 2, 90.0, "ddp-2"),
     Entry("launches", 2, 50.0, "launches-2"),
+    Entry("ddp", 2, 90.0, "ddp-2"),
     # `import hpcomm` asks NCCL to keep the order of issue, which torch's communicators pay for as well. What torch and
     # NCCL take without it, as in a program that does not import hpcomm:
     Entry("issue", 2, 50.0, "issue-2-without-order", (("NCCL_LAUNCH_ORDER_IMPLICIT", "0"),)),

@@ -6,6 +6,7 @@ import faulthandler
 import importlib
 import json
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -21,6 +22,7 @@ from benchmarks.launch import adopt_mpi_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE = 5.0  # seconds that a benchmark may take longer than it should
+EXIT = 15.0  # seconds for the end of a process that has nothing left to do
 
 
 def main() -> None:
@@ -28,6 +30,9 @@ def main() -> None:
     order = json.loads(sys.argv[1])
     for benchmark in order["benchmarks"]:
         one(order, benchmark)
+    watch_exit()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def one(order: dict[str, Any], benchmark: dict[str, Any]) -> None:
@@ -53,6 +58,14 @@ def one(order: dict[str, Any], benchmark: dict[str, Any]) -> None:
     faulthandler.cancel_dump_traceback_later()
     if rank == 0:
         write_json(path, {**report.content(), "seconds": round(time.monotonic() - started, 1)})
+
+
+def watch_exit() -> None:
+    """From here on the process has EXIT seconds to end. Then another one prints its stacks, native ones where there is
+    a debugger, and kills it: what was measured is written, and other benchmarks wait.
+    """
+    here = Path(__file__).with_name("watch.py")
+    subprocess.Popen([sys.executable, "-S", str(here), str(os.getpid()), str(EXIT)], start_new_session=True)
 
 
 def pick_device(asked: str) -> torch.device:
