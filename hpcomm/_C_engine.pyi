@@ -181,6 +181,7 @@ class DdpReducer:
         names: of the parameters, for messages.
         order: indices of ``params``, in which gradients become ready.
         limits: bytes of the first, second, ... bucket; the last one for all that follow.
+        last_bytes: of a bucket for the gradients that are ready last, which nothing hides; 0: they get none.
         wire: dtype of the buckets, where gradients are to be cast.
         modules: of each parameter its module: small gradients go with a large one of the same module.
         number: of the wrapper, the same on all ranks: what several of one lane reduce is told apart. -1: one alone.
@@ -197,6 +198,7 @@ class DdpReducer:
         order: Sequence[int],
         limits: Sequence[int],
         *,
+        last_bytes: int = 0,
         wire: torch.dtype | None = None,
         modules: Sequence[int] = (),
         find_unused: bool = False,
@@ -245,6 +247,7 @@ def ddp_bucket_plan(
     params: Sequence[torch.Tensor],
     order: Sequence[int],
     limits: Sequence[int],
+    last_bytes: int = 0,
     wire: torch.dtype | None = None,
     modules: Sequence[int] = (),
 ) -> BucketPlan: ...

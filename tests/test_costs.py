@@ -153,9 +153,10 @@ def test_costs_of_a_microbatch_and_of_buckets_decide() -> None:
     # A reduction that costs much to begin: one large bucket rather than many.
     costs = _C.CostModel()
     costs.collective_latency_seconds = 0.05
-    large = tune(LAYERS, pp=2, dp=2, batch=8, schedules=["1f1b"], costs=costs)[0]
+    heavy = [layer._replace(parameter_bytes=8e6) for layer in LAYERS]
+    large = tune(heavy, pp=2, dp=2, batch=8, schedules=["1f1b"], costs=costs)[0]
     assert large.choice.bucket_bytes == 100 << 20
-    assert len(large.plan.buckets[0]) == 2  # the first is small
+    assert len(large.plan.buckets[0]) == 3  # the first and the last are small
 
 
 def test_tune_plans_for_the_device() -> None:

@@ -431,6 +431,35 @@ def test_bucket_sizes_from_latency_and_bandwidth() -> None:
     assert best / 2 <= best_bytes(total, cost) <= best * 2
 
 
+def last_bucket(cap: float | None) -> tuple[list[int], list[int]]:
+    """Bytes of the buckets, before and after the order in which gradients are ready has been seen."""
+    with hpcomm.init(dp=2) as mesh:
+        torch.manual_seed(0)
+        module = nn.Sequential(*[nn.Linear(512, 512) for _ in range(6)])  # 1 MiB and 2 KiB each
+        options = {} if cap is None else {"bucket_cap_mb": cap}
+        wrapped = hpcomm.DistributedDataParallel(module, mesh=mesh, **options)
+        seen = []
+        for step in range(3):
+            wrapped.zero_grad()
+            wrapped(torch.full((2, 512), 1.0 + mesh.rank + step)).square().mean().backward()
+            seen.append(wrapped.reducer.plan.bytes)
+        torch.manual_seed(0)
+        alone = nn.Sequential(*[nn.Linear(512, 512) for _ in range(6)])
+        loss = [alone(torch.full((2, 512), 3.0 + rank)).square().mean() for rank in range(2)]
+        (sum(loss) / 2).backward()
+        for mine, theirs in zip(module.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+        return seen[0], seen[-1]
+
+
+def test_the_gradients_that_are_ready_last_have_a_small_bucket() -> None:
+    layer = 4 * (512 * 512 + 512)
+    for first, learned in ranks.run(2, last_bucket, None):
+        assert first == learned == [layer, 4 * layer, layer]
+    for first, learned in ranks.run(2, last_bucket, 25.0):
+        assert first == learned == [6 * layer], "sizes that are the user's are kept"
+
+
 def compiled() -> None:
     dist.init_process_group("gloo")
     x, y = shard(dist.get_rank())

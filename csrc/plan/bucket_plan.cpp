@@ -45,6 +45,38 @@ Open take_companions(Open& bucket, int next, const std::vector<TensorSize>& para
   return taken;
 }
 
+// All of `bucket` but what its last gradients need for themselves (BucketLimits::last_bytes); nothing where that is not
+// worth a reduction. What is ready together with the first of those stays with it: it would hold the others back.
+Open take_all_but_the_last(Open& bucket, std::size_t last_bytes, const std::vector<TensorSize>& params,
+                           const std::vector<int>& modules) {
+  if (last_bytes == 0 || bucket.bytes <= 2 * last_bytes) {
+    return {};
+  }
+  const auto bytes_at = [&](std::size_t place) {
+    return bytes_of(params[static_cast<std::size_t>(bucket.params[place])]);
+  };
+  const auto is_of_one_module = [&](std::size_t place, std::size_t next) {
+    return modules.empty() ? bytes_at(place) * kLarge <= bytes_at(next)
+                           : modules[static_cast<std::size_t>(bucket.params[place])] ==
+                                 modules[static_cast<std::size_t>(bucket.params[next])];
+  };
+  std::size_t begin = bucket.params.size();
+  std::size_t bytes = 0;
+  while (begin > 0 && (bytes == 0 || bytes + bytes_at(begin - 1) <= last_bytes || is_of_one_module(begin - 1, begin))) {
+    bytes += bytes_at(--begin);
+  }
+  if (begin == 0 || 2 * bytes > bucket.bytes) {
+    return {};
+  }
+  Open head;
+  const auto split = bucket.params.begin() + static_cast<std::ptrdiff_t>(begin);
+  head.params.assign(bucket.params.begin(), split);
+  head.bytes = bucket.bytes - bytes;
+  bucket.params.erase(bucket.params.begin(), split);
+  bucket.bytes = bytes;
+  return head;
+}
+
 void require_permutation(const std::vector<int>& order, std::size_t size) {
   HPCOMM_REQUIRE(order.size() == size, "ready order names ", order.size(), " parameters, the model has ", size);
   std::vector<bool> seen(size, false);
@@ -107,6 +139,12 @@ BucketPlan plan_buckets(const std::vector<TensorSize>& params, const std::vector
     }
   }
   for (const auto& [position, dtype] : last) {
+    if (position + 1 == ready_order.size()) {
+      Open head = take_all_but_the_last(open[dtype], limits.last_bytes, params, modules);
+      if (!head.params.empty()) {
+        close(dtype, head);
+      }
+    }
     close(dtype, open[dtype]);
   }
   return plan;

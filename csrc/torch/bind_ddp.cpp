@@ -39,10 +39,11 @@ std::optional<DType> wire_of(const std::optional<at::ScalarType>& dtype) {
 }
 
 BucketPlan plan_of(const std::vector<at::Tensor>& params, const std::vector<int>& order,
-                   const std::vector<std::size_t>& limits, const std::optional<at::ScalarType>& wire,
-                   const std::vector<int>& modules) {
+                   const std::vector<std::size_t>& limits, std::size_t last_bytes,
+                   const std::optional<at::ScalarType>& wire, const std::vector<int>& modules) {
   BucketLimits all;
   all.each = limits;
+  all.last_bytes = last_bytes;
   return plan_buckets(gradient_sizes(params), order, all, wire_of(wire), modules);
 }
 
@@ -70,11 +71,11 @@ void bind_ddp(py::module_& module) {
   py::class_<DdpReducer, std::shared_ptr<DdpReducer>>(module, "DdpReducer")
       .def(py::init([](std::shared_ptr<Communicator> communicator, const std::vector<at::Tensor>& params,
                        const std::vector<std::string>& names, const std::vector<int>& order,
-                       const std::vector<std::size_t>& limits, const std::optional<at::ScalarType>& wire,
-                       const std::vector<int>& modules, bool find_unused, bool bucket_views, bool shard,
-                       bool check_finite, int number, const std::string& events,
+                       const std::vector<std::size_t>& limits, std::size_t last_bytes,
+                       const std::optional<at::ScalarType>& wire, const std::vector<int>& modules, bool find_unused,
+                       bool bucket_views, bool shard, bool check_finite, int number, const std::string& events,
                        const std::shared_ptr<c10d::Logger>& logger) {
-             const BucketPlan plan = plan_of(params, order, limits, wire, modules);
+             const BucketPlan plan = plan_of(params, order, limits, last_bytes, wire, modules);
              auto reducer = released_without_gil(std::make_shared<DdpReducer>(
                  std::move(communicator), params, names, plan,
                  DdpOptions{find_unused, bucket_views, shard, check_finite, number, events}, log_into(logger)));
@@ -82,10 +83,10 @@ void bind_ddp(py::module_& module) {
              return reducer;
            }),
            py::arg("communicator"), py::arg("params"), py::arg("names"), py::arg("order"), py::arg("limits"),
-           py::kw_only(), py::arg("wire") = py::none(), py::arg("modules") = std::vector<int>(),
-           py::arg("find_unused") = false, py::arg("bucket_views") = false, py::arg("shard") = false,
-           py::arg("check_finite") = false, py::arg("number") = -1, py::arg("events") = "hpcomm",
-           py::arg("logger") = py::none())
+           py::kw_only(), py::arg("last_bytes") = 0, py::arg("wire") = py::none(),
+           py::arg("modules") = std::vector<int>(), py::arg("find_unused") = false, py::arg("bucket_views") = false,
+           py::arg("shard") = false, py::arg("check_finite") = false, py::arg("number") = -1,
+           py::arg("events") = "hpcomm", py::arg("logger") = py::none())
       .def(
           "meet",
           [](DdpReducer& reducer, py::function meet) {
@@ -148,7 +149,7 @@ void bind_ddp(py::module_& module) {
       });
 
   module.def("ddp_bucket_plan", &plan_of, py::arg("params"), py::arg("order"), py::arg("limits"),
-             py::arg("wire") = py::none(), py::arg("modules") = std::vector<int>());
+             py::arg("last_bytes") = 0, py::arg("wire") = py::none(), py::arg("modules") = std::vector<int>());
   module.def("register_ddp_hook", &register_ddp_hook, py::arg("reducer"), py::arg("communicator"),
              py::arg("events") = "hpcomm");
   module.def("release_bucket_memory", &release_bucket_memory, py::arg("reducer"));

@@ -35,7 +35,9 @@ BucketPlan plan_of(const std::vector<TensorSize>& sizes, std::size_t first_bytes
   for (std::size_t i = sizes.size(); i-- > 0;) {
     order.push_back(static_cast<int>(i));
   }
-  return plan_buckets(sizes, order, {first_bytes, cap_bytes});
+  BucketLimits limits{first_bytes, cap_bytes};
+  limits.last_bytes = first_bytes;
+  return plan_buckets(sizes, order, limits);
 }
 
 void bind_deferred(py::module_& module) {

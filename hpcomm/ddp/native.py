@@ -87,6 +87,7 @@ class NativeReducer:
         # The order in which a backward makes gradients ready, as long as nobody has seen one: the model's, reversed.
         order = list(range(len(self._parameters)))[::-1]
         self._limits = sizes.limits(self._parameters)
+        self._last_bytes = sizes.last_bytes
         stock._remove_autograd_hooks()
         _C.release_bucket_memory(stock)
         self._native = _C.DdpReducer(
@@ -95,6 +96,7 @@ class NativeReducer:
             self._names,
             order,
             self._limits,
+            last_bytes=self._last_bytes,
             wire=wire,
             modules=self._modules,
             find_unused=find_unused,
@@ -197,7 +199,7 @@ class NativeReducer:
         # As torch's reducer does, though it goes through Control: a rank that dies is named.
         with torch.profiler.record_function(f"{self._events}:broadcast"):
             order = json.loads(said_by_first(self._lane, self._order_channel, body, self._order))
-        plan = _C.ddp_bucket_plan(self._parameters, order, self._limits, self._wire, self._modules)
+        plan = _C.ddp_bucket_plan(self._parameters, order, self._limits, self._last_bytes, self._wire, self._modules)
         if plan.hash != self._native.plan.hash:  # alike on all ranks: both are functions of what rank 0 saw
             self._native.replan(plan)
             self._buckets = len(plan.buckets)

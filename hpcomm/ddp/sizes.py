@@ -20,7 +20,9 @@ __all__: list[str] = []
 
 MIB = 2**20
 FIRST_BYTES = MIB  # torch's: small, so that the first reduction starts early in the backward
+LAST_BYTES = MIB  # nothing hides the last one
 DEFAULT_BYTES = 25 * MIB  # torch's
+_TORCHS = (FIRST_BYTES, DEFAULT_BYTES)
 
 _SMALLEST, _LARGEST = MIB // 4, 256 * MIB
 _PROBES = 5
@@ -39,6 +41,11 @@ class BucketSizes(NamedTuple):
 
     given: tuple[int, ...] | None
     cost: LinkCost | None = None  # of the lane, where nothing is given
+
+    @property
+    def last_bytes(self) -> int:
+        """Of a bucket for the gradients that are ready last; 0 where sizes are the user's own."""
+        return LAST_BYTES if self.given in (None, _TORCHS) else 0
 
     def limits(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """The limits for these parameters."""
@@ -61,7 +68,7 @@ def sizes_for(cap_mb: float | str | None, each: list[float] | None, lane: Commun
     if isinstance(cap_mb, str):
         return BucketSizes(None, measure(lane) if lane is not None and lane.size > 1 else None)
     if cap_mb is None:
-        return BucketSizes((FIRST_BYTES, DEFAULT_BYTES))
+        return BucketSizes(_TORCHS)
     return BucketSizes((int(cap_mb * MIB),))
 
 

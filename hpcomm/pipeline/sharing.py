@@ -61,6 +61,6 @@ def reduced_alone(owned: Sequence[Owned], stage: int) -> list[torch.nn.Parameter
 
 
 def bucket_plan(parameters: Sequence[torch.nn.Parameter], cap_mb: float) -> _C.BucketPlan:
-    """Buckets of at most ``cap_mb`` MiB, the first of at most one."""
+    """Buckets of at most ``cap_mb`` MiB, the first and, where it can be, the last of at most one."""
     cap = max(1, int(cap_mb * _MIB))
     return _C.BucketPlan(list(parameters), min(_MIB, cap), cap)

@@ -87,8 +87,8 @@ def tune(
             are too few layers are left out.
         num_microbatches: to try; by default the divisors of ``batch`` from ``pp`` to 8 ``pp`` (all of them if there are
             none). Others are left out, since microbatches of unequal sizes are not modelled.
-        bucket_bytes: largest gradient buckets to try, in bytes; the first bucket of a stage has at most 1 MiB. Of a
-            single replica only the first counts, as nothing is reduced.
+        bucket_bytes: largest gradient buckets to try, in bytes; the first and the last bucket of a stage have at most 1
+            MiB, or one layer. Of a single replica only the first counts, as nothing is reduced.
         weight_copies: how often a rank holds the bytes of its parameters: weights, gradients and two moments of the
             optimizer by default. It counts for memory only.
         device: "cuda" or "cpu", as of :func:`hpcomm.plan.compile`: where the plans will run.
@@ -285,19 +285,29 @@ def _stage_cost(stage: Sequence[Layer], samples: int) -> StageCost:
 
 
 def _buckets(stage: Sequence[Layer], largest: int) -> list[int]:
-    """As csrc/plan/bucket_plan cuts: from the last layer to the first, a small bucket first, whole layers."""
-    sizes: list[int] = []
-    limit = min(_FIRST_BUCKET, largest)
+    """As csrc/plan/bucket_plan cuts: from the last layer to the first, small buckets first and last, whole layers."""
+    small = min(_FIRST_BUCKET, largest)
+    buckets: list[list[int]] = []
+    limit = small
     for layer in reversed(stage):
         size = round(layer.parameter_bytes)
         if size == 0:
             continue
-        if sizes and sizes[-1] + size <= limit:
-            sizes[-1] += size
+        if buckets and sum(buckets[-1]) + size <= limit:
+            buckets[-1].append(size)
         else:
-            limit = largest if sizes else limit
-            sizes.append(size)
-    return sizes
+            limit = largest if buckets else limit
+            buckets.append([size])
+    if buckets and sum(buckets[-1]) > 2 * small:
+        rest = buckets[-1]
+        last = [rest.pop()]
+        while rest and sum(last) + rest[-1] <= small:
+            last.append(rest.pop())
+        if sum(last) <= sum(rest):
+            buckets.append(last)
+        else:
+            rest.extend(reversed(last))
+    return [sum(bucket) for bucket in buckets]
 
 
 def _with_stages(costs: CostModel | None, stages: list[StageCost]) -> CostModel:

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_tools import mesh_on, one_and_two, run, sleep
+from gpu_tools import mesh_on, one_and_two, run, sleep, traced
 from torch import nn
 
 import hpcomm
@@ -62,6 +62,28 @@ def test_processes_end_without_a_word(device: str, world: int, program: object) 
         assert outcome.ok, outcome
         said = [line for line in outcome.output.splitlines() if any(word in line for word in WORDS)]
         assert said == [], outcome.output
+
+
+def torchs_ddp_beside_ours(device: str) -> None:
+    """What benchmarks do; torch's groups stay open, of which torch complains."""
+    dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+    mesh = mesh_on(device, dp=-1)
+    x = torch.ones(8, 64, device=device)
+    stock = nn.parallel.DistributedDataParallel(nn.Linear(64, 64).to(device), process_group=mesh.group("dp"))
+    ours = hpcomm.DistributedDataParallel(nn.Linear(64, 64).to(device), mesh=mesh)
+    pipe = hpcomm.Pipeline(nn.Sequential(nn.Linear(64, 64)), mesh=mesh, num_microbatches=2,
+                           loss_fn=nn.functional.mse_loss, schema="frozen")  # fmt: skip
+    for _ in range(2):
+        traced(device, lambda: stock(x).sum().backward())
+        traced(device, lambda: ours(x).sum().backward())
+        traced(device, lambda: pipe.step(x, target=x))
+    mesh.close()
+
+
+@one_and_two
+def test_processes_end_with_torchs_groups_open(device: str, world: int) -> None:
+    for outcome in run(device, world, torchs_ddp_beside_ours, expect_failure=True, full_exit=True):
+        assert outcome.ok, outcome
 
 
 def many_meshes(device: str, most: int) -> tuple[int, int, int]:

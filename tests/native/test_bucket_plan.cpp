@@ -97,6 +97,49 @@ TEST(bucket_plan_keeps_a_bias_with_its_weight) {
   CHECK_THROWS(ErrorKind::kInvalidArgument, plan_buckets(layers, forwards(4), {}, std::nullopt, {0}), "modules of 1");
 }
 
+TEST(bucket_plan_gives_the_last_gradients_a_bucket_that_is_soon_reduced) {
+  struct Last {
+    const char* what;
+    std::vector<TensorSize> params;
+    std::vector<int> modules;
+    std::vector<std::vector<int>> buckets;
+  };
+  // 100 bytes first and last, 4,000 between: 25 and 1,000 float32.
+  const BucketLimits limits{100, 4000, {}, 100};
+  const std::vector<Last> table{
+      {"what fits", {{25, kF32}, {300, kF32}, {20, kF32}, {10, kF32}, {15, kF32}}, {}, {{0}, {1, 2}, {3, 4}}},
+      {"one that does not", {{25, kF32}, {300, kF32}, {300, kF32}, {250, kF32}}, {}, {{0}, {1, 2}, {3}}},
+      {"but not the greater part", {{25, kF32}, {100, kF32}, {200, kF32}}, {}, {{0}, {1, 2}}},
+      {"nor from what is soon reduced as it is", {{25, kF32}, {25, kF32}, {25, kF32}}, {}, {{0}, {1, 2}}},
+      {"nor from a bucket of one", {{25, kF32}, {900, kF32}}, {}, {{0}, {1}}},
+      {"nor where one is the whole model", {{300, kF32}}, {}, {{0}}},
+      {"with the bias that is ready with it",
+       {{25, kF32}, {300, kF32}, {300, kF32}, {9, kF32}, {250, kF32}},
+       {},
+       {{0}, {1, 2}, {3, 4}}},
+      {"with all of its module",
+       {{25, kF32}, {300, kF32}, {300, kF32}, {100, kF32}, {250, kF32}},
+       {3, 2, 1, 0, 0},
+       {{0}, {1, 2}, {3, 4}}},
+      {"a module that is the greater part stays with the rest",
+       {{25, kF32}, {300, kF32}, {300, kF32}, {250, kF32}},
+       {3, 2, 0, 0},
+       {{0}, {1, 2, 3}}},
+      {"of the last bucket, whatever its type",
+       {{25, kF32}, {400, kF32}, {300, kB16}, {25, kF32}, {300, kB16}, {40, kB16}},
+       {},
+       {{0}, {1, 3}, {2, 4}, {5}}},
+      {"also of the first", {{10, kF32}, {60, kF32}, {10, kF32}}, {}, {{0}, {1}, {2}}},
+  };
+  for (const Last& row : table) {
+    const std::vector<int> order = forwards(row.params.size());
+    const BucketPlan plan = plan_buckets(row.params, order, limits, std::nullopt, row.modules);
+    if (params_of(plan) != row.buckets) {
+      check::fail(__FILE__, __LINE__, str(row.what, ": ", check::show(params_of(plan))));
+    }
+  }
+}
+
 TEST(bucket_plan_takes_its_limits_from_ddp_by_default) {
   const std::size_t kib = 1024 / 4;  // float32
   const BucketPlan plan =
@@ -136,7 +179,8 @@ TEST(bucket_plan_holds_every_parameter_once_whatever_the_model) {
     }
     std::vector<int> order = forwards(params.size());
     std::shuffle(order.begin(), order.end(), random);
-    const BucketPlan plan = plan_buckets(params, order, kSmall);
+    const BucketLimits limits{kSmall.first_bytes, kSmall.cap_bytes, {}, round % 2 == 0 ? 0 : kSmall.first_bytes};
+    const BucketPlan plan = plan_buckets(params, order, limits);
     std::multiset<int> placed;
     for (std::size_t b = 0; b < plan.buckets.size(); ++b) {
       const Bucket& bucket = plan.buckets[b];
