@@ -72,9 +72,9 @@ def main(arguments: Sequence[str]) -> int:
             code = run_tests(list(arguments[1:]), found, report, end)
         else:
             with sharing(found) as together:
-                found["rank_variables"] |= together
-                report["environment"]["mps"] = bool(together)
-                code = run_benchmarks(list(arguments[1:]), found, report, end)
+                if found["ranks"] >= 2 and len(found["gpus"]) == 1:
+                    report["environment"]["mps"] = bool(together)
+                code = run_benchmarks(list(arguments[1:]), found, report, end, together)
         return code if found["ranks"] == check_gpu.most_ranks(found) else code or 1
     finally:
         copy_results()
@@ -177,19 +177,22 @@ def sharing(found: dict[str, Any]) -> Iterator[dict[str, str]]:
     if not control or os.environ.get("GPU_MPS") == "0":
         yield {}
         return
-    with gpu_mps.running(control) as variables:
+    with contextlib.ExitStack() as stack:
+        variables = stack.enter_context(gpu_mps.running(control))
         tried = gpu_ranks.attempt({**variables_of_ranks(found), **variables}) if variables else None
         if tried is not None and not tried.talked:
             print(f"\n== two ranks cannot talk with MPS, which is left away:\n{tried.words}", file=sys.stderr)
-        yield variables if tried is not None and tried.talked else {}
+            stack.close()
+            variables = {}
+        yield variables
 
 
 def variables_of_ranks(found: dict[str, Any]) -> dict[str, str]:
     """Of whatever starts ranks."""
-    sharing = len(found["gpus"]) == 1
+    together = len(found["gpus"]) == 1
     return {
         **os.environ,
-        **(check_gpu.environment_for_ranks(found["gpu_nccl"]) if sharing else {}),
+        **(check_gpu.environment_for_ranks(found["gpu_nccl"]) if together else {}),
         "PYTHONPATH": os.pathsep.join(
             filter(None, [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/cuda"), os.environ.get("PYTHONPATH", "")])
         ),
@@ -290,14 +293,19 @@ def test_files() -> list[str]:
     return [*(path for path in first if path in there), *rest, "tests/test_pack.py"]
 
 
-def run_benchmarks(arguments: list[str], found: dict[str, Any], report: dict[str, Any], end: float) -> int:
-    """benchmarks.gpu writes its figures itself, behind what it is told of the machine."""
-    path = result_path("bench", found, mps=report["environment"]["mps"])
+def run_benchmarks(
+    arguments: list[str], found: dict[str, Any], report: dict[str, Any], end: float, together: dict[str, str]
+) -> int:
+    """benchmarks.gpu writes its figures itself, behind what it is told of the machine; ``together`` is set in the
+    environment of several ranks, not of one alone.
+    """
+    path = result_path("bench", found, mps=bool(together))
     header = LOGS / "header.json"
     write(header, report)
     seconds = max(30.0, end - time.monotonic() - GRACE)
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cuda", "--ranks", str(found["ranks"]),
-               "--json", str(path), "--header", str(header), "--seconds", f"{seconds:.0f}", *arguments]  # fmt: skip
+               "--json", str(path), "--header", str(header), "--seconds", f"{seconds:.0f}",
+               "--of-several", json.dumps(together), *arguments]  # fmt: skip
     (code,) = run_until([command], variables_of_ranks(found), end)
     print(f"written: {path.relative_to(ROOT)}")
     return code
@@ -322,10 +330,15 @@ def run_until(commands: list[list[str]], variables: dict[str, str], end: float) 
         ]
         for process, output in zip(processes, outputs, strict=True):
             try:
-                codes.append(process.wait(timeout=max(1.0, end - GRACE - time.monotonic())))
+                codes.append(process.wait(timeout=max(0.1, end - GRACE - time.monotonic())))
             except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
-                interrupt(process)
-                end = 0.0  # for the others as well
+                if end > 0.0:
+                    end = 0.0  # for all of them at once
+                    for each in processes:
+                        if each.poll() is None:
+                            each.send_signal(signal.SIGINT)
+                    grace = time.monotonic() + GRACE
+                finish(process, grace)
                 codes.append(TIME_IS_UP if isinstance(error, subprocess.TimeoutExpired) else 130)
             if output is not None:
                 output.seek(0)
@@ -333,11 +346,10 @@ def run_until(commands: list[list[str]], variables: dict[str, str], end: float) 
     return codes
 
 
-def interrupt(process: subprocess.Popen[bytes]) -> None:
-    """First in words."""
-    process.send_signal(signal.SIGINT)
+def finish(process: subprocess.Popen[bytes], until: float) -> None:
+    """Of one that was interrupted: waits for its end, and ends its whole session when it does not come."""
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=GRACE)
+        process.wait(timeout=max(0.1, until - time.monotonic()))
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -28,18 +28,25 @@ def find() -> str:
 @contextlib.contextmanager
 def running(control: str) -> Iterator[dict[str, str]]:
     """Variables for the processes that are to share a GPU; none when the service does not start, which is said."""
-    with tempfile.TemporaryDirectory(prefix="mps-") as folder:  # short: a socket's name in it has a limit
+    # In /tmp, whatever TMPDIR is: the name of a socket in it has a limit. The service may write to it to its end.
+    with tempfile.TemporaryDirectory(prefix="mps-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         variables = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         environment = {**os.environ, **variables}
         try:
-            subprocess.run([control, "-d"], env=environment, check=True, timeout=LIMIT, stdin=subprocess.DEVNULL)
-        except (OSError, subprocess.SubprocessError) as error:
-            print(f"\n== no MPS: {error}", file=sys.stderr, flush=True)
-            yield {}
-            return
-        try:
-            yield variables
+            why = start(control, environment)
+            if why:
+                print(f"\n== no MPS: {why}", file=sys.stderr, flush=True)
+            yield {} if why else variables
         finally:
             with contextlib.suppress(OSError, subprocess.SubprocessError):
-                subprocess.run([control], input=b"quit\n", env=environment, check=False, timeout=LIMIT,
-                               stdout=subprocess.DEVNULL)  # fmt: skip
+                subprocess.run([control], input=b"quit -t 5\n", env=environment, check=False, timeout=LIMIT,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+
+
+def start(control: str, environment: dict[str, str]) -> str:
+    """Why it did not; empty when it did."""
+    try:
+        subprocess.run([control, "-d"], env=environment, check=True, timeout=LIMIT, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    return ""

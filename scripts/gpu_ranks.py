@@ -84,10 +84,12 @@ def _end_of(process: subprocess.Popen[bytes], end: float) -> int | None:
     try:
         return process.wait(timeout=max(0.0, end - time.monotonic()))
     except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
         return None
+    finally:  # also at Ctrl-C
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def talk(rank: int, meeting: str, device: str) -> None:

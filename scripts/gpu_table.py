@@ -128,7 +128,8 @@ def cell(document: dict[str, Any], row: Row) -> str:
             return target["got"] + {True: "", False: " (missed)", None: " (not judged)"}[target["met"]]
     if found["status"] != "failed":
         return NONE
-    return "the time was up" if found.get("error", "").startswith("interrupted") else "failed"
+    was_cut = found.get("error", "").startswith("interrupted") and not found.get("tracebacks")
+    return "the time was up" if was_cut else "failed"
 
 
 def title(document: dict[str, Any]) -> str:

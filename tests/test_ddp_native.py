@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import itertools
 import re
 from collections import Counter
@@ -23,6 +24,9 @@ from torch.utils.checkpoint import checkpoint
 import hpcomm
 from hpcomm.ddp.choice import Under
 from hpcomm.ddp.sizes import LinkCost, best_bytes
+from hpcomm.pipeline.sharing import bucket_plan
+from hpcomm.plan.tuning import Layer
+from hpcomm.plan.tuning import _buckets as tuner_buckets
 
 Stock = nn.parallel.DistributedDataParallel
 Step = Callable[[nn.Module], None]
@@ -431,12 +435,11 @@ def test_bucket_sizes_from_latency_and_bandwidth() -> None:
     assert best / 2 <= best_bytes(total, cost) <= best * 2
 
 
-def last_bucket(cap: float | None) -> tuple[list[int], list[int]]:
+def last_bucket(options: dict[str, Any]) -> tuple[list[int], list[int]]:
     """Bytes of the buckets, before and after the order in which gradients are ready has been seen."""
     with hpcomm.init(dp=2) as mesh:
         torch.manual_seed(0)
         module = nn.Sequential(*[nn.Linear(512, 512) for _ in range(6)])  # 1 MiB and 2 KiB each
-        options = {} if cap is None else {"bucket_cap_mb": cap}
         wrapped = hpcomm.DistributedDataParallel(module, mesh=mesh, **options)
         seen = []
         for step in range(3):
@@ -454,10 +457,22 @@ def last_bucket(cap: float | None) -> tuple[list[int], list[int]]:
 
 def test_the_gradients_that_are_ready_last_have_a_small_bucket() -> None:
     layer = 4 * (512 * 512 + 512)
-    for first, learned in ranks.run(2, last_bucket, None):
-        assert first == learned == [layer, 4 * layer, layer]
-    for first, learned in ranks.run(2, last_bucket, 25.0):
-        assert first == learned == [6 * layer], "sizes that are the user's are kept"
+    small = [layer, 4 * layer, layer]
+    for options in ({}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
+        for first, learned in ranks.run(2, last_bucket, options):
+            assert first == learned == small
+    for options, sizes in (
+        ({"bucket_cap_mb": 25.0}, [6 * layer]),
+        ({"bucket_cap_mb_list": [1, 25]}, [layer, 5 * layer]),
+    ):
+        if set(options) <= set(inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters):
+            for first, learned in ranks.run(2, last_bucket, options):
+                assert first == learned == sizes, "sizes that are the user's are kept"
+    # A stage's buckets, and what the tuner thinks that they are.
+    stage = [nn.Linear(512, 512) for _ in range(6)]
+    plan = bucket_plan([p for each in stage for p in each.parameters()], 25.0)
+    assert (sum(plan.bytes), plan.bytes[-1]) == (6 * layer, layer)
+    assert tuner_buckets([Layer(1.0, parameter_bytes=layer)] * 6, 25 << 20) == small
 
 
 def compiled() -> None:

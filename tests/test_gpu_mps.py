@@ -48,7 +48,7 @@ def test_ranks_that_share_a_gpu_have_mps_while_they_run(control: Path, monkeypat
         folder = variables["CUDA_MPS_PIPE_DIRECTORY"]
         assert control.read_text() == f"start {folder}\n"
         assert Path(folder).is_dir()
-    assert control.read_text() == f"start {folder}\nquit {folder}\n"
+    assert control.read_text() == f"start {folder}\nquit -t 5 {folder}\n"
     assert not Path(folder).exists()
     assert tried[0].items() >= variables.items()
     assert gpu_command.result_path("bench", TWO_ON_ONE, mps=True).name == "gpu-bench-nvidia-x-mps.json"
@@ -79,6 +79,8 @@ def test_mps_that_is_not_wanted_not_there_or_of_no_use(
         assert variables == {}
     assert "cannot talk with MPS, which is left away:\ntheir words" in capsys.readouterr().err
     assert control.read_text().splitlines()[-1].startswith("quit ")
+    with gpu_command.sharing({**TWO_ON_ONE}) as variables:
+        assert control.read_text().splitlines()[-1].startswith("quit "), "before the benchmarks, not behind them"
     monkeypatch.setenv("PATH", "/nowhere")
     assert gpu_mps.find() == ""
 
@@ -98,4 +100,5 @@ def test_a_process_that_does_not_end_is_ended_and_says_where_it_was(seconds: flo
                           text=True, timeout=100, check=False)  # fmt: skip
     assert (done.returncode == -9) == (seconds > 0), done
     assert ("has not ended 0 s after its last line; killing it" in done.stderr) == (seconds > 0)
+    assert ("#0" in done.stderr or "waits in" in done.stderr) == (seconds > 0), done.stderr
     assert time.monotonic() - start < 50

@@ -70,6 +70,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: to test the benchmarks")
     parser.add_argument("--quick", action="store_true", help="sizes that a CPU is done with at once")
     parser.add_argument("--seconds", type=float, default=420.0, help="for all of them (420)")
+    parser.add_argument(
+        "--of-several", type=json.loads, default={}, help="JSON: set in the environment of several ranks"
+    )
     parser.add_argument("--header", metavar="FILE", help="JSON with what is to stand before the results")
     parser.add_argument("--json", metavar="FILE", help="write all figures there, as they come")
     arguments = parser.parse_args(argv)
@@ -92,7 +95,9 @@ def run(arguments: argparse.Namespace) -> int:
     }
     if arguments.header:
         document |= json.loads(Path(arguments.header).read_text())
-    document["arguments"] = {key: value for key, value in vars(arguments).items() if key not in ("json", "header")}
+    document["arguments"] = {
+        key: value for key, value in vars(arguments).items() if key not in ("json", "header", "of_several")
+    }
     results: dict[str, Any] = {}
     document["benchmarks"] = results
     for key, value in document["environment"].items():
@@ -144,7 +149,7 @@ def job(arguments: argparse.Namespace, entries: list[Entry], end: float, folder:
     error = ""
     try:
         run_ranks(ranks, ["-m", "benchmarks.gpu.rank", json.dumps(order)], mpiexec=None, deadline=end,
-                  extra=dict(entries[0].environment))  # fmt: skip
+                  extra={**dict(entries[0].environment), **(arguments.of_several if ranks > 1 else {})})  # fmt: skip
     except JobFailed as failure:
         error = str(failure)
     except KeyboardInterrupt:

@@ -21,37 +21,36 @@ TOOLKIT = "/usr/local/cuda/bin"
 
 
 def main(process: int, seconds: float) -> None:
+    """``process`` is the parent: as long as it is, its number is nobody else's."""
     end = time.monotonic() + seconds
-    parent = os.getppid()
     while time.monotonic() < end:
-        if os.getppid() != parent or not is_alive(process):
+        if os.getppid() != process:
             return
         time.sleep(0.05)
-    print(f"process {process} has not ended {seconds:.0f} s after its last line; killing it\n{stacks(process)}",
-          file=sys.stderr, flush=True)  # fmt: skip
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process, signal.SIGKILL)
-
-
-def is_alive(process: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    return False
+    try:
+        print(f"process {process} has not ended {seconds:.0f} s after its last line; killing it\n{stacks(process)}",
+              file=sys.stderr, flush=True)  # fmt: skip
+    finally:
+        if os.getppid() == process:
+            os.kill(process, signal.SIGKILL)
 
 
 def stacks(process: int) -> str:
     """Of its threads: by a debugger, or what the kernel says they wait in."""
     place = os.pathsep.join([os.environ.get("PATH", os.defpath), TOOLKIT])
-    debugger = next(filter(None, (shutil.which(name, path=place) for name in DEBUGGERS)), None)
-    if debugger is not None:
+    for debugger in filter(None, (shutil.which(name, path=place) for name in DEBUGGERS)):
         command = [debugger, "-p", str(process), "-batch", "-ex", "thread apply all bt 14"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
-    lines = []
-    for task in Path(f"/proc/{process}/task").iterdir():
-        with contextlib.suppress(OSError):
-            lines.append(f"  {(task / 'comm').read_text().strip()}: {(task / 'wchan').read_text().strip()}")
-    return "\n".join(lines)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=40, check=False)
+            if "#0" in done.stdout:
+                return done.stdout
+            print(f"{debugger}: {done.stderr.strip()[-300:]}", file=sys.stderr)
+    with contextlib.suppress(OSError):
+        return "\n".join(
+            f"  {(task / 'comm').read_text().strip()}: waits in {(task / 'wchan').read_text().strip()}"
+            for task in Path(f"/proc/{process}/task").iterdir()
+        )
+    return ""
 
 
 if __name__ == "__main__":

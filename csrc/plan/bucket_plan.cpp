@@ -46,7 +46,7 @@ Open take_companions(Open& bucket, int next, const std::vector<TensorSize>& para
 }
 
 // All of `bucket` but what its last gradients need for themselves (BucketLimits::last_bytes); nothing where that is not
-// worth a reduction. What is ready together with the first of those stays with it: it would hold the others back.
+// worth a reduction. What is ready together goes together: a module, or a bias before its weight.
 Open take_all_but_the_last(Open& bucket, std::size_t last_bytes, const std::vector<TensorSize>& params,
                            const std::vector<int>& modules) {
   if (last_bytes == 0 || bucket.bytes <= 2 * last_bytes) {
@@ -55,17 +55,30 @@ Open take_all_but_the_last(Open& bucket, std::size_t last_bytes, const std::vect
   const auto bytes_at = [&](std::size_t place) {
     return bytes_of(params[static_cast<std::size_t>(bucket.params[place])]);
   };
-  const auto is_of_one_module = [&](std::size_t place, std::size_t next) {
+  const auto goes_with = [&](std::size_t place, std::size_t next) {
     return modules.empty() ? bytes_at(place) * kLarge <= bytes_at(next)
                            : modules[static_cast<std::size_t>(bucket.params[place])] ==
                                  modules[static_cast<std::size_t>(bucket.params[next])];
   };
   std::size_t begin = bucket.params.size();
   std::size_t bytes = 0;
-  while (begin > 0 && (bytes == 0 || bytes + bytes_at(begin - 1) <= last_bytes || is_of_one_module(begin - 1, begin))) {
-    bytes += bytes_at(--begin);
+  while (begin > 0) {
+    std::size_t from = begin - 1;
+    std::size_t more = bytes_at(from);
+    for (; from > 0 && goes_with(from - 1, from); --from) {
+      more += bytes_at(from - 1);
+    }
+    // Next to nothing, a scalar of the model's say, is not worth a reduction either.
+    if (bytes + more > last_bytes && bytes * 4 >= last_bytes) {
+      break;
+    }
+    if (2 * (bytes + more) > bucket.bytes) {
+      break;
+    }
+    bytes += more;
+    begin = from;
   }
-  if (begin == 0 || 2 * bytes > bucket.bytes) {
+  if (begin == 0 || begin == bucket.params.size()) {
     return {};
   }
   Open head;
@@ -130,22 +143,25 @@ BucketPlan plan_buckets(const std::vector<TensorSize>& params, const std::vector
     bucket.bytes += bytes;
   }
   // What is left closes in the order of its last gradient, which is when it can be reduced.
-  std::map<std::size_t, DType> last;
+  std::vector<std::size_t> place(params.size());
   for (std::size_t position = 0; position < ready_order.size(); ++position) {
-    const DType dtype = params[static_cast<std::size_t>(ready_order[position])].dtype;
-    const Open& bucket = open[dtype];
-    if (!bucket.params.empty() && bucket.params.back() == ready_order[position]) {
-      last[position] = dtype;
-    }
+    place[static_cast<std::size_t>(ready_order[position])] = position;
   }
-  for (const auto& [position, dtype] : last) {
-    if (position + 1 == ready_order.size()) {
-      Open head = take_all_but_the_last(open[dtype], limits.last_bytes, params, modules);
-      if (!head.params.empty()) {
-        close(dtype, head);
-      }
+  std::map<std::size_t, std::pair<DType, Open>> left;
+  const auto leave = [&](DType dtype, Open&& bucket) {
+    if (!bucket.params.empty()) {
+      const std::size_t last = place[static_cast<std::size_t>(bucket.params.back())];
+      left.emplace(last, std::pair(dtype, std::move(bucket)));
     }
-    close(dtype, open[dtype]);
+  };
+  for (auto& [dtype, bucket] : open) {
+    if (!bucket.params.empty() && bucket.params.back() == ready_order.back()) {
+      leave(dtype, take_all_but_the_last(bucket, limits.last_bytes, params, modules));
+    }
+    leave(dtype, std::move(bucket));
+  }
+  for (auto& [position, rest] : left) {
+    close(rest.first, rest.second);
   }
   return plan;
 }

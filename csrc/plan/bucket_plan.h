@@ -27,8 +27,8 @@ struct BucketLimits {
   std::size_t cap_bytes = std::size_t{25} << 20;
   // If given: limits of the first, second, ... bucket; the last one serves all that follow.
   std::vector<std::size_t> each = {};
-  // Nothing hides the last reduction, so the gradients that are ready last get a bucket of so many bytes, or of one
-  // gradient, taken from the one that they would be in, where that leaves at least as much of it. 0: they do not.
+  // Nothing hides the last reduction, so the gradients that are ready last get a bucket of about so many bytes, or of
+  // one layer, taken from the one that they would be in, where that leaves at least as much of it. 0: they do not.
   std::size_t last_bytes = 0;
 
   [[nodiscard]] std::size_t of(std::size_t bucket) const noexcept;

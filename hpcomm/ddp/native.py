@@ -119,6 +119,7 @@ class NativeReducer:
                 Under.NATIVE.value,
                 f"find_unused_parameters={find_unused} shard_optimizer={shard} check_finite={check_finite}",
                 f"bucket_cap_mb={[limit / MIB for limit in self._limits]}",
+                f"last bucket of {self._last_bytes} bytes",
                 f"grad_dtype={wire}",
                 *(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in named_parameters),
                 str(self._native.plan.hash),

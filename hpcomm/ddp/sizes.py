@@ -22,7 +22,6 @@ MIB = 2**20
 FIRST_BYTES = MIB  # torch's: small, so that the first reduction starts early in the backward
 LAST_BYTES = MIB  # nothing hides the last one
 DEFAULT_BYTES = 25 * MIB  # torch's
-_TORCHS = (FIRST_BYTES, DEFAULT_BYTES)
 
 _SMALLEST, _LARGEST = MIB // 4, 256 * MIB
 _PROBES = 5
@@ -41,11 +40,7 @@ class BucketSizes(NamedTuple):
 
     given: tuple[int, ...] | None
     cost: LinkCost | None = None  # of the lane, where nothing is given
-
-    @property
-    def last_bytes(self) -> int:
-        """Of a bucket for the gradients that are ready last; 0 where sizes are the user's own."""
-        return LAST_BYTES if self.given in (None, _TORCHS) else 0
+    last_bytes: int = 0  # of a bucket for the gradients that are ready last; 0 where sizes are the user's own
 
     def limits(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """The limits for these parameters."""
@@ -66,9 +61,9 @@ def sizes_for(cap_mb: float | str | None, each: list[float] | None, lane: Commun
     if each:
         return BucketSizes(tuple(int(size * MIB) for size in each))
     if isinstance(cap_mb, str):
-        return BucketSizes(None, measure(lane) if lane is not None and lane.size > 1 else None)
+        return BucketSizes(None, measure(lane) if lane is not None and lane.size > 1 else None, LAST_BYTES)
     if cap_mb is None:
-        return BucketSizes(_TORCHS)
+        return BucketSizes((FIRST_BYTES, DEFAULT_BYTES), last_bytes=LAST_BYTES)
     return BucketSizes((int(cap_mb * MIB),))
 
 

@@ -60,7 +60,7 @@ class DistributedDataParallel(_StockDDP):
         mesh: replicas are the ranks of ``mesh.dp``. Exclusive with ``process_group``; without either, the default
             process group is used.
         bucket_cap_mb: as torch's, or "auto": from the latency and the bandwidth of the lane, measured once. Without it,
-            and with "auto", the gradients that are ready last have a bucket of 1 MiB or one layer.
+            and with "auto", the gradients that are ready last have a bucket of about 1 MiB where it can be.
         grad_dtype: dtype in which gradients travel, torch.bfloat16 or torch.float16. They are scaled in float32 and
             cast while they are packed. CPU transports sum them in float32 and round once; NCCL sums in ``grad_dtype``
             and rounds at each hop.

@@ -77,7 +77,7 @@ class Pipeline(LocalModel):
         balance: a :class:`hpcomm.Balance`: cut by measured times and memory instead. ``print(pipe.cut)`` shows the cut.
         reduce: where gradients are reduced: "slack" (in bubbles), "eager" (inside the last backward), "end".
         schema: "per_message", or "frozen" where every microbatch of every step has the same shapes.
-        bucket_cap_mb: largest gradient bucket in MiB; the first and the last one are at most 1 MiB, or one layer.
+        bucket_cap_mb: largest gradient bucket in MiB; the first one, and where it can be the last, of 1 MiB.
         inputs: "all": every rank of a replica passes the arguments that its stages use. "first": only the rank of the
             first stage does, and sends on what later stages need.
         keywords: with ``inputs="first"``, names of the keyword arguments that steps will be given.

@@ -87,8 +87,8 @@ def tune(
             are too few layers are left out.
         num_microbatches: to try; by default the divisors of ``batch`` from ``pp`` to 8 ``pp`` (all of them if there are
             none). Others are left out, since microbatches of unequal sizes are not modelled.
-        bucket_bytes: largest gradient buckets to try, in bytes; the first and the last bucket of a stage have at most 1
-            MiB, or one layer. Of a single replica only the first counts, as nothing is reduced.
+        bucket_bytes: largest gradient buckets to try, in bytes; the first bucket of a stage, and where it can be the
+            last, has 1 MiB. Of a single replica only the first size counts, as nothing is reduced.
         weight_copies: how often a rank holds the bytes of its parameters: weights, gradients and two moments of the
             optimizer by default. It counts for memory only.
         device: "cuda" or "cpu", as of :func:`hpcomm.plan.compile`: where the plans will run.
@@ -285,7 +285,7 @@ def _stage_cost(stage: Sequence[Layer], samples: int) -> StageCost:
 
 
 def _buckets(stage: Sequence[Layer], largest: int) -> list[int]:
-    """As csrc/plan/bucket_plan cuts: from the last layer to the first, small buckets first and last, whole layers."""
+    """About as csrc/plan/bucket_plan cuts: whole layers, from the last to the first, small buckets first and last."""
     small = min(_FIRST_BUCKET, largest)
     buckets: list[list[int]] = []
     limit = small

@@ -129,7 +129,20 @@ TEST(bucket_plan_gives_the_last_gradients_a_bucket_that_is_soon_reduced) {
        {{25, kF32}, {400, kF32}, {300, kB16}, {25, kF32}, {300, kB16}, {40, kB16}},
        {},
        {{0}, {1, 3}, {2, 4}, {5}}},
-      {"also of the first", {{10, kF32}, {60, kF32}, {10, kF32}}, {}, {{0}, {1}, {2}}},
+      {"beside a small first one", {{10, kF32}, {60, kF32}, {10, kF32}}, {}, {{0}, {1}, {2}}},
+      {"without the bias of another layer, whose weight is large",
+       {{25, kF32}, {800, kF32}, {2, kF32}, {2, kF32}, {20, kF32}},
+       {2, 1, 1, 0, 0},
+       {{0}, {1, 2}, {3, 4}}},
+      {"with more than a scalar", {{25, kF32}, {800, kF32}, {100, kF32}, {1, kF32}}, {3, 2, 1, 0}, {{0}, {1}, {2, 3}}},
+      {"but a scalar alone where the next one is the greater part",
+       {{25, kF32}, {300, kF32}, {600, kF32}, {1, kF32}},
+       {3, 2, 1, 0},
+       {{0}, {1, 2}, {3}}},
+      {"what it leaves is reduced when it is ready",
+       {{25, kF32}, {400, kB16}, {400, kB16}, {5, kF32}, {40, kB16}},
+       {},
+       {{1}, {2}, {0, 3}, {4}}},
   };
   for (const Last& row : table) {
     const std::vector<int> order = forwards(row.params.size());
