@@ -79,6 +79,7 @@ ROWS = (
     ),
     Row("DDP of 24 x Linear(1024), two ranks", "ddp-2", "24 x Linear(1024), batch 1024", STOCK_DDP),
     Row("its reductions under compute", "ddp-2", "24 x Linear(1024), batch 1024", UNDER_COMPUTE),
+    Row("reductions of 200 x Linear(128) under compute", "ddp-2", "200 x Linear(128), batch 64", UNDER_COMPUTE),
     Row(
         "reductions of 8 x Linear(4096) under compute",
         "ddp-2",
@@ -103,6 +104,7 @@ ROWS = (
         '1 x 64 MB, both ways: hpcomm, schema="frozen"',
         BATCH,
     ),
+    Row("message of 1 x 64 MB, one way", "channel", "1 x 64 MB, one way: hpcomm", BATCH),
     Row(
         "step of two stages of 8 x Linear(2048)",
         "pipeline",

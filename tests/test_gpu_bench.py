@@ -719,7 +719,8 @@ def test_every_row_of_the_table_is_a_target_of_a_benchmark() -> None:
 
     known = {f"{what} {case.name}" for case in pack.CASES for what in ("pack", "unpack")}
     known |= {*ddp.MODELS, *pipeline.CASES}
-    known |= {f'{name}, both ways: hpcomm, schema="frozen"' for name in channel.CASES}
+    known |= {f"{name}, {way}: hpcomm{schema}" for name in channel.CASES for way in ("one way", "both ways")
+              for schema in ("", ', schema="frozen"')}  # fmt: skip
     known |= {f"{case}, {n} rank(s)" for n in (1, 2)
               for case in ("all_reduce of 1 KB", "a bucket of 16 gradients", "a send of 32 x 4 KB")}  # fmt: skip
     assert [row for row in gpu_table.ROWS if row.target not in known] == []

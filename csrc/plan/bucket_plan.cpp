@@ -68,17 +68,15 @@ Open take_all_but_the_last(Open& bucket, std::size_t last_bytes, const std::vect
     for (; from > 0 && goes_with(from - 1, from); --from) {
       more += bytes_at(from - 1);
     }
-    // Next to nothing, a scalar of the model's say, is not worth a reduction either.
-    if (bytes + more > last_bytes && bytes * 4 >= last_bytes) {
-      break;
-    }
-    if (2 * (bytes + more) > bucket.bytes) {
+    const bool is_enough = bytes * 4 >= last_bytes;
+    if ((is_enough && bytes + more > last_bytes) || 2 * (bytes + more) > bucket.bytes) {
       break;
     }
     bytes += more;
     begin = from;
   }
-  if (begin == 0 || begin == bucket.params.size()) {
+  // Next to nothing, a scalar of the model's or what has no elements, is not worth a reduction either.
+  if (begin == 0 || bytes * 4 < last_bytes) {
     return {};
   }
   Open head;
