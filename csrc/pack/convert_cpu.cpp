@@ -126,6 +126,7 @@ Run best_run() {
     if (isa_of_this_cpu() == Isa::kAvx512 && has_instruction) {
       return run_narrow;
     }
+    return best<Run>(run_base<How>, run_avx2<HalfElements<NarrowAvx2, From, To>>, run_avx512<How>);
   }
   if constexpr (kHalf<From, To>) {
     return best<Run>(run_base<How>, run_avx2<HalfElements<HalfAvx2, From, To>>,

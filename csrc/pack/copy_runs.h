@@ -81,12 +81,21 @@ template <Level kLevel = Level::kFirst>
     prefetch<Level::kSecond>(item.target, item.count * target_size);
   }  // else a long tensor, whose beginning is fetched later
 }
+// Whether a loop wants each line of a short tensor fetched.
+template <typename How>
+inline constexpr bool kFetchesEachLine = requires { How::kFetchesEachLine; };
+
 // Of one side, whose address lies `offset` bytes behind the item; the hardware adds the second line of each pair.
+template <bool kEachLine>
 [[gnu::always_inline]] inline void fetch_pairs(const CopyItem& item, std::size_t offset) noexcept {
   std::uintptr_t begin = 0;
   std::memcpy(&begin, reinterpret_cast<const char*>(&item) + offset, sizeof begin);
   __builtin_prefetch(reinterpret_cast<const void*>(begin));
   __builtin_prefetch(reinterpret_cast<const void*>(begin + kPair));
+  if constexpr (kEachLine) {
+    __builtin_prefetch(reinterpret_cast<const void*>(begin + kLine));
+    __builtin_prefetch(reinterpret_cast<const void*>(begin + kPair + kLine));
+  }
 }
 
 // The first lines of a long tensor that comes after the next: a page's address takes longest to find.
@@ -188,7 +197,7 @@ template <typename How, bool kQuick, bool kOneSide>
         return static_cast<std::size_t>(item - run.items);  // could not be copied again
       }
       if constexpr (kOneSide) {
-        fetch_pairs(*item, offset);
+        fetch_pairs<kFetchesEachLine<How>>(*item, offset);
       } else if (fetching == Fetching::kIntel) {
         fetch_once(item[ahead], source_size, target_size);
       } else {
