@@ -160,10 +160,14 @@ def nccl_communicator(config: CommunicatorConfig, *, limits: Mapping[str, tuple[
 
 def solo_communicator(config: CommunicatorConfig) -> Communicator: ...
 def emulated_communicator(inner: Communicator, rules: str) -> Communicator: ...
+
+# Of a group's name, its ranks of the job, this rank's place among them, and why they do not use shared memory.
+GlooFactory = Callable[[str, list[int], int, str], c10d.Backend]
+
 def c10d_communicator(
     config: CommunicatorConfig,
     backend: c10d.Backend,
-    factory: Callable[[str, list[int], int], c10d.Backend] | None = None,
+    factory: GlooFactory | None = None,
     neighbourhood: Neighbourhood | None = None,
 ) -> Communicator: ...
 
@@ -187,4 +191,6 @@ class Neighbourhood:
 
 def near_control(below: Control, neighbourhood: Neighbourhood, timeout: float) -> Control: ...
 def neighbourhood_of(control: Control) -> Neighbourhood: ...
-def shm_communicator(config: CommunicatorConfig, neighbourhood: Neighbourhood) -> Communicator: ...
+def shm_communicator(
+    config: CommunicatorConfig, neighbourhood: Neighbourhood, factory: GlooFactory | None = None
+) -> Communicator: ...

@@ -12,7 +12,7 @@ import secrets
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -187,11 +187,11 @@ def first_communicator(
     if len(members) == 1:
         return _emulated(_C.solo_communicator(config))
     chosen = cpu_transport()
-    factory = _gloo_factory(store, control, timeout)
+    factory = _GlooFactory(store, control, timeout)
     if chosen == "gloo":
         return _emulated(_C.c10d_communicator(config, factory(name, members, place), factory))
     neighbourhood = _C.neighbourhood_of(control)
-    memory = over_shared_memory(config, neighbourhood, members, control.rank, chosen)
+    memory = over_shared_memory(config, neighbourhood, members, control.rank, chosen, factory)
     if memory is not None:
         return _emulated(memory)
     gloo = factory(name, members, place)
@@ -199,9 +199,15 @@ def first_communicator(
 
 
 def over_shared_memory(
-    config: _C.CommunicatorConfig, neighbourhood: Neighbourhood, ranks: list[int], rank: int, chosen: str
+    config: _C.CommunicatorConfig,
+    neighbourhood: Neighbourhood,
+    ranks: list[int],
+    rank: int,
+    chosen: str,
+    factory: _GlooFactory | None = None,
 ) -> Communicator | None:
-    """The communicator of ``ranks`` over shared memory, or None where ``auto`` means gloo (collective over them).
+    """The communicator of ``ranks`` over shared memory, or None where ``auto`` means gloo (collective over them). With
+    ``auto``, ``factory`` serves its subgroups that find no memory.
 
     Raises:
         InvalidArgument: ``chosen`` is shm and the ranks do not share memory.
@@ -210,12 +216,13 @@ def over_shared_memory(
     """
     if neighbourhood.contains(ranks):
         try:
-            return _C.shm_communicator(config, neighbourhood)
+            return _C.shm_communicator(config, neighbourhood, factory if chosen == "auto" else None)
         except TransportError as error:
             if chosen == "shm":
                 raise
             if rank == ranks[0]:
-                warnings.warn(f"ranks {ranks} use gloo instead of shared memory: {error}", stacklevel=2)
+                warn = _warn_of_gloo if factory is None else factory.warn
+                warn(ranks, str(error))
             return None
     if chosen == "shm":
         reasons = [f"rank {r}: {neighbourhood.why_not(r)}" for r in ranks if not neighbourhood.contains([r])]
@@ -232,6 +239,10 @@ def over_shared_memory(
             stacklevel=2,
         )
     return None
+
+
+def _warn_of_gloo(ranks: Sequence[int], why: str) -> None:
+    warnings.warn(f"ranks {list(ranks)} use gloo instead of shared memory: {why}", stacklevel=3)
 
 
 @contextlib.contextmanager
@@ -416,15 +427,29 @@ def gloo_group(
     return interruptible(lambda: ProcessGroupGloo(store, rank, size, options), look)
 
 
-def _gloo_factory(store: Store, control: Control, timeout: float) -> Callable[[str, list[int], int], Backend]:
-    def make(name: str, ranks: list[int], rank: int) -> Backend:
-        private, look = PrefixStore(f"gloo/{name}", store), while_they_stay(control, ranks)
+class _GlooFactory:
+    """Makes gloo backends for the groups of a job; warns once of those that were to use shared memory."""
+
+    def __init__(self, store: Store, control: Control, timeout: float) -> None:
+        self._store = store
+        self._control = control
+        self._timeout = timeout
+        self._warned = False
+
+    def __call__(self, name: str, ranks: list[int], rank: int, why_not_memory: str = "") -> Backend:
+        if why_not_memory and rank == 0:
+            self.warn(ranks, why_not_memory)
+        private, look = PrefixStore(f"gloo/{name}", self._store), while_they_stay(self._control, ranks)
         try:
             # A lane runs one collective at a time.
-            return gloo_group(private, rank, len(ranks), timeout=timeout, threads=1, look=look)
+            return gloo_group(private, rank, len(ranks), timeout=self._timeout, threads=1, look=look)
         except dist.DistError as error:
             raise TimedOut(
-                f"communicator {name}: not all of its {len(ranks)} ranks made it within {timeout:.0f} s: {error}"
+                f"communicator {name}: not all of its {len(ranks)} ranks made it within {self._timeout:.0f} s: {error}"
             ) from error
 
-    return make
+    def warn(self, ranks: Sequence[int], why: str) -> None:
+        """Says that ``ranks`` share no memory, unless the like was said of another group."""
+        if not self._warned:
+            _warn_of_gloo(ranks, f"{why}. Other groups that find none do so, too, without a word")
+        self._warned = True

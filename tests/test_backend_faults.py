@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import random
 import re
 import resource
 import signal
@@ -12,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -346,6 +348,10 @@ DISAGREE: dict[str, tuple[Callable[[torch.Tensor], object], Callable[[], object]
         lambda t: dist.gather(t, [full(4)] * 3 if rank() == 0 else None, dst=0),
         lambda: dist.reduce(full(4), 0),
     ),
+    "order, with an all_to_all": (
+        lambda t: dist.gather(t, [full(4)] * 3 if rank() == 0 else None, dst=0),
+        lambda: dist.all_to_all_single(full(6), full(6), [1, 2, 3], [1, 2, 3]),
+    ),
     "root": (lambda t: dist.broadcast(t, 0), lambda: dist.broadcast(full(4), 1)),
     "root of a reduce": (lambda t: dist.reduce(t, 0), lambda: dist.reduce(full(4), 1)),
     "reduction of a reduce": (lambda t: dist.reduce(t, 0), lambda: dist.reduce(full(4), 0, dist.ReduceOp.MAX)),
@@ -389,6 +395,18 @@ DISAGREE: dict[str, tuple[Callable[[torch.Tensor], object], Callable[[], object]
         lambda t: together(scattered, t, full(4)),
         lambda: together(scattered, full(4), full(4), full(4)),
     ),
+}
+
+
+# What each side called, in the words of the errors: all ranks' first, then rank 1's.
+SAID = {
+    "order, with one of several steps": ("all_reduce(4 float32, sum)", "gather"),
+    "order, with one whose first step looks like it": ("all_gather(5 int64)", "gather"),
+    "order, of two of several steps": ("gather(4 x Float, root 0)", "reduce(4 x Float, root 0)"),
+    "order, with an all_to_all": ("gather", "all_to_all"),
+    "coalesced, and one by one": ("all_reduce of several steps", "all_reduce(4 float32, sum)"),
+    "coalesced, and a gather": ("all_reduce of 2 tensors", "gather(4 x Float, root 0)"),
+    "coalesced collectives": ("all_reduce of 2 tensors", "all_gather of 2 tensors"),
 }
 
 
@@ -446,6 +464,8 @@ def test_a_mismatch_is_an_error_on_every_rank_and_the_group_goes_on(how: str) ->
     for text in ranks.run(3, disagreeing, how, env=SHM):
         assert re.search(r"rank 1\b", text), text
         assert re.search(r"rank [02]\b", text), text
+        for said in SAID.get(how, ()):
+            assert said in text, text
 
 
 def sleep_after_start(directory: str) -> None:
@@ -554,3 +574,85 @@ def test_without_memory_auto_falls_back_to_gloo_with_one_warning() -> None:
     (warning,) = first[1] + second[1]
     assert "bytes of shared memory" in warning
     assert "gloo" in warning
+
+
+LARGE = 4 << 20  # elements of float32: nearly all of an operation's time its bytes move
+
+
+def lent(count: int) -> torch.Tensor:
+    """Memory that peers use in place."""
+    return cpu_backend().allocate_tensor(count, dtype=torch.float32, device=torch.device("cpu")).zero_()
+
+
+def unevenly() -> Callable[[], object]:
+    """Everybody sends 4 (r + 1) MB to rank r."""
+    unit = LARGE // 4
+    mine = unit * (rank() + 1)
+    received, sent = torch.zeros(3 * mine), torch.zeros(6 * unit)
+    return partial(dist.all_to_all_single, received, sent, [mine] * 3, [unit, 2 * unit, 3 * unit])
+
+
+def gathers() -> Callable[[], object]:
+    each = [torch.zeros(LARGE) for _ in range(3)] if rank() == 0 else None
+    return partial(dist.gather, torch.zeros(LARGE), each, dst=0)
+
+
+def in_a_ring() -> Callable[[], object]:
+    """8 MB to the next rank and from the one before."""
+    sent, received = torch.zeros(LARGE // 2), torch.zeros(LARGE // 2)
+
+    def step() -> None:
+        work = dist.isend(sent, (rank() + 1) % 3)
+        dist.recv(received, (rank() - 1) % 3)
+        assert work is not None
+        work.wait()
+
+    return step
+
+
+# Each makes what three ranks do again and again: one operation. By the names of what may fail in it.
+MOVES: dict[str, Callable[[], Callable[[], object]]] = {
+    "all_reduce": lambda: partial(dist.all_reduce, torch.zeros(LARGE)),
+    "all_reduce, in place": lambda: partial(dist.all_reduce, lent(LARGE)),
+    "all_gather": lambda: partial(dist.all_gather_into_tensor, torch.zeros(3 * LARGE), torch.zeros(LARGE)),
+    "all_to_all, uneven": unevenly,
+    "gather": gathers,
+    "send or recv, in a ring": in_a_ring,
+}
+
+
+def repeat(step: Callable[[], object]) -> None:
+    while True:
+        step()
+
+
+def moves_for_ever(name: str) -> tuple[str, int, str]:
+    dist.init_process_group("hpcomm", timeout=timedelta(seconds=20))
+    step = MOVES[name]()
+    step()
+    dist.barrier()
+    ranks.tell("moves")
+    with pytest.raises(hpcomm.RankFailed) as caught:
+        repeat(step)
+    return caught.value.operation, caught.value.peer, str(caught.value)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", MOVES)
+def test_a_rank_that_is_killed_while_bytes_move_is_named(name: str, seed: int) -> None:
+    before = shared_memory()
+    with ranks.spawn(3, moves_for_ever, name, env=SHM) as job:
+        for index in range(3):
+            assert job.told(index) == "moves"
+        time.sleep(random.Random(f"{name} {seed}").uniform(0.02, 0.12))
+        job.kill(1, signal.SIGKILL)
+        outcomes = job.wait()
+    assert outcomes[1].signal == signal.SIGKILL, outcomes[1]
+    for index in (0, 2):
+        assert outcomes[index].ok, outcomes[index]
+        operation, peer, message = outcomes[index].value
+        assert peer == 1, message
+        assert operation in operation_of(name).split(" or "), message
+        assert f"{operation} #" in message
+        assert "heartbeat" not in message  # neither a time-out nor a silence: its connection ended
+    assert left_in_shared_memory(before) == set()

@@ -360,22 +360,31 @@ def test_lanes_from_several_threads() -> None:
     ranks.run(2, from_threads, env=SHM, timeout=60)
 
 
-def without_memory() -> str:
-    """As if the machine had none left: what the group's first rank would tell all of them."""
-
-    def refuse(*_: object) -> None:
-        raise hpcomm.TransportError("no 8 bytes of shared memory")
-
-    hpcomm._C.shm_communicator = refuse  # type: ignore[assignment]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with hpcomm.init(dp=2) as mesh:
-            value = torch.ones(1)
-            mesh.world.all_reduce(value)
-            assert value.item() == 2
-            said = [str(warning.message) for warning in caught if "shared memory" in str(warning.message)]
-            assert len(said) == (1 if mesh.rank == 0 else 0), said
-            return mesh.world.transport
+def without_memory(afterwards: bool) -> tuple[list[str], list[str]]:
+    """No file of this process may have more bytes, also none that is memory only: from the start, or from when there is
+    a mesh. Enough is left to find out who shares memory.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if not afterwards:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+            with hpcomm.init(dp=2, pp=1) as mesh:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+                groups = [mesh.world, mesh.dp, mesh.lane([0, 1], "late"), mesh.dp.subgroup([0, 1], "later")]
+                for group in groups:
+                    value = torch.full((3,), 1.0 + mesh.rank)
+                    group.all_reduce(value)
+                    assert value.tolist() == [3.0] * 3
+                channel = hpcomm.Channel(mesh.dp, 1 - mesh.rank)
+                work = channel.send({"x": torch.full((5,), float(mesh.rank))})
+                assert channel.recv()["x"].tolist() == [1.0 - mesh.rank] * 5
+                work.wait()
+                said = [str(warning.message) for warning in caught if "shared memory" in str(warning.message)]
+                return [group.transport for group in groups], said
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def no_file_can_grow() -> tuple[str, list[str]]:
@@ -402,7 +411,18 @@ def test_a_rank_of_the_host_that_cannot_share_memory_is_named_in_one_warning() -
     assert "HPCOMM_CPU_TRANSPORT=gloo" in warning
 
 
-def test_without_memory_auto_falls_back_to_gloo_with_one_warning() -> None:
-    assert ranks.run(2, without_memory) == ["c10d", "c10d"]
-    for outcome in ranks.run(2, without_memory, env=SHM, expect_failure=True):
+@pytest.mark.parametrize("afterwards", [False, True])
+def test_without_memory_auto_falls_back_to_gloo_with_one_warning(afterwards: bool) -> None:
+    first, second = ranks.run(2, without_memory, afterwards)
+    assert first[0] == second[0] == (["shm"] * 2 if afterwards else ["c10d"] * 2) + ["c10d"] * 2
+    assert second[1] == []
+    (text,) = first[1]
+    assert "ranks [0, 1] use gloo instead of shared memory: no " in text
+    assert "bytes are available" in text
+
+
+@pytest.mark.parametrize("afterwards", [False, True])
+def test_without_memory_shm_is_an_error_with_the_sizes(afterwards: bool) -> None:
+    for outcome in ranks.run(2, without_memory, afterwards, env=SHM, expect_failure=True):
         assert outcome.exception == "TransportError", outcome
+        assert "bytes of shared memory" in outcome.message

@@ -131,6 +131,23 @@ def test_the_communicator_refuses_what_it_would_read_or_write_wrongly(transport:
     ranks.run(2, refused_by_the_communicator, env={"HPCOMM_CPU_TRANSPORT": transport})
 
 
+def exchanged_in_place(part: int) -> None:
+    with hpcomm.init() as mesh:
+        rank, size = mesh.rank, mesh.size
+        expected = torch.cat([torch.full((part,), 100 * peer + rank) for peer in range(size)])
+        for memory in (torch.empty(size * part, dtype=torch.int64), mesh.dp.allocate([size * part], torch.int64)):
+            for _ in range(3):
+                memory.copy_(torch.cat([torch.full((part,), 100 * rank + to) for to in range(size)]))
+                mesh.dp.all_to_all(memory, memory)
+                assert torch.equal(memory, expected)
+
+
+@pytest.mark.parametrize("part", [1, 3000, 200_000])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_all_to_all_in_place_on_any_memory(transport: str, part: int) -> None:
+    ranks.run(3, exchanged_in_place, part, env=TRANSPORTS[transport])
+
+
 # --- the backend of torch.distributed ------------------------------------------------------------------------
 
 
@@ -196,6 +213,29 @@ def exchanged_with_themselves(part: int) -> None:
 @pytest.mark.parametrize("part", [1, 4, 3000, 300_000])
 def test_an_all_to_all_may_overwrite_what_it_sends(part: int) -> None:
     ranks.run(3, exchanged_with_themselves, part)
+
+
+def rooted_in_other_shapes() -> None:
+    """The root's own part has holes, or another shape than what it goes into."""
+    with world() as (rank, size):
+        mine = (torch.arange(6.0).view(2, 3) + 10 * rank).t()  # 3 x 2
+        flat = [(torch.arange(6.0).view(2, 3) + 10 * peer).t().reshape(6) for peer in range(size)]
+        got = [torch.zeros(6) for _ in range(size)]
+        dist.gather(mine, got if rank == 1 else None, dst=1)
+        if rank == 1:
+            assert all(map(torch.equal, got, flat))
+        sent = [(torch.arange(6.0).view(2, 3) + 10 * to).t() for to in range(size)]
+        place = torch.zeros(6)
+        dist.scatter(place, sent if rank == 1 else None, src=1)
+        assert torch.equal(place, flat[rank])
+        parts = [torch.zeros(6) for _ in range(size)]
+        dist.all_to_all(parts, [mine + 100 * to for to in range(size)])
+        assert all(torch.equal(part, flat[peer] + 100 * rank) for peer, part in enumerate(parts))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_part_with_holes_goes_into_one_of_another_shape() -> None:
+    ranks.run(3, rooted_in_other_shapes)
 
 
 def bytes_of_other_types() -> None:

@@ -257,8 +257,10 @@ std::shared_ptr<Communicator> Communicator::split(int color, int key, const std:
   const std::string& mine = lane ? *lane : config_.lane;
   // Everybody learns everybody's choice; each then computes the same groups. Through Control, which needs no device.
   const std::uint64_t channel = Fingerprint().add(name()).add("split").add_int(splits_++).value();
-  const auto choices =
-      control().exchange(ranks(), channel, str(color, ' ', key, ' ', mine), deadline_after(timeout()), config_.poll);
+  const auto choices = in_words_of(*this, what, [&] {
+    return control().exchange(ranks(), channel, str(color, ' ', key, ' ', mine), deadline_after(timeout()),
+                              config_.poll);
+  });
   std::vector<std::pair<int, int>> chosen;
   std::map<int, std::pair<int, std::string>> lanes;  // color: the job's rank that passed it first, and its lane
   for (int r = 0; r < size(); ++r) {

@@ -2,6 +2,7 @@
 // transports; no wider than the narrowest of them.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -25,6 +26,10 @@ struct Issued;
 class Mailbox;
 class PeerMemory;
 
+// What torch's collectives that are made of several operations are called (torch/backend_composed.cpp).
+inline constexpr std::array kComposed{"all_gather", "all_reduce",     "all_to_all", "gather",
+                                      "reduce",     "reduce_scatter", "scatter"};
+
 struct OpOptions {
   // Zero means the communicator's default. Counted from the moment the operation starts on its lane.
   std::chrono::milliseconds timeout{0};
@@ -45,9 +50,9 @@ struct OpOptions {
   // making one.
   Keepalive (*keep)(const void* held) = nullptr;
   const void* held = nullptr;
-  // The ranks agree by it on a collective that is made of several operations. Transports that compare calls never match
-  // it with one that is a call of its own.
-  bool opens_composed = false;
+  // The ranks agree by it on a collective that is made of several operations, its place in kComposed. Transports that
+  // compare calls never match it with one that is a call of its own. Below 0: it is one.
+  std::int8_t opens_composed = -1;
   // A step of what HostCommunicator::run_in_order() runs in this thread. All else that the thread issues meanwhile
   // comes from a handler of signals, and is refused: ranks would take it for the next step.
   bool is_step = false;
@@ -265,5 +270,15 @@ class Communicator {
   std::map<std::string, int> children_;
   std::uint64_t splits_ = 0;
 };
+
+// What `call` returns. If it throws what ended the job, of which Control tells, that ended the operation `what`.
+template <typename Call>
+auto in_words_of(const Communicator& communicator, const ErrorContext& what, const Call& call) {
+  try {
+    return call();
+  } catch (const Error& why) {
+    throw communicator.ended_by(why, what);
+  }
+}
 
 }  // namespace hpcomm

@@ -24,6 +24,8 @@ using MailPtr = std::shared_ptr<MailWork>;
 class Mailbox {
  public:
   static constexpr int kAnySource = -1;
+  // Tags below it are a program's own, which errors name.
+  static constexpr std::uint64_t kTagsOfPrograms = std::uint64_t{1} << 32;
 
   virtual ~Mailbox() = default;
 

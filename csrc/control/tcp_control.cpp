@@ -378,10 +378,11 @@ void TcpControl::look_for_silence(Deadline now) {
   }
 }
 
-void TcpControl::tell_all(FrameKind kind, std::uint64_t channel, std::string_view body) {
+void TcpControl::tell_all(FrameKind kind, std::uint64_t channel, std::string_view text) {
+  const std::string body = news_of(text);
   for (Peer& peer : peers_) {
     if (peer.fd.valid() && peer.state == PeerState::kOpen) {
-      send_frame(peer, kind, channel, body.substr(0, kMaxBody));
+      send_frame(peer, kind, channel, body);
     }
   }
 }

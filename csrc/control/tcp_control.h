@@ -101,7 +101,7 @@ class TcpControl final : public Control {
   static void rest(std::vector<pollfd>& fds, bool in_midst, Deadline until);
   void flush(Peer& peer);
   void send_frame(Peer& peer, FrameKind kind, std::uint64_t channel, std::string_view body);
-  void tell_all(FrameKind kind, std::uint64_t channel, std::string_view body);
+  void tell_all(FrameKind kind, std::uint64_t channel, std::string_view text);
   void forget(std::vector<Outbox::Sent> told, const Error& why);
   void lose(int peer, const std::string& why);
   void leave(int peer, PeerState how);

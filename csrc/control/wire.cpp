@@ -122,7 +122,24 @@ std::uint64_t abort_channel(const Error& error) {
 }
 
 std::string encode_abort(const Error& error) {
-  return encode(FrameKind::kAbort, abort_channel(error), std::string_view(error.what()).substr(0, kMaxBody));
+  return encode(FrameKind::kAbort, abort_channel(error), news_of(error.what()));
+}
+
+std::string news_of(std::string_view text) {
+  if (text.size() <= kMaxNews) {
+    return std::string(text);
+  }
+  // Not within a character of UTF-8.
+  const auto begins = [text](std::size_t place) { return (static_cast<unsigned char>(text[place]) & 0xc0) != 0x80; };
+  std::size_t head = kMaxNews / 4;
+  std::size_t tail = text.size() - kMaxNews / 2;
+  while (head > 0 && !begins(head)) {
+    --head;
+  }
+  while (tail < text.size() && !begins(tail)) {
+    ++tail;
+  }
+  return str(text.substr(0, head), "\n... ", tail - head, " bytes more ...\n", text.substr(tail));
 }
 
 Error reported_error(const Frame& frame, int rank, int from) {

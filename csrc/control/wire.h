@@ -84,6 +84,10 @@ inline constexpr std::size_t kHelloBytes = 2 * sizeof(std::int32_t) + std::tuple
 // The frame that tells a peer of `error`, and what that peer (rank `rank`) makes of it when it comes from rank `from`:
 // the loss of a rank stays one, whoever noticed it.
 [[nodiscard]] std::string encode_abort(const Error& error);
+// What of a rank's error its peers are told: all of it, or its begin and its end, where a traceback has its words. It
+// has to fit into one piece, for whatever is longer is dropped when a job fails.
+inline constexpr std::size_t kMaxNews = std::size_t{64} << 10;
+[[nodiscard]] std::string news_of(std::string_view text);
 [[nodiscard]] std::uint64_t abort_channel(const Error& error);  // of that frame
 [[nodiscard]] Error reported_error(const Frame& frame, int rank, int from);
 

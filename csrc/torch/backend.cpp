@@ -2,7 +2,10 @@
 #include "torch/backend.h"
 
 #include <c10/core/InferenceMode.h>
+#include <c10/util/Exception.h>
+
 #include <algorithm>
+#include <new>
 
 #include "torch/backend_args.h"
 #include "torch/backend_issue.h"
@@ -84,6 +87,10 @@ HpcommBackend::C10dWork HpcommBackend::compose(const Call& call, const Tensors& 
       const c10::InferenceMode mode(inference);
       const at::NoGradGuard no_grad;
       Step step(lane, mailbox, what, deadline);
+      // What torch finds wrong in the midst of it: the others would wait for steps that this rank does not take.
+      const auto give_up = [&lane, &what](const char* why) {
+        lane.abort(Error(ErrorKind::kTransport, str(what.operation, " #", what.sequence, ": ", why), what));
+      };
       try {
         body(step);
       } catch (const Error& error) {
@@ -95,6 +102,12 @@ HpcommBackend::C10dWork HpcommBackend::compose(const Call& call, const Tensors& 
         context.peer = error.context().peer;
         throw Error(error.kind(), str(what.operation, " #", what.sequence, ": in its step ", error.what()),
                     std::move(context));
+      } catch (const c10::Error& error) {
+        give_up(error.what_without_backtrace());
+        throw;
+      } catch (const std::bad_alloc&) {
+        give_up("there is no memory");
+        throw;
       }
     };
     return lane.run_in_order(std::move(what), std::move(run), options);

@@ -84,7 +84,7 @@ void all_to_all(Step& step, const Parts& parts) {
     const std::size_t peer = (self + i) % ranks;  // not all to the same one first
     step.send(direct(parts.send[peer], "all_to_all"), static_cast<int>(peer));
   }
-  received[self].copy_(parts.send[self].view_as(received[self]));
+  received[self].copy_(parts.send[self].reshape_as(received[self]));
   step.exchange();
   for (std::size_t peer = 0; peer < ranks; ++peer) {
     deliver(received[peer], parts.recv[peer]);
@@ -160,7 +160,7 @@ HpcommBackend::C10dWork HpcommBackend::gather(TensorLists& outputs, Tensors& inp
                      for (const auto& part : to) {
                        received.push_back(receptacle(part));
                      }
-                     received[self].copy_(from.view_as(received[self]));
+                     received[self].copy_(from.reshape_as(received[self]));
                      for (std::size_t peer = 0; peer < received.size(); ++peer) {
                        if (peer != self) {
                          step.recv(received[peer], static_cast<int>(peer));
@@ -208,7 +208,7 @@ HpcommBackend::C10dWork HpcommBackend::scatter(Tensors& outputs, TensorLists& in
                        }
                      }
                      step.exchange();  // before `to` is written, which may lie where another one's part does
-                     to.copy_(from[static_cast<std::size_t>(root)].view_as(to));
+                     to.copy_(from[static_cast<std::size_t>(root)].reshape_as(to));
                    });
   });
 }

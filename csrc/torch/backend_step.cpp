@@ -2,6 +2,7 @@
 #include "torch/backend_step.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 
 #include "torch/backend_work.h"
@@ -163,6 +164,17 @@ at::Tensor Reduction::prepared(const at::Tensor& tensor, bool fresh, const char*
   return is_plain() ? ready : ready.mul_(factor);
 }
 
+namespace {
+
+// The place of an operation in kComposed.
+std::int8_t place_of(const std::string& operation) {
+  const auto* const found = std::find(kComposed.begin(), kComposed.end(), operation);
+  HPCOMM_ASSERT(found != kComposed.end(), operation, " is not made of several operations");
+  return static_cast<std::int8_t>(found - kComposed.begin());
+}
+
+}  // namespace
+
 Step::Step(HostCommunicator& communicator, Mailbox* mailbox, const ErrorContext& what, Deadline deadline)
     : communicator_(communicator),
       mailbox_(mailbox),
@@ -188,7 +200,7 @@ std::vector<std::int64_t> Step::show(std::vector<std::int64_t> mine) {
     return BufferView{numbers.data(), numbers.size() * sizeof(std::int64_t), numbers.size(), DType::kInt64, {}};
   };
   OpOptions opening = options();
-  opening.opens_composed = true;
+  opening.opens_composed = place_of(what_.operation);
   communicator_.all_gather(view(all), view(mine), opening)->wait();
   tag_ = tag_in(TagSpace::kComposed, static_cast<std::uint64_t>(all[mine.size() - 1]));
   for (int peer = size() - 1; peer >= 0; --peer) {
@@ -213,9 +225,10 @@ struct Step::Description {
   std::int64_t type;  // below 0: a fingerprint of the dtypes and sizes of `count` tensors
   std::int64_t root;
   std::int64_t count;
-  std::int64_t operation;
+  std::int64_t operation;  // its place in kComposed
 
-  [[nodiscard]] std::string text(const std::string& what) const {
+  [[nodiscard]] std::string text() const {
+    const char* what = kComposed[static_cast<std::size_t>(operation)];
     if (type < 0) {
       return str(what, " of ", count, " tensors");
     }
@@ -276,9 +289,7 @@ void Step::agree_on_all(const std::vector<at::Tensor>& tensors) {
 }
 
 bool Step::compare(Description mine) {
-  for (const char letter : what_.operation) {
-    mine.operation = mine.operation * 31 + letter;  // names of ours: no two are alike
-  }
+  mine.operation = place_of(what_.operation);
   const auto all = show({mine.type, mine.root, mine.count, mine.operation});
   bool alike = true;
   for (int peer = 1; peer < size(); ++peer) {
@@ -292,10 +303,7 @@ bool Step::compare(Description mine) {
     if (same_but_type && first.type < 0 && other.type < 0) {
       alike = alike && first.type == other.type;
     } else if (!same_but_type || first.type != other.type) {
-      const auto text = [&](const Description& theirs) {
-        return theirs.text(theirs.operation == mine.operation ? what_.operation : "another collective");
-      };
-      mismatch(0, text(first), static_cast<std::size_t>(peer), text(other));
+      mismatch(0, first.text(), static_cast<std::size_t>(peer), other.text());
     }
   }
   return alike;

@@ -61,9 +61,9 @@ void end(Communicator& self) {
 
 C10dBackendFactory to_factory(py::function function) {
   return [shared = released_with_gil(std::move(function))](const std::string& name, const std::vector<int>& ranks,
-                                                           int rank) {
+                                                           int rank, const std::string& why_not_memory) {
     const py::gil_scoped_acquire gil;
-    return (*shared)(name, ranks, rank).cast<C10dBackend>();
+    return (*shared)(name, ranks, rank, why_not_memory).cast<C10dBackend>();
   };
 }
 
@@ -237,11 +237,13 @@ void bind_comm(py::module_& module) {
       py::arg("control"));
   module.def(
       "shm_communicator",
-      [](const CommunicatorConfig& config, std::shared_ptr<shm::Neighbourhood> neighbourhood) {
+      [](const CommunicatorConfig& config, std::shared_ptr<shm::Neighbourhood> neighbourhood,
+         std::optional<py::function> factory) {
+        ShmFallback instead = factory ? c10d_instead(to_factory(std::move(*factory)), neighbourhood) : nullptr;
         const WithoutGil scope;
-        return released_without_gil(make_shm_communicator(config, std::move(neighbourhood)));
+        return released_without_gil(make_shm_communicator(config, std::move(neighbourhood), std::move(instead)));
       },
-      py::arg("config"), py::arg("neighbourhood"));
+      py::arg("config"), py::arg("neighbourhood"), py::arg("factory") = py::none());
 }
 
 }  // namespace hpcomm

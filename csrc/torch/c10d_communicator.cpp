@@ -112,10 +112,10 @@ class C10dCommunicator final : public HostCommunicator {
       return make_solo_communicator(std::move(child));
     }
     if (neighbourhood_ != nullptr && neighbourhood_->contains(child.ranks)) {
-      return make_shm_communicator(std::move(child), neighbourhood_);
+      return make_shm_or(factory_ ? c10d_instead(factory_, neighbourhood_) : nullptr, std::move(child), neighbourhood_);
     }
     HPCOMM_REQUIRE(factory_ != nullptr, "this communicator wraps a backend that it did not make and cannot divide it");
-    C10dBackend backend = factory_(child.name, child.ranks, child.rank);
+    C10dBackend backend = factory_(child.name, child.ranks, child.rank, "");
     return make_c10d_communicator(std::move(child), std::move(backend), factory_, neighbourhood_);
   }
 
@@ -356,7 +356,10 @@ class C10dCommunicator final : public HostCommunicator {
         c10d::AllToAllOptions options;
         options.timeout = limit;
         std::vector<std::int64_t> even;
-        return backend_->alltoall_base(output, input, even, even, options);
+        // gloo sends from the input while it receives into the output.
+        const bool in_place = operation.input.data == operation.output.data;
+        at::Tensor from = in_place ? input.clone() : input;
+        return backend_->alltoall_base(output, from, even, even, options);
       }
       case Operation::Kind::kBarrier: {
         c10d::BarrierOptions options;

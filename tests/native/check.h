@@ -124,6 +124,13 @@ void check_throws(const char* file, int line, const char* text, ErrorKind kind, 
 
 }  // namespace hpcomm::check
 
+namespace hpcomm::testing {
+
+// Whether `part` is somewhere in `text`.
+inline bool contains(std::string_view text, std::string_view part) { return text.find(part) != std::string_view::npos; }
+
+}  // namespace hpcomm::testing
+
 // The body runs in the global namespace; tests say `using namespace hpcomm;` once per file.
 #define TEST(name)                                                                              \
   static void test_##name();                                                                    \

@@ -30,8 +30,6 @@ Deadline soon() { return Clock::now() + 20s; }
 
 std::string text_of(const std::optional<Error>& error) { return error ? error->what() : ""; }
 
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
 // For tests in which every rank fails by itself: nobody leaves before the others have seen why.
 template <typename Body>
 void run_to_the_end(const ThreadJob& job, int size, const Body& body) {

@@ -12,6 +12,7 @@
 
 #include "comm/shm/near_control.h"
 #include "control/control.h"
+#include "control/wire.h"
 #include "native/check.h"
 #include "native/control_peer.h"
 #include "native/shm_job.h"
@@ -172,6 +173,31 @@ BOTH(abort_reaches_everybody_with_its_message) {
     CHECK_THROWS(ErrorKind::kPeerError, mine.send(3 - rank, 0, "x"), "no such luck");
     if (rank == 0) {
       CHECK_EQ(mine.receive(2, 5, soon()), "before the end");  // what had come before may still be read
+    }
+  });
+}
+
+BOTH(a_long_abort_reaches_everybody_with_its_begin_and_its_end) {
+  const auto controls = connect(2);
+  std::string text = "Traceback: first line\n";
+  while (text.size() < (std::size_t{3} << 20)) {
+    text += "\xe2\x82\xac";  // a character of three bytes, which is not cut
+  }
+  text += "\nValueError: last line";
+  run_ranks(2, [&](int rank) {
+    Control& mine = *controls[static_cast<std::size_t>(rank)];
+    if (rank == 0) {
+      mine.abort(text);
+      return;
+    }
+    const auto error = error_from([&] { (void)mine.receive(0, 0, soon()); });
+    check_kind(error, ErrorKind::kPeerError, "rank 0 failed:\nTraceback: first line");
+    const std::string told = error->what();
+    CHECK(contains(told, " bytes more ...\n"));
+    CHECK(contains(told, "\nValueError: last line"));
+    CHECK(told.size() <= control::kMaxNews);
+    for (std::size_t at = told.find('\xe2'); at != std::string::npos; at = told.find('\xe2', at + 1)) {
+      CHECK_EQ(told.substr(at, 3), "\xe2\x82\xac");
     }
   });
 }

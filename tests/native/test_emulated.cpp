@@ -108,8 +108,6 @@ std::string message_of(const WorkPtr& work) {
   return error ? error->what() : "";
 }
 
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
 // For tests in which every rank fails by itself: their errors are looked at, so none may end the others.
 template <typename Body>
 void run_to_the_end(const ThreadJob& job, int size, const Setup& setup, const Body& body) {

@@ -21,8 +21,6 @@ std::shared_ptr<Communicator> checked(const NcclJob& job, int rank, const std::s
   return make_nccl_communicator(std::move(config));
 }
 
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
 bool is_mismatch(const std::optional<Error>& error, const std::string& part) {
   return error && error->kind() == ErrorKind::kSchemaMismatch && contains(error->what(), part);
 }

@@ -128,6 +128,48 @@ TEST(shm_a_receive_that_nobody_serves_times_out_and_the_mailbox_goes_on) {
   });
 }
 
+TEST(shm_a_receive_in_vain_names_its_tag_and_what_came_beside_it) {
+  ShmJob(3).run([](Communicator& world) {
+    const auto mailbox = world.mailbox();
+    std::vector<std::int64_t> values(5, world.rank());
+    std::vector<std::int64_t> large(std::size_t{1} << 18, world.rank());
+    if (world.rank() != 0) {
+      const BufferView view = world.rank() == 1 ? view_of(values) : view_of(large);
+      const auto sent = mailbox->send(view, 0, static_cast<std::uint64_t>(6 + world.rank()));
+      // Not the business of a program that names no such tag.
+      const auto other = mailbox->send(view_of(values), 0, Mailbox::kTagsOfPrograms + 1);
+      world.barrier()->wait();
+      sent->wait();
+      other->wait();
+      return;
+    }
+    world.barrier()->wait();  // by then both have sent
+    OpOptions options;
+    options.timeout = 100ms;
+    const MailPtr from_one = mailbox->recv(view_of(values), 1, 3, options);
+    const MailPtr from_any = mailbox->recv(view_of(values), Mailbox::kAnySource, 4, options);
+    const auto other = error_of(*from_any);
+    const auto error = error_of(*from_one);
+    CHECK(error && other && error->kind() == ErrorKind::kTimedOut && other->kind() == ErrorKind::kTimedOut);
+    const std::string text = error->what();
+    const std::string beside = other->what();
+    CHECK(contains(text, "with rank 1 took longer than its time-out"));
+    CHECK(contains(text, "did it issue the matching send with tag 3? Received, and asked for by no recv: 5 int64 "));
+    CHECK(contains(text, "from rank 1 with tag 7"));
+    CHECK(contains(beside, "from any rank took longer"));
+    CHECK(contains(beside, "the matching send with tag 4?"));
+    CHECK(contains(beside, "from rank 2 with tag 8"));
+    CHECK(!contains(text + beside, "more"));
+    CHECK(!contains(text + beside, str("tag ", Mailbox::kTagsOfPrograms + 1)));
+    mailbox->recv(view_of(values), 1, 7)->wait();
+    CHECK_EQ(values[4], 1);
+    mailbox->recv(view_of(large), 2, 8)->wait();
+    for (const int peer : {1, 2}) {
+      mailbox->recv(view_of(values), peer, Mailbox::kTagsOfPrograms + 1)->wait();
+    }
+  });
+}
+
 TEST(shm_an_abort_ends_mail) {
   const ShmJob job(2);
   run_ranks(2, [&](int rank) {

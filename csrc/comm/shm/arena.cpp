@@ -73,11 +73,17 @@ class Arena::Pool {
     return static_cast<std::uint32_t>(segments_.size());
   }
 
-  void add(std::shared_ptr<Segment> segment) {
+  // In one step: others would take of a new segment what it was made for.
+  std::pair<std::size_t, std::size_t> add_and_take(std::shared_ptr<Segment> segment, std::size_t bytes) {
     std::lock_guard lock(mutex_);
+    HPCOMM_ASSERT(segment->size() >= bytes, "a new segment is too small");
     free_.emplace_back();
-    free_.back().emplace(0, segment->size());
+    if (segment->size() > bytes) {
+      free_.back().emplace(bytes, segment->size() - bytes);
+    }
     segments_.push_back(std::move(segment));
+    in_use_ += bytes;
+    return {segments_.size() - 1, 0};
   }
 
   char* address(std::size_t segment, std::size_t offset) const {
@@ -128,12 +134,13 @@ Buffer Arena::allocate(std::size_t bytes) {
   auto place = pool_->take(need);
   if (!place) {
     std::lock_guard one_at_a_time(growing_);
-    const std::size_t usual = std::clamp(pool_->reserved(), kSmallestSegment, kLargestSegment);
-    auto segment = Segment::create("an arena", std::max(usual, round_up(need, kPage)));
-    announce_(pool_->next_index(), *segment);
-    pool_->add(std::move(segment));
-    place = pool_->take(need);
-    HPCOMM_ASSERT(place.has_value(), "a new segment is too small");
+    place = pool_->take(need);  // another thread may have made room meanwhile
+    if (!place) {
+      const std::size_t usual = std::clamp(pool_->reserved(), kSmallestSegment, kLargestSegment);
+      auto segment = Segment::create("an arena", std::max(usual, round_up(need, kPage)));
+      announce_(pool_->next_index(), *segment);
+      place = pool_->add_and_take(std::move(segment), need);
+    }
   }
   void* data = pool_->address(place->first, place->second);
   const Keepalive owner(

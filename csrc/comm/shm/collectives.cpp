@@ -57,17 +57,17 @@ Collectives::Collectives(std::shared_ptr<Region> region, std::size_t rank, std::
       members_(std::move(members)),
       sources_(members_.size()) {}
 
-Collectives::Shown Collectives::open(Descriptor descriptor, const void* data, std::size_t bytes, bool show,
+Collectives::Shown Collectives::open(Descriptor descriptor, const void* data, std::size_t bytes, Shows shows,
                                      const Patience& patience) {
   Shown shown = Shown::kNothing;
   steps_.begin(patience);
   Line& line = steps_.own_line();
   if (bytes <= std::min(kSmall, steps_.slot_bytes())) {
     shown = Shown::kPayload;
-    if (show && bytes > 0) {
+    if (shows != Shows::kNothing && bytes > 0) {
       std::memcpy(bytes <= kInlineBytes ? line.payload : steps_.own_slot(), data, bytes);
     }
-  } else if (show) {
+  } else if (shows == Shows::kPlaces) {
     if (const auto location = neighbourhood_->arena().locate(data, bytes)) {
       shown = Shown::kLocation;
       line.location = *location;
@@ -133,7 +133,7 @@ const char* Collectives::shown(std::size_t rank, std::size_t bytes) const noexce
 // --- all_reduce ------------------------------------------------------------------------------------------------------
 
 void Collectives::all_reduce(Descriptor descriptor, const BufferView& buffer, ReduceOp op, const Patience& patience) {
-  const Shown mine = open(descriptor, buffer.data, buffer.bytes, true, patience);
+  const Shown mine = open(descriptor, buffer.data, buffer.bytes, Shows::kPlaces, patience);
   HPCOMM_REQUIRE(can_reduce(buffer.dtype, op), "all_reduce: no ", to_string(op), " of ", to_string(buffer.dtype));
   if (buffer.bytes == 0) {
     return;
@@ -270,7 +270,7 @@ void Collectives::all_reduce_in_place(const BufferView& buffer, ReduceOp op, con
 
 void Collectives::all_gather(Descriptor descriptor, const BufferView& output, const BufferView& input,
                              const Patience& patience) {
-  const Shown mine = open(descriptor, input.data, input.bytes, true, patience);
+  const Shown mine = open(descriptor, input.data, input.bytes, Shows::kPlaces, patience);
   const std::size_t ranks = steps_.ranks();
   const std::size_t self = steps_.rank();
   if (input.bytes == 0) {
@@ -310,7 +310,7 @@ void Collectives::all_gather(Descriptor descriptor, const BufferView& output, co
 void Collectives::broadcast(Descriptor descriptor, const BufferView& buffer, std::size_t root,
                             const Patience& patience) {
   const bool sends = steps_.rank() == root;
-  (void)open(descriptor, buffer.data, buffer.bytes, sends, patience);
+  (void)open(descriptor, buffer.data, buffer.bytes, sends ? Shows::kPlaces : Shows::kNothing, patience);
   if (buffer.bytes == 0) {
     return;
   }
@@ -348,7 +348,7 @@ void Collectives::broadcast(Descriptor descriptor, const BufferView& buffer, std
 }
 
 void Collectives::barrier(Descriptor descriptor, const Patience& patience) {
-  (void)open(descriptor, nullptr, 0, false, patience);
+  (void)open(descriptor, nullptr, 0, Shows::kNothing, patience);
 }
 
 // --- reduce_scatter, all_to_all --------------------------------------------------------------------------------------
@@ -385,7 +385,7 @@ void Collectives::exchange_parts(const BufferView& input, const Patience& patien
 
 void Collectives::reduce_scatter(Descriptor descriptor, const BufferView& output, const BufferView& input, ReduceOp op,
                                  const Patience& patience) {
-  const Shown mine = open(descriptor, input.data, input.bytes, true, patience);
+  const Shown mine = open(descriptor, input.data, input.bytes, Shows::kPlaces, patience);
   HPCOMM_REQUIRE(can_reduce(input.dtype, op), "reduce_scatter: no ", to_string(op), " of ", to_string(input.dtype));
   if (input.bytes == 0) {
     return;
@@ -413,7 +413,9 @@ void Collectives::reduce_scatter(Descriptor descriptor, const BufferView& output
 
 void Collectives::all_to_all(Descriptor descriptor, const BufferView& output, const BufferView& input,
                              const Patience& patience) {
-  const Shown mine = open(descriptor, input.data, input.bytes, true, patience);
+  // In place, a rank's own parts are overwritten by what comes while others still read them where they lie.
+  const Shows shows = input.data == output.data ? Shows::kCopies : Shows::kPlaces;
+  const Shown mine = open(descriptor, input.data, input.bytes, shows, patience);
   if (input.bytes == 0) {
     return;
   }

@@ -45,8 +45,10 @@ class Collectives {
  private:
   // What a rank shows in the first step of an operation.
   enum class Shown { kNothing, kPayload, kLocation };
+  // What it may show. Of memory that it writes to before everybody has read it, copies alone.
+  enum class Shows { kNothing, kCopies, kPlaces };
   // The first step: shows the descriptor with `bytes` at `data` (or where they lie), and waits for everybody's.
-  Shown open(Descriptor descriptor, const void* data, std::size_t bytes, bool show, const Patience& patience);
+  Shown open(Descriptor descriptor, const void* data, std::size_t bytes, Shows shows, const Patience& patience);
   void require_agreement(const Descriptor& own) const;
   [[nodiscard]] bool all_located() const;
   // After all_located(): everybody's `bytes`, mapped here.

@@ -24,14 +24,32 @@ void MailDesk::end(const Held& mail, std::exception_ptr error) {
   mail->end(std::move(error));
 }
 
-Error MailDesk::late(const Mail& mail) const {
+Error MailDesk::late(const Mail& mail, const std::string& beside) const {
   const ErrorContext& what = mail.what();
+  const bool is_named = mail.tag < Mailbox::kTagsOfPrograms;
   return {ErrorKind::kTimedOut,
           str(what.operation, " #", what.sequence, " on lane ", setup_.lane,
               what.peer < 0 ? str(" from any rank") : str(" with rank ", what.peer),
               " took longer than its time-out; is the other end running, and did it issue the matching ",
-              what.operation == "send" ? "recv" : "send", "?"),
+              what.operation == "send" ? "recv" : "send", is_named ? str(" with tag ", mail.tag) : "", "?", beside),
           what};
+}
+
+void MailDesk::require_alive(int rank, Deadline deadline) {
+  const bool waits = !asked_[index(rank)];
+  asked_[index(rank)] = true;
+  neighbourhood().require_alive(name_of(rank), waits ? deadline : Clock::now());
+}
+
+Error MailDesk::ended_by(const Mail& mail, const Error& why) const {
+  const bool is_of_job = why.kind() == ErrorKind::kRankFailed || why.kind() == ErrorKind::kPeerError;
+  ErrorContext what = mail.what();
+  if (!is_of_job || why.context().operation == what.operation) {
+    return why;
+  }
+  what.peer = why.context().peer;
+  const std::string text = str(what.operation, " #", what.sequence, " on lane ", setup_.lane, ": ", why.what());
+  return {why.kind(), text, std::move(what)};
 }
 
 void MailDesk::break_by(const Mail& mail) {

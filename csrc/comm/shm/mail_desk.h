@@ -36,7 +36,7 @@ struct MailSetup {
 
 class MailDesk {
  public:
-  explicit MailDesk(MailSetup setup) : setup_(std::move(setup)) {}
+  explicit MailDesk(MailSetup setup) : setup_(std::move(setup)), asked_(setup_.members.size(), false) {}
 
   [[nodiscard]] const MailSetup& setup() const noexcept { return setup_; }
   [[nodiscard]] Neighbourhood& neighbourhood() const noexcept { return *setup_.neighbourhood; }
@@ -60,8 +60,13 @@ class MailDesk {
   // What kept the memory of those that have ended: to be let go of without the mutex.
   [[nodiscard]] std::vector<Keepalive> take_garbage() noexcept { return std::exchange(garbage_, {}); }
 
-  // Its time is up.
-  [[nodiscard]] Error late(const Mail& mail) const;
+  // Throws the job's failure where that is why `rank` has given up: it may have heard of it first. Waits for the news
+  // once, not for each of its messages.
+  void require_alive(int rank, Deadline deadline);
+  // What ended `mail`: the job's failure, of which Control tells, in words of the mail.
+  [[nodiscard]] Error ended_by(const Mail& mail, const Error& why) const;
+  // Its time is up; `beside` says what else there is.
+  [[nodiscard]] Error late(const Mail& mail, const std::string& beside = {}) const;
   // The same in the midst of it, so that nothing can follow: the mailbox is to fail with `broken`.
   void break_by(const Mail& mail);
   std::optional<Error> broken;
@@ -91,6 +96,7 @@ class MailDesk {
 
  private:
   const MailSetup setup_;
+  std::vector<bool> asked_;  // by rank: require_alive() has waited
   std::size_t open_ = 0;
   std::size_t awaited_ = 0;  // of these, those whose callers wait for them
   bool ended_some_ = false;

@@ -124,6 +124,16 @@ void MailIn::set_aside(const Frame& frame) {
   }
 }
 
+void MailIn::name_unasked(std::vector<std::string>& names) const {
+  for (const auto& early : early_) {
+    const Frame& frame = early->frame;
+    if (early->taker == nullptr && frame.tag < Mailbox::kTagsOfPrograms) {
+      names.push_back(
+          str(elements_of(frame.count, frame.dtype), " from rank ", desk_.name_of(from_), " with tag ", frame.tag));
+    }
+  }
+}
+
 // The rest of an offer: on its way behind this frame, or in its place.
 void MailIn::take_rest(const Frame& frame) {
   Held mail;

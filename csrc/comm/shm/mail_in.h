@@ -44,6 +44,8 @@ class MailIn {
   [[nodiscard]] std::optional<std::uint64_t> oldest(std::uint64_t tag) const;
   // Gives it to `mail`, at once or when it is whole.
   void take_oldest(const Held& mail);
+  // Of a program's own tags, the messages that came and that no receive has asked for: as an error tells of them.
+  void name_unasked(std::vector<std::string>& names) const;
 
   // Is a message half read?
   [[nodiscard]] bool is_receiving() const noexcept { return incoming_.has_value(); }

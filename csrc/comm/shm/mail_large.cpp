@@ -112,6 +112,7 @@ bool MailIn::take_whole(const Held& mail, const Frame& frame, FrameKind thanks, 
         break;
     }
     if (desk_.gone(from_) == Gone::kGivenUp) {
+      desk_.require_alive(from_, mail->deadline);
       ErrorContext what = mail->what();
       what.peer = sender;
       throw Error(
@@ -121,9 +122,9 @@ bool MailIn::take_whole(const Held& mail, const Frame& frame, FrameKind thanks, 
     }
     out_.answer(thanks, frame);
     desk_.end(mail);
-  } catch (const Error&) {
+  } catch (const Error& why) {
     out_.answer(FrameKind::kRefusal, frame, &mail->view);
-    desk_.end(mail, std::current_exception());
+    desk_.end(mail, std::make_exception_ptr(desk_.ended_by(*mail, why)));
   }
   return true;
 }

@@ -312,10 +312,16 @@ void MailOut::deposit(std::uint64_t number, const Frame& place) {
   }
   if (desk_.gone(to_) == Gone::kGivenUp) {
     ErrorContext what = mail.what();
-    mail.error = std::make_exception_ptr(Error(ErrorKind::kPeerError,
-                                               str("send #", what.sequence, " on lane ", desk_.setup().lane, ": rank ",
-                                                   what.peer, " gave this message up before it had arrived"),
-                                               what));
+    Error error(ErrorKind::kPeerError,
+                str("send #", what.sequence, " on lane ", desk_.setup().lane, ": rank ", what.peer,
+                    " gave this message up before it had arrived"),
+                what);
+    try {
+      desk_.require_alive(to_, mail.deadline);
+    } catch (const Error& why) {
+      error = desk_.ended_by(mail, why);
+    }
+    mail.error = std::make_exception_ptr(error);
     offer.rest_sent = true;
     return settle(number);
   }

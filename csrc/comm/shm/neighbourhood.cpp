@@ -405,8 +405,7 @@ std::shared_ptr<Segment> Neighbourhood::segment_of(Neighbour& neighbour, std::ui
   return known->second;
 }
 
-// Throws the job's failure where that is why `rank` does not answer. Control may hear of a process that ended a moment
-// after its socket has gone.
+// A process that ended may be missed by its socket first.
 void Neighbourhood::require_alive(int rank, Deadline deadline) const {
   for (const Deadline until = std::min(deadline, Clock::now() + kNews); Clock::now() < until;) {
     if (control_->has_left(rank) || control_->failure()) {

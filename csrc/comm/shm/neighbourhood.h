@@ -76,6 +76,10 @@ class Neighbourhood {
   // The same for as long as the pointer lives, also without the neighbourhood.
   [[nodiscard]] std::shared_ptr<char> hold(int rank, const Location& location, std::size_t bytes, Deadline deadline);
 
+  // Throws the job's failure where that is why `rank` does not answer, or has given up what it was at: Control may hear
+  // of it a moment later, for which this waits.
+  void require_alive(int rank, Deadline deadline) const;
+
   // Does `rank` read() what this one has? Found out by trying: Yama, seccomp or a container may forbid it.
   [[nodiscard]] bool is_read_by(int rank) const;
   // Copies `bytes` at `address` in the process of `rank`, which is_read_by() this one, to `target` (cross memory
@@ -117,7 +121,6 @@ class Neighbourhood {
                                                Deadline deadline) const;
   [[nodiscard]] std::string try_to_read(Neighbour& neighbour, const std::string& page, Deadline deadline) const;
   [[nodiscard]] std::shared_ptr<Segment> segment_of(Neighbour& neighbour, std::uint32_t index, Deadline deadline);
-  void require_alive(int rank, Deadline deadline) const;
 
   std::shared_ptr<Control> control_;
   std::shared_ptr<Courier> courier_;  // null when this rank cannot offer anything; `obstacle_` says why

@@ -26,11 +26,13 @@ struct Descriptor {
   std::uint8_t dtype = 0;
   std::uint8_t op = 0;
   std::uint8_t located = 0;  // the line carries a Location; not compared
-  std::int32_t root = -1;    // of a reduction, its label
+  std::int32_t root = -1;    // of a reduction, its label; of a composed collective, its place in hpcomm::kComposed
   std::uint64_t count = 0;   // elements of the input
 
   [[nodiscard]] bool agrees(const Descriptor& other) const noexcept {
-    return kind == other.kind && dtype == other.dtype && op == other.op && root == other.root && count == other.count;
+    // What is composed differs by what its ranks show each other, which says more, where they show as much.
+    return kind == other.kind && dtype == other.dtype && op == other.op && count == other.count &&
+           (root == other.root || (kind & kComposed) != 0);
   }
 };
 

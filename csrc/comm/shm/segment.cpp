@@ -22,7 +22,7 @@ namespace hpcomm::shm {
 namespace {
 
 // The number in a file that holds nothing else, or the one behind `key`; empty when there is none ("max").
-std::optional<std::size_t> number_in(const char* path, const std::string& key = {}) {
+std::optional<std::size_t> number_in(const std::string& path, const std::string& key = {}) {
   std::ifstream file(path);
   std::string word;
   while (file >> word) {
@@ -38,35 +38,66 @@ std::optional<std::size_t> number_in(const char* path, const std::string& key = 
   return std::nullopt;
 }
 
-// What this process can still be given: of the machine, and of its control group. fallocate() itself would go on until
-// the kernel kills somebody.
-std::size_t available_memory() {
-  std::size_t available = SIZE_MAX;
-  if (const auto kilobytes = number_in("/proc/meminfo", "MemAvailable:")) {
-    available = *kilobytes * 1024;
-  }
-  struct Files {
-    const char* limit;
-    const char* usage;
-    const char* stat;
-    const char* reclaimable;
-  };
-  for (const Files& files :
-       {Files{"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat",
-              "inactive_file"},
-        Files{"/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-              "/sys/fs/cgroup/memory/memory.stat", "total_inactive_file"}}) {
-    const auto limit = number_in(files.limit);
-    const auto usage = number_in(files.usage);
+// What a version of control groups calls its files.
+struct GroupFiles {
+  const char* mount;
+  const char* limit;
+  const char* usage;
+  const char* reclaimable;  // in memory.stat
+};
+constexpr GroupFiles kVersion1{"sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+                               "total_inactive_file"};
+constexpr GroupFiles kVersion2{"sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"};
+
+// What the group at `path`, and each that it is in, has left: whichever has least. A path that is not mounted here, as
+// in a container that sees the host's, counts from where the mount begins.
+std::size_t left_in_group(const std::string& root, const GroupFiles& files, std::string path) {
+  std::size_t left = SIZE_MAX;
+  for (;;) {
+    const std::string folder = root + files.mount + path + "/";
+    const auto limit = number_in(folder + files.limit);
+    const auto usage = number_in(folder + files.usage);
     if (limit && usage) {
-      const std::size_t used = *usage - std::min(*usage, number_in(files.stat, files.reclaimable).value_or(0));
-      available = std::min(available, *limit - std::min(*limit, used));
+      const std::size_t cached = number_in(folder + "memory.stat", files.reclaimable).value_or(0);
+      const std::size_t used = *usage - std::min(*usage, cached);
+      left = std::min(left, *limit - std::min(*limit, used));
     }
+    if (path.empty()) {
+      return left;
+    }
+    path.resize(path.rfind('/'));
   }
-  return available;
 }
 
 }  // namespace
+
+std::size_t available_memory(const std::string& root) {
+  std::size_t available = SIZE_MAX;
+  if (const auto kilobytes = number_in(root + "proc/meminfo", "MemAvailable:")) {
+    available = *kilobytes * 1024;
+  }
+  // A line is "0::/path" in version 2; "9:cpu,memory:/path" in version 1.
+  std::ifstream groups(root + "proc/self/cgroup");
+  std::string own1 = "/";
+  std::string own2 = "/";
+  for (std::string line; std::getline(groups, line);) {
+    const std::size_t first = line.find(':');
+    const std::size_t second = first == std::string::npos ? first : line.find(':', first + 1);
+    if (second == std::string::npos || line.compare(second + 1, 1, "/") != 0) {
+      continue;
+    }
+    const std::string kinds = "," + line.substr(first + 1, second - first - 1) + ",";
+    if (kinds == ",,") {
+      own2 = line.substr(second + 1);
+    } else if (kinds.find(",memory,") != std::string::npos) {
+      own1 = line.substr(second + 1);
+    }
+  }
+  const auto left = [&root](const GroupFiles& files, const std::string& path) {
+    return left_in_group(root, files, path == "/" ? "" : path);
+  };
+  return std::min({available, left(kVersion1, own1), left(kVersion2, own2)});
+}
 
 Segment::Segment(control::Fd fd, std::size_t size) : fd_(std::move(fd)), size_(size) {
   void* address = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);

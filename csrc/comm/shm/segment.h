@@ -10,6 +10,10 @@
 
 namespace hpcomm::shm {
 
+// What this process can still be given: of the machine, and of its control groups. fallocate() itself would go on until
+// the kernel kills somebody. `root` is where the file systems of the kernel are mounted.
+[[nodiscard]] std::size_t available_memory(const std::string& root = "/");
+
 class Segment {
  public:
   // New zeroed memory, all of it committed. `what` names it in the error when there is not enough: kTransport.

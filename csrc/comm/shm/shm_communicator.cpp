@@ -43,8 +43,8 @@ class ShmPeerMemory final : public PeerMemory {
 
 class ShmCommunicator final : public HostCommunicator {
  public:
-  ShmCommunicator(CommunicatorConfig config, std::shared_ptr<shm::Neighbourhood> neighbourhood)
-      : HostCommunicator(std::move(config)), neighbourhood_(std::move(neighbourhood)) {
+  ShmCommunicator(CommunicatorConfig config, std::shared_ptr<shm::Neighbourhood> neighbourhood, ShmFallback fallback)
+      : HostCommunicator(std::move(config)), neighbourhood_(std::move(neighbourhood)), fallback_(std::move(fallback)) {
     const auto geometry = shm::Geometry::for_ranks(ranks().size());
     const Deadline deadline = deadline_after(timeout());
     const auto self = static_cast<std::size_t>(rank());
@@ -90,7 +90,7 @@ class ShmCommunicator final : public HostCommunicator {
 
  protected:
   [[nodiscard]] std::shared_ptr<Communicator> make_child(CommunicatorConfig child) override {
-    return make_shm_communicator(std::move(child), neighbourhood_);
+    return make_shm_or(fallback_, std::move(child), neighbourhood_);
   }
 
   void execute(const Operation& operation, Deadline deadline) override {
@@ -185,13 +185,14 @@ class ShmCommunicator final : public HostCommunicator {
   [[nodiscard]] static shm::Descriptor describe(const Operation& operation) noexcept {
     shm::Descriptor descriptor;
     descriptor.kind = static_cast<std::uint8_t>(operation.kind);
-    if (operation.options.opens_composed) {
-      descriptor.kind |= shm::Descriptor::kComposed;
-    }
     descriptor.dtype = static_cast<std::uint8_t>(operation.input.dtype);
     descriptor.op = static_cast<std::uint8_t>(operation.op);
     descriptor.root = operation.peer >= 0 ? operation.peer : operation.options.label();
     descriptor.count = operation.input.count;
+    if (operation.options.opens_composed >= 0) {
+      descriptor.kind |= shm::Descriptor::kComposed;
+      descriptor.root = operation.options.opens_composed;
+    }
     return descriptor;
   }
 
@@ -205,8 +206,9 @@ class ShmCommunicator final : public HostCommunicator {
 
   [[nodiscard]] static std::string text_of(const shm::Descriptor& descriptor) {
     if ((descriptor.kind & shm::Descriptor::kComposed) != 0) {
-      return str("a collective of several steps, such as gather, scatter, reduce or all_to_all (", descriptor.count,
-                 " numbers to agree on)");
+      const std::string name = kComposed.at(static_cast<std::size_t>(descriptor.root));
+      const bool has_a_namesake = name == "all_gather" || name == "all_reduce" || name == "reduce_scatter";
+      return has_a_namesake ? name + " of several steps (coalesced, uneven or sparse)" : name;
     }
     const auto kind = static_cast<Operation::Kind>(descriptor.kind);
     if (kind == Operation::Kind::kBarrier) {
@@ -350,6 +352,7 @@ class ShmCommunicator final : public HostCommunicator {
   }
 
   std::shared_ptr<shm::Neighbourhood> neighbourhood_;
+  const ShmFallback fallback_;
   std::shared_ptr<shm::Region> region_;
   std::optional<shm::Collectives> collectives_;
   std::shared_ptr<shm::ShmMailbox> mailbox_;
@@ -360,16 +363,31 @@ class ShmCommunicator final : public HostCommunicator {
 }  // namespace
 
 std::shared_ptr<Communicator> make_shm_communicator(CommunicatorConfig config,
-                                                    std::shared_ptr<shm::Neighbourhood> neighbourhood) {
+                                                    std::shared_ptr<shm::Neighbourhood> neighbourhood,
+                                                    ShmFallback fallback) {
   HPCOMM_REQUIRE(neighbourhood != nullptr, "no neighbourhood");
   constexpr std::size_t kMostRanks = 256;  // a slot has a cache line for every other rank
-  HPCOMM_REQUIRE(config.ranks.size() <= kMostRanks, "shared memory serves groups of up to ", kMostRanks, " ranks, not ",
-                 config.ranks.size(), "; use HPCOMM_CPU_TRANSPORT=gloo");
+  if (config.ranks.size() > kMostRanks) {
+    throw Error(ErrorKind::kTransport, str("shared memory serves groups of up to ", kMostRanks, " ranks, not ",
+                                           config.ranks.size(), "; HPCOMM_CPU_TRANSPORT=gloo serves them"));
+  }
   for (const int rank : config.ranks) {
     HPCOMM_REQUIRE(neighbourhood->contains({rank}), "rank ", rank,
                    " shares no memory with this one: ", neighbourhood->why_not(rank));
   }
-  return std::make_shared<ShmCommunicator>(std::move(config), std::move(neighbourhood));
+  return std::make_shared<ShmCommunicator>(std::move(config), std::move(neighbourhood), std::move(fallback));
+}
+
+std::shared_ptr<Communicator> make_shm_or(ShmFallback fallback, CommunicatorConfig config,
+                                          std::shared_ptr<shm::Neighbourhood> neighbourhood) {
+  try {
+    return make_shm_communicator(config, std::move(neighbourhood), fallback);
+  } catch (const Error& why) {
+    if (fallback == nullptr || why.kind() != ErrorKind::kTransport) {
+      throw;
+    }
+    return fallback(std::move(config), why);
+  }
 }
 
 }  // namespace hpcomm

@@ -296,12 +296,28 @@ void ShmMailbox::pump() {
 
 // --- ends ------------------------------------------------------------------------------------------------------------
 
+// A receive that waits in vain beside a message that nobody takes: one of the two has the wrong tag, or source.
+std::string ShmMailbox::unasked_beside(const Mail& mail) const {
+  constexpr std::size_t kMostNamed = 4;
+  std::vector<std::string> names;
+  for (std::size_t r = 0; r < pairs_.size() && mail.tag < kTagsOfPrograms; ++r) {
+    if (pairs_[r]) {
+      pairs_[r]->in.name_unasked(names);
+    }
+  }
+  std::string text;
+  for (std::size_t i = 0; i < std::min(names.size(), kMostNamed); ++i) {
+    text += (i == 0 ? " Received, and asked for by no recv: " : "; ") + names[i];
+  }
+  return names.size() > kMostNamed ? str(text, "; and ", names.size() - kMostNamed, " more") : text;
+}
+
 void ShmMailbox::expire() {
   const Deadline now = Clock::now();
   desk_.posted.remove_if([this, now](const Held& mail) {
     const bool late = mail->deadline <= now;
     if (late) {
-      desk_.end(mail, std::make_exception_ptr(desk_.late(*mail)));
+      desk_.end(mail, std::make_exception_ptr(desk_.late(*mail, unasked_beside(*mail))));
     }
     return late;
   });

@@ -96,6 +96,7 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   [[nodiscard]] Deadline next_close() const;
   // Is there anything left to do? Also without a mail: the rest of a refused message, answers that found no room.
   [[nodiscard]] bool pending() const;
+  [[nodiscard]] std::string unasked_beside(const Mail& mail) const;
   void expire();
   // Ends what a rank that has left cannot end any more.
   void bury();
