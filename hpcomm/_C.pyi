@@ -106,6 +106,9 @@ from hpcomm._C_engine import (
     backend_beside as backend_beside,
 )
 from hpcomm._C_engine import (
+    bucket_bytes as bucket_bytes,
+)
+from hpcomm._C_engine import (
     ddp_bucket_plan as ddp_bucket_plan,
 )
 from hpcomm._C_engine import (

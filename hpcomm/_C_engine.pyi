@@ -1,7 +1,7 @@
 """Packing, channels, gradients and the torch.distributed backend: types of the native module, see _C.pyi."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -68,6 +68,8 @@ class Receipt:
     def done(self) -> bool: ...
 
 class SendEdge:
+    MAX_SLOTS: ClassVar[int]
+    MAX_BYTES: ClassVar[int]
     def __init__(
         self,
         communicator: Communicator,
@@ -118,6 +120,8 @@ class BucketPlan:
     def bytes(self) -> list[int]: ...
     @property
     def hash(self) -> int: ...
+
+def bucket_bytes(layers: Sequence[int], first_bytes: int, cap_bytes: int) -> list[int]: ...
 
 class StepLoss:
     def __init__(self, communicator: Communicator, evaluates: bool = False) -> None: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
 import weakref
 from collections.abc import Callable
@@ -36,6 +37,22 @@ def require_wire_dtype(wire_dtype: WireDtype) -> None:
     """Raises InvalidArgument for a dtype that nothing is cast to; what a function says is seen at each message."""
     if wire_dtype is not None and not callable(wire_dtype):
         _C.require_wire_dtype(wire_dtype)
+
+
+def _whole(value: object) -> int | None:
+    """``value`` as an int; None for what is no whole number."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _require_count(name: str, value: object, least: int, most: int) -> int:
+    """``value`` as an int; raises InvalidArgument unless it is a whole number from ``least`` to ``most``."""
+    count = _whole(value)
+    if count is None or not least <= count <= most:
+        raise InvalidArgument(f"Channel: {name} is a whole number from {least} to {most}, not {value!r}")
+    return count
 
 
 class _End(NamedTuple):
@@ -155,7 +172,10 @@ class Pending:
         return self._receipt.done()
 
     def wait(self, timeout: float = -1.0) -> Any:
-        """The message. Raises what went wrong, or TimedOut after ``timeout`` seconds."""
+        """The message. Raises what went wrong, or TimedOut after ``timeout`` seconds.
+
+        Its memory is used again when its tensors and this Pending are gone; each call makes a tree of the same memory.
+        """
         return self._receipt.wait(timeout)
 
 
@@ -236,9 +256,11 @@ class Channel:
             of a tensor's place (such as ``"message['h'][0]"``) and the tensor that returns a dtype or None. Rounded to
             nearest, ties to even. Integers, bools, complex numbers and float8 other than e4m3fn and e5m2 are never
             cast.
-        slots: buffers for packed messages. On shared memory the receiver reads them in place, and a sender that is so
-            many messages ahead waits: a direction never has more than ``slots`` of them.
-        slot_bytes: size of the slots, if it is known: they are made here instead of when they are needed.
+        slots: buffers for packed messages, as many on both ends. On shared memory the receiver reads them in place, and
+            a sender that is so many messages ahead waits, as it does with so many messages of which it has made copies
+            (frozen ones, and large tensors that are no dense block).
+        slot_bytes: size of the slots, if it is known: they are made here instead of when they are needed, and serve
+            all messages up to it. A receiver on shared memory has none: it reads the sender's.
         max_bytes: the largest message as it travels, where each tensor takes a multiple of 64 bytes; 0 for 64 GiB. A
             larger one is refused before memory is taken.
         direct_from: bytes from which a tensor is not packed; 0 for what was measured.
@@ -265,15 +287,21 @@ class Channel:
         max_bytes: int = 0,
         direct_from: int = 0,
     ) -> None:
-        require_schema(schema)
+        self._is_frozen = require_schema(schema)
         require_wire_dtype(wire_dtype)
         if not isinstance(communicator, _C.Communicator):
             raise InvalidArgument(
                 f"Channel: expected a communicator, such as mesh.pp, got {type(communicator).__name__}"
             )
         rank = communicator.rank
-        if peer == rank or not 0 <= peer < communicator.size:
-            raise InvalidArgument(f"Channel: rank {rank} of {communicator.size} has no peer {peer}")
+        other_rank = _whole(peer)
+        if other_rank is None or other_rank == rank or not 0 <= other_rank < communicator.size:
+            raise InvalidArgument(f"Channel: rank {rank} of {communicator.size} has no peer {peer!r}")
+        peer = other_rank
+        slots = _require_count("slots", slots, 1, _C.SendEdge.MAX_SLOTS)
+        max_bytes = _require_count("max_bytes", max_bytes, 0, 2**63 - 1)
+        slot_bytes = _require_count("slot_bytes", slot_bytes, 0, max_bytes or _C.SendEdge.MAX_BYTES)
+        direct_from = _require_count("direct_from", direct_from, 0, 2**63 - 1)
         pair = sorted((rank, peer))
         try:
             up, down = (communicator.subgroup(pair, lane) for lane in ("up", "down"))
@@ -307,19 +335,32 @@ class Channel:
         self._issue = self._sender._edge.send
         self._take = self._receiver._edge.take
         self._wire_dtype = wire_dtype
-        self._numbers = {"sent": 0, "received": 0}
+        # Of hpcomm.nn, by what is called: how many such calls have ended well, and the one that has not ended.
+        self._numbers: dict[str, int] = {}
+        self._calls: dict[str, object] = {}
         # The last to go when a channel is dropped, on both ends in one order: NCCL may wait for the peer to end each.
         self._lanes = (up, down)
 
-    def _take_number(self, what: str) -> int:
-        """The number of the next message of hpcomm.nn in a direction, which its gradients carry as well."""
-        self._numbers[what] += 1
-        return self._numbers[what] - 1
+    def _numbered(self, what: str, call: Callable[[int], Any]) -> tuple[int, Any]:
+        """The number of the next call of ``hpcomm.nn.<what>``, and ``call(number)``; one that raises leaves the number.
 
-    def _give_back(self, what: str, number: int) -> None:
-        """For a message that did not go or come, unless another thread or a signal's handler has taken the next one."""
-        if self._numbers[what] == number + 1:
-            self._numbers[what] = number
+        Raises:
+            InvalidArgument: another call has not returned: its number may be taken, and its message not yet sent.
+        """
+        this = object()
+        try:
+            if self._calls.setdefault(what, this) is not this:
+                raise InvalidArgument(
+                    f"hpcomm.nn.{what}: a call on this channel has not returned, in another thread, or in this one, "
+                    "where a signal's handler or wire_dtype calls again. They are numbered in order: one at a time"
+                )
+            number = self._numbers.get(what, 0)
+            result = call(number)
+            self._numbers[what] = number + 1
+            return number, result
+        finally:
+            if self._calls.get(what) is this:
+                del self._calls[what]
 
     def send(self, tree: object, *, wire_dtype: WireDtype = None) -> Work:
         """Issues ``tree`` and returns; its tensors must not be written before the Work has ended. It goes out also when
@@ -342,7 +383,9 @@ class Channel:
     def recv(self, timeout: float = -1.0) -> Any:
         """Waits for the next message. Its tensors live in a receive slot that is used again when they are gone.
 
-        After TimedOut within a given ``timeout``, or Ctrl-C, the next call goes on with that message.
+        After TimedOut within a given ``timeout``, or Ctrl-C, the next call goes on with that message. But through
+        shared memory and without a ``timeout``, where nothing else was waited for before, this call is the receiver
+        itself: Ctrl-C ends that direction on this rank, whose next call raises Closed, unless the message had come.
 
         Raises:
             TimedOut: nothing came within ``timeout`` seconds. When negative: within the communicator's own limit, and
@@ -372,6 +415,6 @@ class Channel:
         tensors of its dtypes and shapes, None, and numbers and strings of its types. ``tree`` may hold tensors of any
         device, ``meta`` included. Values do not count, nor does ``requires_grad``. Any other message is a
         SchemaMismatch on both ranks that names the first leaf which differs. With ``schema="frozen"`` the first message
-        is compared, which the others are like.
+        is compared, which the others are like; once it has come, ``tree`` is compared with it here and now.
         """
         self._receiver.expect(tree)

@@ -11,28 +11,42 @@ K. Fukuda, S. Suzuki, "ChainerMN: Scalable Distributed Deep Learning Framework",
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from hpcomm import _C
-from hpcomm.errors import InvalidArgument, ProtocolError, SchemaMismatch
+from hpcomm.errors import InvalidArgument, SchemaMismatch
 
 if TYPE_CHECKING:
+    from hpcomm._C import Work
     from hpcomm.channel import Channel
 
 __all__ = ["recv", "send"]
 
+# Gradients travel as {_KEY: [...]}: neither they nor a program's messages are taken for the other.
+_KEY = "hpcomm.nn gradients"
 
-def send(channel: Channel, tree: object) -> torch.Tensor:
+
+def send(channel: Channel, tree: object, *, works: list[Work] | None = None) -> torch.Tensor:
     """Sends ``tree``; its backward receives the gradients.
+
+    One call on a channel at a time: threads that share one take turns. Gradients are cast on the way as ``wire_dtype``
+    of the receiver's channel says; a function is not asked by the names in ``tree``, but for
+    ``"message['hpcomm.nn gradients'][i]"``, where i counts the tensors that require a gradient.
+
+    With ``schema="frozen"`` gradients carry no numbers. So each message has one backward, in the order of the messages;
+    any other one raises before it sends or takes anything. The first one says which gradients are None in all others.
+    Messages under ``torch.no_grad()`` have another schema, and take a channel of their own.
 
     Args:
         channel: towards the rank that calls :func:`recv`. Gradients come back on its other direction, which must not
             carry anything else meanwhile: a second Channel serves messages the other way.
         tree: as for :meth:`hpcomm.Channel.send`. Tensors that require a gradient get one, those for which the receiver
-            finds none get None. They must not be written in place until the message has been received.
+            finds none get None. They must not be written before the message's Work has ended.
+        works: gets the Work appended, as :meth:`hpcomm.Channel.send` returns it.
 
     Returns:
         A token: a 0-dim float32 zero. ``token.backward()``, or that of a sum with it, waits for the gradients of this
@@ -40,38 +54,57 @@ def send(channel: Channel, tree: object) -> torch.Tensor:
         ``torch.no_grad()``, it has no graph, and the receiver sends nothing back.
 
     Raises:
-        SchemaMismatch: in the backward, when the receiver's backwards run in another order than the sender's; or when
-            the receiver refused this message, or one before it, and raised the same there.
+        SchemaMismatch: in the backward, when the receiver's backwards run in another order than the sender's, or what
+            came is a message of the receiver's own; or when the receiver refused this message, or one before it, and
+            raised the same there.
         ProtocolError: likewise, for one that came damaged.
-        InvalidArgument: in a backward through the backward (``create_graph=True``), which would need both ranks.
+        InvalidArgument: another call has not returned; in a backward, with ``schema="frozen"``, when another message's
+            is due; in a backward through the backward (``create_graph=True``), which would need both ranks.
     """
     structure, tensors = _C.flatten(tree)
     if not torch.is_grad_enabled():
         tree = _C.unflatten(structure, [tensor.detach() for tensor in tensors])
-    token: torch.Tensor = _Send.apply(channel, tree, *tensors)  # type: ignore[no-untyped-call]
+    number, work = channel._numbered("send", lambda number: channel._sender.send(tree, number))
+    if works is not None:
+        works.append(work)
+    token: torch.Tensor = _Send.apply(channel, number, *tensors)  # type: ignore[no-untyped-call]
     return token
 
 
-def recv(channel: Channel) -> Any:
+def recv(channel: Channel, timeout: float = -1.0) -> Any:
     """The next message of :func:`send`; the backward of its tensors sends their gradients back, None where one is.
 
     Every message that has a tensor with a gradient must take part in exactly one backward, or the sender waits: also
     one that was received under ``torch.no_grad()``, so evaluate under it on both ranks. ``torch.autograd.grad`` with
-    respect to what was received sends nothing. Sparse gradients travel dense.
+    respect to what was received sends nothing. Sparse gradients travel dense. With ``schema="frozen"`` backwards run in
+    the order of the messages; see :func:`send`.
 
-    After TimedOut or Ctrl-C the next call goes on with that message, as :meth:`hpcomm.Channel.recv` does.
+    One call on a channel at a time. ``timeout`` is that of :meth:`hpcomm.Channel.recv`: after TimedOut within it, or
+    Ctrl-C, the next call goes on with that message. But through shared memory without a ``timeout``, where nothing else
+    was waited for before, Ctrl-C ends that direction on this rank, unless the message had come.
 
     Raises:
         what :meth:`hpcomm.Channel.recv` raises.
+        SchemaMismatch: what came is no message of :func:`send`, or gradients.
+        InvalidArgument: another call has not returned; in the backward, two of them reached different tensors of this
+            message, or, with ``schema="frozen"``, another message's is due.
     """
-    number = channel._take_number("received")
-    try:
-        message = channel._receiver.take(number)
-    except (SchemaMismatch, ProtocolError):
-        raise  # that message is gone
-    except BaseException:
-        channel._give_back("received", number)
-        raise
+
+    def due(number: int) -> str:
+        return f"message {number} of hpcomm.nn.send was due"
+
+    def take(number: int) -> Any:
+        try:
+            message = channel._take(number) if timeout < 0 else channel._take(number, timeout)
+        except SchemaMismatch as error:
+            if _is_another(error, number):
+                raise _mismatch(channel, due(number), str(error), error.sequence) from error
+            raise
+        if _are_gradients(message):
+            raise _mismatch(channel, due(number), "gradients came")
+        return message
+
+    number, message = channel._numbered("recv", take)
     structure, tensors = _C.flatten(message)
     # An input that requires a gradient makes the outputs do so; it gets none.
     anchor = torch.empty(0, requires_grad=True, device=tensors[0].device if tensors else None)
@@ -79,21 +112,74 @@ def recv(channel: Channel) -> Any:
     return _C.unflatten(structure, list(outputs))
 
 
+def _are_gradients(message: object) -> bool:
+    return type(message) is dict and list(message) == [_KEY]
+
+
+def _is_another(error: SchemaMismatch, number: int) -> bool:
+    """Whether ``error`` says that a message with another number came to this call, and nothing else."""
+    return f" expects microbatch {number};" in str(error) and " refused " not in str(error)
+
+
+def _mismatch(channel: Channel, due: str, came: str, sequence: int = -1) -> SchemaMismatch:
+    end = channel._sender._end
+    return SchemaMismatch(
+        f"hpcomm.nn: {due}: {came}. Backwards run in one order on both ranks, and messages the other way take a second "
+        "Channel",
+        rank=end.communicator.control.rank,
+        peer=end.peer,
+        operation="recv",
+        sequence=sequence,
+    )
+
+
+def _in_turn(channel: Channel, what: str, number: int, call: Callable[[], Any]) -> Any:
+    """``call()``; on a frozen channel only for the message whose backward is the next one, as at the other end.
+
+    Raises:
+        InvalidArgument: it is not.
+    """
+    if not channel._is_frozen:
+        return call()
+
+    def of_next(due: int) -> Any:
+        if number != due:
+            raise InvalidArgument(
+                f"hpcomm.nn.{what}: that of message {number}, where that of message {due} is due. With "
+                'schema="frozen" gradients carry no numbers: each message has one backward, in the order of the '
+                "messages, on both ranks. For another order, for messages without a backward, and for graphs that go "
+                'backward again, make the Channel with schema="per_message"'
+            )
+        return call()
+
+    return channel._numbered(what, of_next)[1]
+
+
+def _take_gradients(channel: Channel, number: int) -> list[torch.Tensor | None]:
+    due = f"the gradients of message {number} were due"
+    try:
+        answer = channel._receiver.take_answer(number, channel._sender)
+    except SchemaMismatch as error:
+        if _is_another(error, number):
+            raise _mismatch(channel, due, str(error), error.sequence) from error
+        raise
+    if not _are_gradients(answer):
+        raise _mismatch(channel, due, "a message of the peer's own came")
+    gradients: list[torch.Tensor | None] = answer[_KEY]
+    return gradients
+
+
 class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, channel: Channel, tree: object, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, channel: Channel, number: int, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.channel = channel
-        ctx.number = channel._take_number("sent")
-        try:
-            channel._sender.send(tree, ctx.number)
-        except BaseException:
-            channel._give_back("sent", ctx.number)
-            raise
+        ctx.number = number
         return torch.zeros((), device=tensors[0].device if tensors else None)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        answer = ctx.channel._receiver.take_answer(ctx.number, ctx.channel._sender)
+        channel, number = ctx.channel, ctx.number
+        answer = _in_turn(channel, "send's backward", number, lambda: _take_gradients(channel, number))
         taken = [None if g is None else g.detach() for g in answer]
         if torch.is_grad_enabled():  # create_graph=True; once_differentiable takes what came for a constant
             taken = [None if g is None else _Last.apply(g.requires_grad_()) for g in taken]  # type: ignore[no-untyped-call]
@@ -129,13 +215,15 @@ class _Recv(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, *gradients: torch.Tensor | None) -> tuple[None, ...]:
+        channel, number = ctx.channel, ctx.number  # type: ignore[attr-defined]
         wanted = [g for g, is_wanted in zip(gradients, ctx.wanted, strict=True) if is_wanted]  # type: ignore[attr-defined]
         wanted = [g.to_dense() if g is not None and g.layout != torch.strided else g for g in wanted]
         reached = [g is not None for g in wanted]
-        if ctx.__dict__.setdefault("reached", reached) != reached:
+        if ctx.__dict__.get("reached", reached) != reached:
             raise InvalidArgument(
-                f"hpcomm.nn.recv: two backwards reached different tensors of message {ctx.number}; each sends a "  # type: ignore[attr-defined]
-                "gradient back, and the sender's backward takes one. Add the losses, then run one backward"
+                f"hpcomm.nn.recv: two backwards reached different tensors of message {number}; each sends a gradient "
+                "back, and the sender's backward takes one. Add the losses, then run one backward"
             )
-        ctx.channel._sender.send(wanted, ctx.number)  # type: ignore[attr-defined]
+        _in_turn(channel, "recv's backward", number, lambda: channel._sender.send({_KEY: wanted}, number))
+        ctx.__dict__["reached"] = reached  # of what has gone
         return (None, None, None, *(None for _ in gradients))

@@ -1,7 +1,8 @@
 """Messages as trees: Python's containers, dataclasses and named tuples around tensors, to bytes and back.
 
 The structure is a format of our own (``csrc/engine/structure.h``), never pickle: a peer's bytes can build these types
-and nothing else, and no code of a class runs when one of its objects is built.
+and nothing else. No class is called for it: neither ``__new__``, ``__init__`` nor ``__setattr__`` of it runs, only what
+descriptors of its fields do when they are set.
 """
 
 from __future__ import annotations

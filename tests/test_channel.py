@@ -494,9 +494,7 @@ def another_message_than_expected() -> None:
     if mesh.rank == 0:
         channel.send({"x": torch.zeros(3), "h": [torch.zeros(2, 2)]}).wait()
         mesh.world.barrier()
-        sender = (
-            r"rank 1 refused .*: edge 0->1, microbatch -1: .* message\['h'\]\[0\]: float32\[2, 3\] instead of float32"
-        )
+        sender = r"rank 1 refused .*: edge 0->1, message #1: .* message\['h'\]\[0\]: float32\[2, 3\] instead of float32"
         with pytest.raises(hpcomm.SchemaMismatch, match=sender):
             send_until_told(channel, {"x": torch.zeros(3), "h": [torch.zeros(2, 3)]})
     else:
@@ -505,7 +503,7 @@ def another_message_than_expected() -> None:
         mesh.world.barrier()
         with pytest.raises(
             hpcomm.SchemaMismatch,
-            match=r"edge 0->1, microbatch -1: .* message\['h'\]\[0\]: float32\[2, 3\] instead of float32\[2, 2\]",
+            match=r"edge 0->1, message #1: .* message\['h'\]\[0\]: float32\[2, 3\] instead of float32\[2, 2\]",
         ):
             channel.recv()
     mesh.world.barrier()

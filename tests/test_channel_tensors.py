@@ -308,7 +308,7 @@ def other_ends() -> None:
     channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, schema="frozen" if mesh.rank == 0 else "per_message")
     mine, theirs = ("frozen", "per_message") if mesh.rank == 0 else ("per_message", "frozen")
     channel.send(torch.ones(3))
-    words = f'edge {1 - mesh.rank}->{mesh.rank}, microbatch -1: .* schema="{theirs}", this rank\'s with schema="{mine}"'
+    words = f'edge {1 - mesh.rank}->{mesh.rank}, message #0: .* schema="{theirs}", this rank\'s with schema="{mine}"'
     with pytest.raises(hpcomm.SchemaMismatch, match=words):
         channel.recv()
     with pytest.raises(hpcomm.SchemaMismatch, match=f"rank {1 - mesh.rank} refused"):

@@ -221,7 +221,7 @@ def others_than_expected() -> None:
             start=3,
         ):
             channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
-            told = rf"edge 0->1, microbatch {number}: this rank expects another message: {words}"
+            told = rf"edge 0->1, message #[01], microbatch {number}: this rank expects another message: {words}"
             if mesh.rank == 1:
                 channel.expect(wanted)
                 with pytest.raises(hpcomm.SchemaMismatch, match=told):
@@ -281,9 +281,7 @@ def a_class_that_is_not_here(way: str) -> None:
     """Told on both ends, with its place; the other direction stays usable."""
     with hpcomm.init(dp=1, pp=2) as mesh:
         channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
-        words = (
-            r"edge 0->1, microbatch -1: message\['v'\]\[1\]: a .*:Values, which this rank's program has not imported"
-        )
+        words = r"edge 0->1, message #0: message\['v'\]\[1\]: a .*:Values, which this rank's program has not imported"
         if mesh.rank == 0:
             with pytest.raises(hpcomm.SchemaMismatch, match=f"rank 1 refused a message of this rank: {words}"):
                 send_until_told(channel, {"v": [0, Values(1, 0.5, "a", True, torch.ones(3))]})
@@ -698,9 +696,20 @@ def wrong_peers() -> None:
         for peer in (-1, mesh.rank, 2, 1 << 20):
             with pytest.raises(hpcomm.InvalidArgument, match=f"Channel: rank {mesh.rank} of 2 has no peer {peer}"):
                 hpcomm.Channel(mesh.pp, peer)
-        for options in ({"slots": 0}, {"slots": -1}, {"slot_bytes": -1}, {"max_bytes": -5}, {"direct_from": -1}):
-            with pytest.raises((hpcomm.InvalidArgument, TypeError)):
-                hpcomm.Channel(mesh.pp, 1 - mesh.rank, **options)
+        with pytest.raises(hpcomm.InvalidArgument, match=f"Channel: rank {mesh.rank} of 2 has no peer '1'"):
+            hpcomm.Channel(mesh.pp, "1")  # type: ignore[arg-type]
+        wrong: list[tuple[str, Any]] = [
+            *[("slots", value) for value in (0, -1, 2**40, 1.5, "4", None, True)],
+            *[("slot_bytes", value) for value in (-1, 2**62, 4096.0)],
+            *[("max_bytes", value) for value in (-5, 2**64)],
+            ("direct_from", -1),
+        ]
+        for name, value in wrong:
+            told = rf"Channel: {name} is a whole number from .* not {value!r}"
+            with pytest.raises(hpcomm.InvalidArgument, match=told):
+                hpcomm.Channel(mesh.pp, 1 - mesh.rank, **{name: value})
+        with pytest.raises(hpcomm.InvalidArgument, match="slot_bytes is a whole number from 0 to 1000, not 1001"):
+            hpcomm.Channel(mesh.pp, 1 - mesh.rank, slot_bytes=1001, max_bytes=1000)
         # A refused argument leaves the ranks in step: the next channel connects.
         channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
 
@@ -710,10 +719,14 @@ def wrong_peers() -> None:
         with pytest.raises(LookupError, match=r"message\['h'\]"):
             channel.send({"h": torch.ones(3)}, wire_dtype=fails)
         for answer, words in ((torch.int32, "no real floating point"), ("bfloat16", "expected a torch.dtype")):
-            with pytest.raises(hpcomm.InvalidArgument, match=words):
+            with pytest.raises(hpcomm.InvalidArgument, match=rf"wire_dtype, for message\['h'\]: .*{words}"):
                 channel.send({"h": torch.ones(3)}, wire_dtype=lambda _, __, answer=answer: answer)
         with pytest.raises(hpcomm.InvalidArgument, match="wire_dtype"):
             channel.send({"h": torch.ones(3)}, wire_dtype="bfloat16")
+        texts = "x" * (1 << 20)
+        told = rf"edge {mesh.rank}->{1 - mesh.rank}, message #0: the structure of"
+        with pytest.raises(hpcomm.InvalidArgument, match=told):
+            channel.send([f"{i}{texts}" for i in range(17)])
         work = channel.send({"h": torch.full((3,), 10.0**mesh.rank)})
         assert torch.equal(channel.recv()["h"], torch.full((3,), 10.0 ** (1 - mesh.rank)))
         work.wait()

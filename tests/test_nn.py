@@ -1,11 +1,13 @@
-"""hpcomm.nn: gradients over a channel are those of one process; None, order, no_grad."""
+"""hpcomm.nn: gradients over a channel are those of one process; None, order, no_grad, one call at a time, limits."""
 
 from __future__ import annotations
 
 import dataclasses
 import signal
 import sys
+import threading
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 import ranks
@@ -14,11 +16,15 @@ from refusals import send_until_told
 
 import hpcomm
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 TRANSPORTS = {
     "shm": {},
     "gloo": {"HPCOMM_CPU_TRANSPORT": "gloo"},
     "one slot": {"HPCOMM_EMULATE": "nccl:seed=2:delay=500"},
 }
+SCHEMAS = ("per_message", "frozen")
 
 
 @dataclasses.dataclass
@@ -37,10 +43,10 @@ def batch(i: int) -> torch.Tensor:
     return torch.arange(15.0).view(3, 5) / 7 + i
 
 
-def two_halves(microbatches: int) -> None:
+def two_halves(microbatches: int, schema: str) -> None:
     first, second = layers()
     with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, schema=schema)
         if mesh.rank == 0:
             tokens = []
             for i in range(microbatches):
@@ -68,9 +74,10 @@ def two_halves(microbatches: int) -> None:
         assert torch.allclose(got.grad, expected.grad)
 
 
+@pytest.mark.parametrize("schema", SCHEMAS)
 @pytest.mark.parametrize("env", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_gradients_are_those_of_one_process(env: dict[str, str]) -> None:
-    ranks.run(2, two_halves, 4, env=env)
+def test_gradients_are_those_of_one_process(env: dict[str, str], schema: str) -> None:
+    ranks.run(2, two_halves, 4, schema, env=env)
 
 
 def a_gradient_that_nobody_finds() -> None:
@@ -164,16 +171,277 @@ def another_order() -> None:
     channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
     if mesh.rank == 0:
         tokens = [hpcomm.nn.send(channel, torch.full((2,), float(i), requires_grad=True)) for i in range(2)]
-        with pytest.raises(hpcomm.SchemaMismatch, match="delivered microbatch 1 .* expects microbatch 0"):
+        due = "hpcomm.nn: the gradients of message 0 were due: .*"
+        with pytest.raises(
+            hpcomm.SchemaMismatch, match=due + "delivered microbatch 1 .* expects microbatch 0.* run in one order"
+        ) as raised:
             tokens[0].backward()
+        assert vars(raised.value) == vars(raised.value.__cause__)
+        assert (raised.value.peer, raised.value.operation) == (1, "recv")
     else:
         received = [hpcomm.nn.recv(channel) for _ in range(2)]
         received[1].sum().backward()
     mesh.world.barrier()
 
 
-def test_backwards_in_another_order_are_not_mixed_up() -> None:
-    ranks.run(2, another_order)
+@pytest.mark.parametrize("env", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_backwards_in_another_order_are_not_mixed_up(env: dict[str, str]) -> None:
+    ranks.run(2, another_order, env=env)
+
+
+def another_order_frozen() -> None:
+    """No header says which message a gradient belongs to: each rank refuses what is not the next one by itself."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, schema="frozen")
+        if mesh.rank == 0:
+            x = [torch.full((2,), 1.0 + i, requires_grad=True) for i in range(3)]
+            tokens = [hpcomm.nn.send(channel, x[i] * 1) for i in range(3)]
+            for wrong in (tokens[1], tokens[2], tokens[0] + tokens[1]):
+                with pytest.raises(hpcomm.InvalidArgument, match="message [12], where that of message 0 is due"):
+                    wrong.backward(retain_graph=True)
+            tokens[0].backward(retain_graph=True)
+            for wrong, number in ((tokens[0], 0), (tokens[2], 2)):
+                with pytest.raises(hpcomm.InvalidArgument, match=f"message {number}, where that of message 1 is due"):
+                    wrong.backward(retain_graph=True)
+            tokens[1].backward()
+            tokens[2].backward()
+            for i in range(3):
+                assert x[i].grad is not None
+                assert x[i].grad.tolist() == [10.0 + i] * 2
+        else:
+            h = [hpcomm.nn.recv(channel) for _ in range(3)]
+            for wrong in (h[1], h[2], h[0] + h[1]):
+                with pytest.raises(hpcomm.InvalidArgument, match="message [12], where that of message 0 is due"):
+                    wrong.sum().backward(retain_graph=True)
+            for i in range(3):
+                loss = (h[i] * (10.0 + i)).sum()
+                loss.backward(retain_graph=True)
+                with pytest.raises(hpcomm.InvalidArgument, match='schema="frozen" gradients carry no numbers'):
+                    loss.backward()
+
+
+@pytest.mark.parametrize("env", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_frozen_gradients_go_in_the_order_of_the_messages(env: dict[str, str]) -> None:
+    ranks.run(2, another_order_frozen, env=env)
+
+
+def other_nones_frozen() -> None:
+    """The first backward says which gradients are None. Others raise, and nothing is sent; one that fits may follow."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, schema="frozen")
+        for i in range(3):
+            if mesh.rank == 0:
+                used, unused = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+                hpcomm.nn.send(channel, [used, unused]).backward()
+                assert used.grad is not None
+                assert used.grad.tolist() == [i + 1.0] * 3
+                assert unused.grad is None
+            else:
+                used, unused = hpcomm.nn.recv(channel)
+                for other in (used + unused, unused) if i > 0 else ():
+                    with pytest.raises(hpcomm.SchemaMismatch, match="the schema is frozen and this message has"):
+                        other.sum().backward(retain_graph=True)
+                (used * (i + 1)).sum().backward()
+
+
+@pytest.mark.parametrize("env", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_frozen_gradients_are_none_where_the_first_were(env: dict[str, str]) -> None:
+    ranks.run(2, other_nones_frozen, env=env)
+
+
+def both_send(schema: str) -> None:
+    """On one channel, which the documentation forbids: what the other rank sent has the number of the gradients due."""
+    mesh = hpcomm.init(dp=1, pp=2)
+    channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, schema=schema)
+    token = hpcomm.nn.send(channel, [torch.full((2,), 1.0 + mesh.rank, requires_grad=True)])
+    with pytest.raises(
+        hpcomm.SchemaMismatch, match="the gradients of message 0 were due: a message of .* own came.* second Channel"
+    ) as raised:
+        token.backward()
+    error = raised.value
+    assert (error.rank, error.peer, error.operation) == (mesh.rank, 1 - mesh.rank, "recv")
+    mesh.world.barrier()
+    mesh.close()
+
+
+def gradients_for_a_message(schema: str) -> None:
+    mesh = hpcomm.init(dp=1, pp=2)
+    channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, schema=schema)
+    if mesh.rank == 0:
+        token = hpcomm.nn.send(channel, [torch.ones(2, requires_grad=True)])
+        with pytest.raises(
+            hpcomm.SchemaMismatch, match=r"message 0 of hpcomm\.nn\.send was due: gradients came.* second Channel"
+        ):
+            hpcomm.nn.recv(channel)
+        del token
+    else:
+        hpcomm.nn.recv(channel)[0].sum().backward()
+    mesh.world.barrier()
+    mesh.close()
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+@pytest.mark.parametrize("env", TRANSPORTS.values(), ids=TRANSPORTS)
+@pytest.mark.parametrize("misuse", [both_send, gradients_for_a_message])
+def test_messages_and_gradients_are_not_taken_for_each_other(
+    misuse: Callable[[str], None], env: dict[str, str], schema: str
+) -> None:
+    ranks.run(2, misuse, schema, env=env)
+
+
+def no_message_of_nn() -> None:
+    mesh = hpcomm.init(dp=1, pp=2)
+    channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    if mesh.rank == 0:
+        channel.send(torch.ones(2))
+    else:
+        due = r"message 0 of hpcomm\.nn\.send was due: .*"
+        with pytest.raises(hpcomm.SchemaMismatch, match=due + "delivered microbatch -1 .* a second Channel") as raised:
+            hpcomm.nn.recv(channel)
+        assert vars(raised.value) == vars(raised.value.__cause__)
+    mesh.world.barrier()
+    mesh.close()
+
+
+@pytest.mark.parametrize("env", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_a_message_of_the_channel_is_none_of_nn(env: dict[str, str]) -> None:
+    ranks.run(2, no_message_of_nn, env=env)
+
+
+def sent_within_a_send(schema: str) -> None:
+    """By another thread, and by the same one: refused, and the numbers go on."""
+    busy = "nn.send: a call on this channel has not returned"
+    refused: list[str] = []
+
+    def send_again(channel: hpcomm.Channel) -> None:
+        with pytest.raises(hpcomm.InvalidArgument, match=busy):
+            hpcomm.nn.send(channel, torch.ones(2, requires_grad=True))
+        refused.append(threading.current_thread().name)
+
+    with hpcomm.init(dp=1, pp=2) as mesh:
+
+        def rule(_: str, __: torch.Tensor) -> None:
+            if mesh.rank == 0:
+                send_again(channel)
+                thread = threading.Thread(target=send_again, args=(channel,), name="other")
+                thread.start()
+                thread.join()
+
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, schema=schema, wire_dtype=rule)
+        for i in range(3):
+            if mesh.rank == 0:
+                x = torch.full((2,), float(i), requires_grad=True)
+                hpcomm.nn.send(channel, x).backward()
+                assert x.grad is not None
+                assert x.grad.tolist() == [i + 1.0] * 2
+                assert refused == [threading.current_thread().name, "other"] * (i + 1)
+            else:
+                got = hpcomm.nn.recv(channel)
+                assert got.tolist() == [float(i)] * 2
+                (got * (i + 1)).sum().backward()
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+@pytest.mark.parametrize("env", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_one_send_at_a_time(env: dict[str, str], schema: str) -> None:
+    ranks.run(2, sent_within_a_send, schema, env=env)
+
+
+def received_within_a_recv() -> None:
+    """By the handler of a signal, and by another thread that it waits for."""
+    refused: list[str] = []
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+
+        def recv_again() -> None:
+            with pytest.raises(hpcomm.InvalidArgument, match="nn.recv: a call on this channel has not returned"):
+                hpcomm.nn.recv(channel, timeout=0.1)
+            refused.append(threading.current_thread().name)
+
+        def handle(*_: object) -> None:
+            recv_again()
+            thread = threading.Thread(target=recv_again, name="other")
+            thread.start()
+            thread.join()
+            mesh.control.send(0, 997, b"handled")
+
+        for i in range(2):
+            if mesh.rank == 0:
+                assert mesh.control.receive(1, 997, 30) == b"handled"
+                x = torch.full((2,), float(i), requires_grad=True)
+                hpcomm.nn.send(channel, x).backward()
+                assert x.grad is not None
+                assert x.grad.tolist() == [i + 1.0] * 2
+            else:
+                before = signal.signal(signal.SIGALRM, handle)
+                signal.setitimer(signal.ITIMER_REAL, 0.2)
+                got = hpcomm.nn.recv(channel)
+                signal.signal(signal.SIGALRM, before)
+                assert refused == [threading.current_thread().name, "other"] * (i + 1)
+                assert got.tolist() == [float(i)] * 2
+                (got * (i + 1)).sum().backward()
+
+
+@pytest.mark.parametrize("env", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_one_recv_at_a_time(env: dict[str, str]) -> None:
+    ranks.run(2, received_within_a_recv, env=env)
+
+
+def cast_gradients() -> None:
+    """Each rank's rule is asked for what it sends: the names of the gradients are those of their own message."""
+    asked: list[str] = []
+
+    def rule(name: str, tensor: torch.Tensor) -> torch.dtype:
+        asked.append(name)
+        return torch.bfloat16 if tensor.numel() == 3 else torch.float32
+
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, wire_dtype=rule)
+        if mesh.rank == 0:
+            x, y = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+            hpcomm.nn.send(channel, {"x": x, "ids": torch.arange(2), "y": y}).backward()
+            assert asked == ["message['x']", "message['y']"]
+            assert x.grad is None
+            assert y.grad is not None
+            assert torch.equal(y.grad, torch.full((3,), 1 / 3).bfloat16().float())
+        else:
+            (hpcomm.nn.recv(channel)["y"] / 3).sum().backward()
+            assert asked == ["message['hpcomm.nn gradients'][1]"]
+
+
+@pytest.mark.parametrize("env", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_a_function_says_how_gradients_travel(env: dict[str, str]) -> None:
+    ranks.run(2, cast_gradients, env=env)
+
+
+def written_after_the_work() -> None:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        sizes = (2, 1 << 19, 1 << 12)
+        if mesh.rank == 0:
+            x, works = torch.ones((), requires_grad=True), []
+            buffers = [torch.empty(size) for size in sizes]
+            tokens = []
+            for buffer in buffers:
+                for i in range(2):
+                    tokens.append(hpcomm.nn.send(channel, [x * (i + 1), buffer.fill_(float(i))], works=works))
+                    works[-1].wait()
+            assert len(works) == 6
+            for token in tokens:
+                token.backward()
+            assert x.grad is not None
+            assert x.grad.item() == 3 * (1 + 2)
+        else:
+            for size in sizes:
+                for i in range(2):
+                    scale, buffer = hpcomm.nn.recv(channel)
+                    assert torch.equal(buffer, torch.full((size,), float(i)))
+                    scale.backward()
+
+
+@pytest.mark.parametrize("env", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_a_work_says_when_tensors_may_be_written(env: dict[str, str]) -> None:
+    ranks.run(2, written_after_the_work, env=env)
 
 
 def backward_again() -> None:
@@ -295,7 +563,7 @@ def refused_sends() -> None:
             if mesh.rank == 0:
                 with pytest.raises(hpcomm.InvalidArgument, match="sparse"):
                     hpcomm.nn.send(channel, torch.eye(2).to_sparse())
-                with pytest.raises(hpcomm.InvalidArgument, match="takes up to 4096"):
+                with pytest.raises(hpcomm.InvalidArgument, match="takes up to max_bytes=4096"):
                     hpcomm.nn.send(channel, torch.ones(4096))
                 x = torch.full((2,), float(i), requires_grad=True)
                 hpcomm.nn.send(channel, x).backward()
@@ -314,7 +582,8 @@ def refused_by_the_receiver(why: str, then: str) -> None:
     """The receiver catches the error, and has the gradients of what it took before to send, but none for the rest."""
     mesh = hpcomm.init(dp=1, pp=2)
     channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
-    hidden, words = Hidden(torch.ones(2, requires_grad=True), torch.ones(2), None), "edge 0->1, microbatch 1: "
+    hidden = Hidden(torch.ones(2, requires_grad=True), torch.ones(2), None)
+    words = "edge 0->1, message #1, microbatch 1: "
     words += {
         "class": r"message\[0\]: a .*:Hidden, which",
         "shape": r".*message\[0\]\.states: float32\[2\] instead of float32\[3\]",
@@ -366,7 +635,7 @@ class Alarm(Exception):
     pass
 
 
-def interrupted_recvs() -> None:
+def interrupted_recvs(limit: float) -> None:
     def ring(*_: object) -> None:
         raise Alarm
 
@@ -374,7 +643,7 @@ def interrupted_recvs() -> None:
         channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
         for i in range(3):
             if mesh.rank == 0:
-                mesh.world.barrier()
+                assert mesh.control.receive(1, 997, 30) == b"again"
                 x = torch.full((2,), float(i), requires_grad=True)
                 hpcomm.nn.send(channel, x).backward()
                 assert x.grad is not None
@@ -383,12 +652,42 @@ def interrupted_recvs() -> None:
                 before = signal.signal(signal.SIGALRM, ring)
                 signal.setitimer(signal.ITIMER_REAL, 0.2)
                 with pytest.raises(Alarm):
-                    hpcomm.nn.recv(channel)
+                    hpcomm.nn.recv(channel, limit)
                 signal.signal(signal.SIGALRM, before)
-                mesh.world.barrier()
+                mesh.control.send(0, 997, b"again")
                 (hpcomm.nn.recv(channel) * (i + 1)).sum().backward()
 
 
-def test_an_interrupted_recv_can_be_repeated() -> None:
-    # Over shared memory the interrupted receiver ends its direction: docs/explanation/channel.md.
-    ranks.run(2, interrupted_recvs, env=TRANSPORTS["gloo"])
+@pytest.mark.parametrize(
+    ("transport", "limit"),
+    # Over shared memory without a limit the interrupted receiver ends its direction: docs/explanation/channel.md.
+    [(transport, limit) for transport in TRANSPORTS for limit in (-1.0, 30.0) if transport != "shm" or limit >= 0],
+)
+def test_an_interrupted_recv_can_be_repeated(transport: str, limit: float) -> None:
+    ranks.run(2, interrupted_recvs, limit, env=TRANSPORTS[transport])
+
+
+def looks_again() -> None:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        for i in range(3):
+            if mesh.rank == 0:
+                assert mesh.control.receive(1, 997, 30) == b"again"
+                x = torch.full((2,), float(i), requires_grad=True)
+                hpcomm.nn.send(channel, x).backward()
+                assert x.grad is not None
+                assert x.grad.tolist() == [i + 1.0] * 2
+            else:
+                for limit in (0.05, 0.0):
+                    with pytest.raises(hpcomm.TimedOut):
+                        hpcomm.nn.recv(channel, timeout=limit)
+                mesh.control.send(0, 997, b"again")
+                limits = [30.0] if i % 2 else []
+                got = hpcomm.nn.recv(channel, *limits)
+                assert got.tolist() == [float(i)] * 2
+                (got * (i + 1)).sum().backward()
+
+
+@pytest.mark.parametrize("env", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_a_recv_that_timed_out_can_be_repeated(env: dict[str, str]) -> None:
+    ranks.run(2, looks_again, env=env)

@@ -19,6 +19,20 @@ std::string edge_name(const Communicator& communicator, int from, int to) {
   return str("edge ", job_rank(communicator, from), "->", job_rank(communicator, to));
 }
 
+// What `read` finds in bytes that came. Who finds them damaged does not know whose they are.
+template <typename Read>
+auto read_of(const Inbound& inbound, std::uint64_t sequence, const Read& read) {
+  try {
+    return read();
+  } catch (const Error& why) {
+    if (why.kind() != ErrorKind::kProtocol) {
+      throw;
+    }
+    throw Error(ErrorKind::kProtocol, str(message_name(inbound.name(), sequence, -1), ": ", why.what()),
+                inbound.communicator.context("recv", inbound.peer, sequence));
+  }
+}
+
 // Memory that both ends see would carry messages also when this rank's Control is closed.
 void require_in_job(const Communicator& communicator, const ErrorContext& what) {
   if (communicator.control().has_left(what.rank)) {
@@ -31,11 +45,16 @@ EdgeConfig checked(EdgeConfig config) {
   const Communicator& communicator = *config.communicator;
   HPCOMM_REQUIRE(config.peer >= 0 && config.peer < communicator.size() && config.peer != communicator.rank(),
                  "an edge of rank ", communicator.rank(), " of ", communicator.size(), " has no peer ", config.peer);
-  HPCOMM_REQUIRE(config.slots > 0, "an edge needs a slot");
+  HPCOMM_REQUIRE(config.slots > 0 && config.slots <= EdgeConfig::kMostSlots, "an edge has 1 to ",
+                 EdgeConfig::kMostSlots, " slots, not ", config.slots);
   return config;
 }
 
 }  // namespace
+
+std::string message_name(const std::string& edge, std::uint64_t sequence, int microbatch) {
+  return str(edge, ", message #", sequence, microbatch < 0 ? "" : str(", microbatch ", microbatch));
+}
 
 // --- sending ---------------------------------------------------------------------------------------------------------
 
@@ -60,6 +79,15 @@ bool SendEdge::is_under_way() const {
 
 void SendEdge::check_refused(int microbatch) const { refusal_->check_for(microbatch); }
 
+void SendEdge::refuse(int microbatch, const std::string& why) const {
+  const Communicator& communicator = *config_.communicator;
+  throw Error(
+      ErrorKind::kInvalidArgument,
+      str("send: ", message_name(edge_name(communicator, communicator.rank(), config_.peer), sequence_, microbatch),
+          ": ", why),
+      communicator.context("send", config_.peer, sequence_));
+}
+
 WorkPtr SendEdge::send(const Schema& schema, std::vector<Source> tensors, Keepalive keepalive, int microbatch) {
   return send(encode_schema(schema), std::move(tensors), std::move(keepalive), microbatch);
 }
@@ -72,7 +100,11 @@ WorkPtr SendEdge::send(std::string_view schema, std::vector<Source> tensors, Kee
   if (last_ != nullptr && last_->bytes == schema) {
     message.known = last_;
   } else {
-    HPCOMM_REQUIRE(schema.size() <= kMaxSchemaBytes, "a message whose structure takes ", schema.size(), " bytes");
+    if (schema.size() > kMaxSchemaBytes) {
+      refuse(microbatch, str("the structure of this message, without its tensors' values, takes ", schema.size(),
+                             " bytes, and at most ", kMaxSchemaBytes, " travel; send fewer tensors, keys and texts in ",
+                             "one message, or long texts as tensors of bytes"));
+    }
     const std::uint64_t fingerprint = fingerprint_of(schema);
     message.known = book_.find(fingerprint);
     first = message.known == nullptr || message.known->bytes != schema;
@@ -87,7 +119,7 @@ WorkPtr SendEdge::send(std::string_view schema, std::vector<Source> tensors, Kee
   require_in_job(communicator, message.what);
   if (frozen && message.known != last_) {
     throw Error(ErrorKind::kSchemaMismatch,
-                str(edge_name(communicator, communicator.rank(), config_.peer), ", microbatch ", microbatch,
+                str(message_name(edge_name(communicator, communicator.rank(), config_.peer), sequence_, microbatch),
                     ": the schema is frozen and this message has another one: ",
                     difference(known.schema, last_->schema, Compare::kEverything),
                     "; use schema=\"per_message\" where shapes change"),
@@ -95,8 +127,11 @@ WorkPtr SendEdge::send(std::string_view schema, std::vector<Source> tensors, Kee
   }
   HPCOMM_REQUIRE(tensors.size() == known.schema.tensors.size(), "the schema has ", known.schema.tensors.size(),
                  " tensors, got ", tensors.size());
-  HPCOMM_REQUIRE(known.parcel.bytes() <= config_.max_bytes, "a message of ", known.parcel.bytes(),
-                 " bytes; the edge takes up to ", config_.max_bytes);
+  if (known.parcel.bytes() > config_.max_bytes) {
+    refuse(microbatch,
+           str("this message has ", known.parcel.bytes(), " bytes as it travels, and this rank's end takes ",
+               "up to max_bytes=", config_.max_bytes, "; send it in parts, or make both ends with more"));
+  }
   if (!frozen) {
     message.header =
         MessageHeader{id_, sequence_, microbatch, known.fingerprint, known.parcel.bytes(), 0, std::nullopt};
@@ -158,15 +193,20 @@ void Inbound::require_due(const MessageHeader& header, std::uint64_t sequence) c
                                           "was repeated; #", sequence, " is due"));
   }
   if (header.edge != id || header.sequence != sequence) {
-    throw Error(ErrorKind::kProtocol, str(name(), ": message #", header.sequence, " of edge ", header.edge,
-                                          " came where #", sequence, " of edge ", id, " was due"));
+    // Whole, and of this version: the two ends count differently.
+    throw Error(ErrorKind::kSchemaMismatch,
+                str(name(), ": message #", header.sequence, " of edge ", header.edge, " came where #", sequence,
+                    " of edge ", id, " was due; do both ranks make their channels in the same order?"),
+                communicator.context("recv", peer, sequence));
   }
 }
 
 KnownPtr Inbound::accept(const MessageHeader& header, std::string_view schema, std::uint64_t sequence, int microbatch) {
   require_due(header, sequence);
   at_hand = header.microbatch;
-  const auto reject = [this](const std::string& why) { throw Error(ErrorKind::kProtocol, name() + ": " + why); };
+  const auto reject = [&](const std::string& why) {
+    throw Error(ErrorKind::kProtocol, name() + ": " + why, communicator.context("recv", peer, sequence));
+  };
   if (schema.size() != header.schema_bytes) {
     reject(str("bytes behind the header: ", schema.size(), " instead of ", header.schema_bytes));
   }
@@ -175,7 +215,7 @@ KnownPtr Inbound::accept(const MessageHeader& header, std::string_view schema, s
     if (fingerprint_of(schema) != header.schema) {
       reject("the schema does not match its fingerprint");
     }
-    known = KnownSchema::read(schema, header.schema);
+    known = read_of(*this, sequence, [&] { return KnownSchema::read(schema, header.schema); });
     book.add(known);
   } else {
     known = book.find(header.schema);
@@ -184,7 +224,8 @@ KnownPtr Inbound::accept(const MessageHeader& header, std::string_view schema, s
     reject(str("message #", sequence, " has no schema that fits it"));
   }
   if (known->parcel.bytes() > max_bytes) {
-    reject(str("message #", sequence, " has ", known->parcel.bytes(), " bytes; this edge takes up to ", max_bytes));
+    reject(str("message #", sequence, " has ", known->parcel.bytes(), " bytes as it travels, and this rank's end ",
+               "takes up to max_bytes=", max_bytes, "; make both ends alike"));
   }
   if (header.lent && known->parcel.packed.bytes() == 0) {
     reject(str("message #", sequence, " is lent and has nothing to lend"));
@@ -192,7 +233,7 @@ KnownPtr Inbound::accept(const MessageHeader& header, std::string_view schema, s
   if (header.frozen != (mode == SchemaMode::kFrozen)) {
     const auto what = [](bool frozen) { return frozen ? "frozen" : "per_message"; };
     throw Error(ErrorKind::kSchemaMismatch,
-                str(name(), ", microbatch ", header.microbatch, ": the sender's end was made with schema=\"",
+                str(message_name(name(), sequence, header.microbatch), ": the sender's end was made with schema=\"",
                     what(header.frozen), "\", this rank's with schema=\"", what(!header.frozen), '"'),
                 communicator.context("recv", peer, sequence));
   }
@@ -214,9 +255,10 @@ KnownPtr Inbound::accept(const MessageHeader& header, std::string_view schema, s
   if (wanted != nullptr && std::find(found_like.begin(), found_like.end(), known) == found_like.end()) {
     const std::string differs = difference(known->schema, *wanted, Compare::kKinds);
     if (!differs.empty()) {
-      throw Error(ErrorKind::kSchemaMismatch,
-                  str(name(), ", microbatch ", header.microbatch, ": this rank expects another message: ", differs),
-                  communicator.context("recv", peer, sequence));
+      throw Error(
+          ErrorKind::kSchemaMismatch,
+          str(message_name(name(), sequence, header.microbatch), ": this rank expects another message: ", differs),
+          communicator.context("recv", peer, sequence));
     }
     if (found_like.size() == SchemaBook::kMost) {
       found_like.clear();
@@ -224,7 +266,29 @@ KnownPtr Inbound::accept(const MessageHeader& header, std::string_view schema, s
     found_like.push_back(known);
   }
   current = known;
+  if (mode == SchemaMode::kFrozen) {
+    const std::lock_guard lock(expected_mutex);
+    fixed = known;
+  }
   return known;
+}
+
+void Inbound::expect(std::shared_ptr<const Schema> schema) {
+  const std::lock_guard lock(expected_mutex);
+  if (fixed != nullptr) {
+    const std::string differs = difference(fixed->schema, *schema, Compare::kKinds);
+    if (!differs.empty()) {
+      throw Error(ErrorKind::kSchemaMismatch,
+                  str(name(), ": this rank expects another message than the first one, which all others are like ",
+                      "(schema=\"frozen\"): ", differs),
+                  communicator.context("recv", peer, 0));
+    }
+  }
+  expected = std::move(schema);
+}
+
+MessageHeader Inbound::header_in(std::string_view bytes, std::uint64_t sequence) const {
+  return read_of(*this, sequence, [&] { return parse_header(bytes); });
 }
 
 void Inbound::check(std::uint64_t sequence, Deadline deadline) const {
@@ -327,9 +391,6 @@ void RecvEdge::refuse(const Error& why, int microbatch) {
   config_.communicator->abort(why);
 }
 
-void RecvEdge::expect(std::shared_ptr<const Schema> schema) {
-  const std::lock_guard lock(route_->inbound().expected_mutex);
-  route_->inbound().expected = std::move(schema);
-}
+void RecvEdge::expect(std::shared_ptr<const Schema> schema) { route_->inbound().expect(std::move(schema)); }
 
 }  // namespace hpcomm

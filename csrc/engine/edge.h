@@ -21,6 +21,8 @@ enum class SchemaMode {
 
 // One end of an Edge; both ends are given equal values.
 struct EdgeConfig {
+  static constexpr std::size_t kMostSlots = std::size_t{1} << 16;
+
   std::shared_ptr<Communicator> communicator;
   int peer = 0;  // in the communicator
   SchemaMode mode = SchemaMode::kPerMessage;
@@ -53,6 +55,9 @@ struct Source {
   const void* data = nullptr;
   std::shared_ptr<const StridedSource> strided;
 };
+
+// What errors call a message: "edge 0->1, message #5, microbatch 2". One of a Channel has no microbatch (-1).
+[[nodiscard]] std::string message_name(const std::string& edge, std::uint64_t sequence, int microbatch);
 
 class SendRoute;
 class RecvRoute;
@@ -87,6 +92,8 @@ class SendEdge {
   void check_refused(int microbatch) const;
 
  private:
+  [[noreturn]] void refuse(int microbatch, const std::string& why) const;
+
   EdgeConfig config_;
   std::uint64_t id_;  // the Control channel of its headers
   std::shared_ptr<Refusal> refusal_;

@@ -112,7 +112,7 @@ class LaneRecv final : public RecvRoute {
           window(*config.communicator, config.peer, inbound->id, config.slots),
           control(config.communicator->shared_control()),
           sender(job_rank(*config.communicator, config.peer)) {
-      slots->reserve(config.slots, config.slot_bytes);
+      slots->reserve(config.slots, window.slot_bytes(config.slot_bytes));
       if (window.most() > 0) {
         // What comes behind a header is read into the slot that its tensors will lie in.
         const std::size_t most = kHeaderBytes + std::min(window.most(), config.max_bytes) + kMaxSchemaBytes;
@@ -145,11 +145,8 @@ class LaneRecv final : public RecvRoute {
 
     // The next message of Control, if one came before `until`.
     [[nodiscard]] std::optional<Body> hear(std::uint64_t sequence, Deadline until) const {
-      try {
-        return control->try_receive_body(sender, inbound->id, until);
-      } catch (const Error& why) {
-        throw inbound->communicator.ended_by(why, what(sequence));
-      }
+      return in_words_of(inbound->communicator, what(sequence),
+                         [&] { return control->try_receive_body(sender, inbound->id, until); });
     }
 
     // The payload of `message`, whose schema is known, within `limit`. `place` of a movable task.
@@ -250,7 +247,7 @@ class LaneRecv final : public RecvRoute {
 
     bool accept(Body whole, std::uint64_t sequence, int microbatch, Incoming& message) {
       std::string_view body = whole.view();
-      const MessageHeader header = parse_header(body);
+      const MessageHeader header = inbound->header_in(body, sequence);
       body.remove_prefix(kHeaderBytes);
       std::string_view payload;
       const std::uint64_t bytes = header.payload_bytes;

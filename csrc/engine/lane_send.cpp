@@ -33,7 +33,7 @@ class LaneSend final : public SendRoute {
                          : SlotPool::Streams{}),
         rendezvous_(make_rendezvous(config, edge)),
         window_(communicator_, peer_, edge, config.slots) {
-    slots_.reserve(config.slots, config.slot_bytes);
+    slots_.reserve(config.slots, window_.slot_bytes(config.slot_bytes));
   }
 
   WorkPtr send(Outgoing message) override {
@@ -78,7 +78,8 @@ class LaneSend final : public SendRoute {
       if (message.header->schema_bytes > 0) {
         body += message.known->bytes;
       }
-      communicator_.control().send(job_rank(communicator_, peer_), edge_, body);
+      in_words_of(communicator_, message.what,
+                  [&] { communicator_.control().send(job_rank(communicator_, peer_), edge_, body); });
     }
     if (views.empty()) {
       return ended(std::move(message.what));

@@ -164,7 +164,7 @@ class MailRecv final : public RecvRoute {
       }
       wait(*mail, sequence, deadline);
       deadline = has_begun(deadline);
-      const MessageHeader header = parse_header({head->data(), std::min(mail->bytes(), kHeaderBytes)});
+      const MessageHeader header = inbound->header_in({head->data(), std::min(mail->bytes(), kHeaderBytes)}, sequence);
       inbound->require_due(header, sequence);  // or there may be no schema behind it to wait for
       std::string_view schema;
       Buffer body;

@@ -9,6 +9,7 @@
 #include "engine/loans.h"
 #include "engine/mail_route.h"
 #include "engine/route.h"
+#include "engine/shared_first.h"
 #include "engine/slots.h"
 
 namespace hpcomm {
@@ -26,29 +27,21 @@ class MailSend final : public SendRoute {
 
   WorkPtr send(Outgoing message) override {
     State& state = *state_;
-    const bool lends = state.lends(message);
     // Behind what waits already, or the order would be lost.
     if (state.waiting->load(std::memory_order_acquire) == 0) {
-      if (!lends) {
-        return state.issue(message, std::nullopt, state.refusal);
-      }
-      if (const auto loan = state.loans.lend(message.known->parcel.packed.bytes())) {
-        return state.issue(message, loan, state.refusal);
+      if (const auto grant = state.grant(message)) {
+        return state.issue(message, *grant, state.refusal);
       }
     }
-    // The receiver has all blocks: the rest happens on the lane, when it gives one back.
+    // The receiver is behind: the rest happens on the lane, when it gives a block back, or has taken a message.
     state.waiting->fetch_add(1, std::memory_order_relaxed);
     const std::shared_ptr<const void> counted(
         nullptr, [waiting = state.waiting](const void*) { waiting->fetch_sub(1, std::memory_order_release); });
     const auto queued = std::make_shared<Outgoing>(std::move(message));
-    return host_.run_in_order(queued->what, [state = state_, queued, counted, lends, &host = host_](Deadline deadline) {
+    return host_.run_in_order(queued->what, [state = state_, queued, counted, &host = host_](Deadline deadline) {
       const auto look = [&state] { state->refusal->check_on_lane(); };
       try {
-        std::optional<LoanPool::Loan> loan;
-        if (lends) {
-          loan = state->wait_for_loan(*queued, host, deadline, look);
-        }
-        const WorkPtr work = state->issue(*queued, loan, nullptr);
+        const WorkPtr work = state->issue(*queued, state->wait_for_grant(*queued, host, deadline, look), nullptr);
         while (!work->wait_until(std::min(deadline, roughly_after(kLook)))) {
           look();
           if (Clock::now() >= deadline) {
@@ -82,46 +75,117 @@ class MailSend final : public SendRoute {
           tag(edge),
           limit(config.communicator->timeout() + kGrace),
           refusal(std::move(refused)),
-          loans(std::move(means.memory), config.slots, config.slot_bytes),
-          slots(std::move(allocator), config.slots) {}
+          most_copies(config.slots),
+          loans(std::move(means.memory), config.slots, config.mode == SchemaMode::kFrozen ? 0 : config.slot_bytes),
+          slots(std::make_shared<OwnWhenFull>(std::move(allocator)), config.slots) {
+      slots.reserve(config.slots, config.mode == SchemaMode::kFrozen ? config.slot_bytes : 0);
+    }
+
+    // The memory that a message takes until the receiver has it: there is as much of it as the edge has slots.
+    struct Grant {
+      std::optional<LoanPool::Loan> loan;  // for its packed tensors
+      Keepalive copies;                    // of what travels from memory of this rank's own
+    };
 
     [[nodiscard]] static bool lends(const Outgoing& message) {
       const Parcel& parcel = message.known->parcel;
       return message.header.has_value() && parcel.packed.bytes() > 0 && !is_inline(parcel);
     }
 
+    [[nodiscard]] static bool makes_copies(const Outgoing& message) {
+      const Parcel& parcel = message.known->parcel;
+      if (message.header && is_inline(parcel)) {
+        return false;
+      }
+      return (parcel.packed.bytes() > 0 && !lends(message)) ||
+             std::any_of(parcel.direct.begin(), parcel.direct.end(),
+                         [&](const Parcel::Direct& one) { return message.sources[one.tensor].strided != nullptr; });
+    }
+
+    // Nothing where the receiver has not taken enough of the messages before.
+    [[nodiscard]] std::optional<Grant> grant(const Outgoing& message) {
+      Grant granted;
+      if (makes_copies(message)) {
+        if (copying->load(std::memory_order_acquire) >= most_copies) {
+          return std::nullopt;
+        }
+        copying->fetch_add(1, std::memory_order_relaxed);
+        granted.copies = Keepalive(
+            copying.get(), [copying = copying](const void*) { copying->fetch_sub(1, std::memory_order_release); });
+      }
+      if (lends(message)) {
+        granted.loan = loans.lend(message.known->parcel.packed.bytes());
+        if (!granted.loan) {
+          return std::nullopt;
+        }
+      }
+      return granted;
+    }
+
     // Everything that a message is, in order. Nothing of it waits for the receiver here.
     // `refused` is looked at by who waits for the Work.
-    WorkPtr issue(Outgoing& message, const std::optional<LoanPool::Loan>& loan, std::shared_ptr<Refusal> refused) {
-      const KnownSchema& known = *message.known;
-      const Parcel& parcel = known.parcel;
+    WorkPtr issue(Outgoing& message, const Grant& grant, std::shared_ptr<Refusal> refused) {
+      const Parcel& parcel = message.known->parcel;
       if (message.header && is_inline(parcel)) {
         return send_inline(message, std::move(refused));
       }
       std::vector<WorkPtr> mails;
-      if (loan) {
-        issue_lent(mails, message, *loan);
+      const std::vector<Buffer> copies = copies_of(message, grant);
+      auto copy = copies.begin();
+      const auto post_copy = [&] {
+        const Buffer& buffer = *copy++;
+        mails.push_back(post(buffer.view.data, buffer.view.bytes, buffer.owner));
+      };
+      if (grant.loan) {
+        issue_lent(mails, message, *grant.loan);
       } else {
         if (message.header) {
           post_head(mails, message);
         }
         if (parcel.packed.bytes() > 0) {
-          const Buffer slot = slots.acquire(parcel.packed.bytes()).buffer;
-          run_copies_cpu(pack_items(message, static_cast<char*>(slot.view.data), Reader::kThisCore), nullptr);
-          mails.push_back(post(slot.view.data, parcel.packed.bytes(), slot.owner));
+          post_copy();
         }
       }
       for (const Parcel::Direct& one : parcel.direct) {
         const Source& source = message.sources[one.tensor];
         if (source.strided != nullptr) {
-          const Buffer slot = slots.acquire(one.bytes).buffer;
-          source.strided->write(slot.view.data, known.schema.tensors[one.tensor].dtype);
-          mails.push_back(post(slot.view.data, one.bytes, slot.owner));
+          post_copy();
         } else {
           mails.push_back(post(source.data, one.bytes, message.keepalive));
         }
       }
       return joint(message, std::move(mails), std::move(refused));
+    }
+
+    // Before anything of the message goes out: there may be no memory for them, or torch may refuse a copy, and the
+    // receiver would wait for what its header announced.
+    [[nodiscard]] std::vector<Buffer> copies_of(const Outgoing& message, const Grant& grant) {
+      const KnownSchema& known = *message.known;
+      std::vector<Buffer> copies;
+      const auto acquire = [&](std::size_t bytes) {
+        Buffer buffer = slots.acquire(bytes).buffer;
+        using Held = std::pair<Keepalive, Keepalive>;
+        buffer.owner = std::make_shared<const Held>(std::move(buffer.owner), grant.copies);
+        copies.push_back(std::move(buffer));
+        return static_cast<char*>(copies.back().view.data);
+      };
+      try {
+        if (known.parcel.packed.bytes() > 0 && !grant.loan) {
+          char* const target = acquire(known.parcel.packed.bytes());
+          run_copies_cpu(pack_items(message, target, Reader::kThisCore), nullptr);
+        }
+        for (const Parcel::Direct& one : known.parcel.direct) {
+          if (const auto& strided = message.sources[one.tensor].strided; strided != nullptr) {
+            strided->write(acquire(one.bytes), known.schema.tensors[one.tensor].dtype);
+          }
+        }
+      } catch (...) {
+        if (grant.loan) {
+          LoanPool::take_back(*grant.loan);
+        }
+        throw;
+      }
+      return copies;
     }
 
     // No mails: of a frozen edge, without elements.
@@ -205,12 +269,12 @@ class MailSend final : public SendRoute {
     }
 
     template <typename Look>
-    [[nodiscard]] LoanPool::Loan wait_for_loan(const Outgoing& message, const HostCommunicator& host, Deadline deadline,
-                                               const Look& look) {
+    [[nodiscard]] Grant wait_for_grant(const Outgoing& message, const HostCommunicator& host, Deadline deadline,
+                                       const Look& look) {
       auto nap = kShortestNap;
       for (;;) {
-        if (const auto loan = loans.lend(message.known->parcel.packed.bytes())) {
-          return *loan;
+        if (auto granted = grant(message)) {
+          return *std::move(granted);
         }
         if (auto why = host.aborted()) {
           throw host.ended_by(*why, message.what);
@@ -235,9 +299,12 @@ class MailSend final : public SendRoute {
     // Of the newest message; by whoever issues.
     std::shared_ptr<Envelope> envelope = std::make_shared<Envelope>();
     WorkPtr enveloped;  // null before the first
+    // Messages whose copies the receiver has not taken.
+    const std::size_t most_copies;
+    const std::shared_ptr<std::atomic<std::size_t>> copying = std::make_shared<std::atomic<std::size_t>>(0);
     LoanPool loans;
     SlotPool slots;  // of tensors that are no dense block, and of frozen edges
-    // Messages that wait on the lane for a block.
+    // Messages that wait on the lane for the receiver.
     const std::shared_ptr<std::atomic<int>> waiting = std::make_shared<std::atomic<int>>(0);
   };
 

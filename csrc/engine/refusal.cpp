@@ -1,4 +1,5 @@
-// A refusal is one Control message: the kind of error (a byte), the microbatch (4 bytes), then its text.
+// A refusal is one Control message: the kind of error (a byte), the microbatch (4 bytes), the message's number (8),
+// then its text.
 #include "engine/refusal.h"
 
 #include <cstring>
@@ -30,6 +31,8 @@ void Refusal::tell(const Error& why, std::int32_t microbatch) noexcept {
   try {
     std::string body(1, why.kind() == ErrorKind::kProtocol ? 'P' : 'S');
     body.append(reinterpret_cast<const char*>(&microbatch), sizeof microbatch);
+    const std::int64_t sequence = why.context().sequence;
+    body.append(reinterpret_cast<const char*>(&sequence), sizeof sequence);
     control_->send(peer_, channel_, body + std::string(why.what()).substr(0, kMostText));
   } catch (const std::exception&) {
     // The job has failed, or the peer has left: it learns of that.
@@ -62,14 +65,16 @@ bool Refusal::has_come(bool on_lane) {
   } catch (const Error&) {
     return false;  // the operation that waits says so, or has ended well before
   }
-  constexpr std::size_t kText = 1 + sizeof microbatch_;
+  std::int64_t sequence = -1;
+  constexpr std::size_t kText = 1 + sizeof microbatch_ + sizeof sequence;
   if (!body || body->size() < kText) {
     return false;
   }
   std::memcpy(&microbatch_, body->data() + 1, sizeof microbatch_);
-  told_ =
-      Error(body->starts_with('P') ? ErrorKind::kProtocol : ErrorKind::kSchemaMismatch,
-            str("rank ", peer_, " refused a message of this rank: ", body->substr(kText)), {self_, peer_, -1, "send"});
+  std::memcpy(&sequence, body->data() + 1 + sizeof microbatch_, sizeof sequence);
+  told_ = Error(body->starts_with('P') ? ErrorKind::kProtocol : ErrorKind::kSchemaMismatch,
+                str("rank ", peer_, " refused a message of this rank: ", body->substr(kText)),
+                {self_, peer_, sequence, "send"});
   if (!on_lane) {
     if (const auto communicator = communicator_.lock()) {
       communicator->abort(*told_);

@@ -23,7 +23,8 @@ std::string name(const ErrorContext& what) { return str(what.operation, " #", wh
 }  // namespace
 
 Rendezvous::Rendezvous(const Communicator& communicator, int peer, std::uint64_t edge)
-    : control_(communicator.shared_control()),
+    : communicator_(communicator),
+      control_(communicator.shared_control()),
       peer_(job_rank(communicator, peer)),
       // Ranks of the job: all edges have to count alike, whatever their communicators.
       decides_(job_rank(communicator, communicator.rank()) < peer_),
@@ -47,7 +48,9 @@ void Rendezvous::meet(DeviceSlot::Place& place, const ErrorContext& what, Deadli
   const auto hear = [&](const char* word) {
     wait([&](Deadline until) { return has_come(word, what, until); }, deadline, check, peer_late);
   };
-  const auto say = [&](const char* word) { control_->send(peer_, channel_, str(word, ' ', what.sequence)); };
+  const auto say = [&](const char* word) {
+    in_words_of(communicator_, what, [&] { control_->send(peer_, channel_, str(word, ' ', what.sequence)); });
+  };
   if (decides_) {
     hear(kReady);
     wait(take, deadline, check, device_late);
@@ -72,7 +75,7 @@ void Rendezvous::wait(const Step& step, Deadline deadline, const std::function<v
 }
 
 bool Rendezvous::has_come(const std::string& word, const ErrorContext& what, Deadline until) const {
-  const auto heard = control_->try_receive(peer_, channel_, until);
+  const auto heard = in_words_of(communicator_, what, [&] { return control_->try_receive(peer_, channel_, until); });
   if (heard && *heard != str(word, ' ', what.sequence)) {
     throw Error(ErrorKind::kProtocol,
                 str(name(what), ": rank ", peer_, " says '", *heard, "' where '", word, ' ', what.sequence, "' is due"),

@@ -36,6 +36,7 @@ class Rendezvous {
                    const std::function<Error()>& late);
   [[nodiscard]] bool has_come(const std::string& word, const ErrorContext& what, Deadline until) const;
 
+  const Communicator& communicator_;  // its edge's
   const std::shared_ptr<Control> control_;
   const int peer_;
   const bool decides_;

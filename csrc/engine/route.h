@@ -43,6 +43,10 @@ struct Inbound {
 
   // Throws kProtocol for the header of any message but `sequence`: one that was repeated, lost or of another edge.
   void require_due(const MessageHeader& header, std::uint64_t sequence) const;
+  // As parse_header(), of what came for message `sequence`.
+  [[nodiscard]] MessageHeader header_in(std::string_view bytes, std::uint64_t sequence) const;
+  // RecvEdge::expect(). Throws kSchemaMismatch where the edge is frozen to something else.
+  void expect(std::shared_ptr<const Schema> schema);
   // The schema of message `sequence`, whose header has come. Throws kProtocol and kSchemaMismatch.
   KnownPtr accept(const MessageHeader& header, std::string_view schema, std::uint64_t sequence, int microbatch);
   // Of a frozen edge, once it is known.
@@ -68,6 +72,7 @@ struct Inbound {
   std::atomic<bool> closed = false;  // by the owner's thread
   std::mutex expected_mutex;
   std::shared_ptr<const Schema> expected;
+  KnownPtr fixed;  // of a frozen edge, by its first message
   // What was expected of the last message, and which schemas are known to be like that.
   std::shared_ptr<const Schema> like;
   std::vector<KnownPtr> found_like;

@@ -8,6 +8,7 @@
 
 #include <bit>
 #include <cstddef>
+#include <cstdlib>
 #include <memory>
 #include <utility>
 
@@ -42,6 +43,29 @@ class SharedFirst final : public Allocator {
  private:
   const std::shared_ptr<PeerMemory> shared_;
   const std::shared_ptr<Allocator> own_;
+};
+
+// An Allocator of shared memory as long as there is some, then of this process's own: what lies there is copied once
+// more on its way.
+class OwnWhenFull final : public Allocator {
+ public:
+  explicit OwnWhenFull(std::shared_ptr<Allocator> shared) : shared_(std::move(shared)) {}
+
+  Buffer allocate(std::size_t bytes) override {
+    try {
+      return shared_->allocate(bytes);
+    } catch (const Error& why) {
+      const std::size_t rounded = (bytes + 63) / 64 * 64;  // 0 when the addition wraps around
+      void* data = why.kind() != ErrorKind::kTransport || rounded < bytes ? nullptr : std::aligned_alloc(64, rounded);
+      if (data == nullptr) {
+        throw;
+      }
+      return {{data, bytes, bytes, DType::kUInt8, {}}, Keepalive(data, std::free)};
+    }
+  }
+
+ private:
+  const std::shared_ptr<Allocator> shared_;
 };
 
 }  // namespace hpcomm

@@ -11,11 +11,6 @@ namespace hpcomm {
 
 namespace {
 
-// Never one more than twice as large: a small message must not pin the slot of a large one.
-bool fits(const Buffer& buffer, std::size_t bytes) {
-  return buffer.view.bytes >= bytes && buffer.view.bytes / 2 <= bytes;
-}
-
 template <typename T>
 T take(std::vector<T>& from, typename std::vector<T>::iterator place) {
   T taken = std::move(*place);
@@ -90,6 +85,7 @@ void SlotPool::reserve(std::size_t count, std::size_t bytes) {
   for (std::size_t i = 0; bytes > 0 && i < count; ++i) {
     Free slot = make(bytes);
     const std::lock_guard lock(state_->mutex);
+    state_->reserved = slot.buffer.view.bytes;
     state_->slots.push_back(std::move(slot));
   }
 }
@@ -178,9 +174,13 @@ void SlotPool::State::give_up(const Buffer& buffer) noexcept {
 
 std::optional<SlotPool::Free> SlotPool::State::find(std::size_t bytes, bool in_capture) {
   // A graph cannot wait for what was issued before it.
-  const auto found = std::find_if(slots.begin(), slots.end(), [&](const Free& slot) {
-    return fits(slot.buffer, bytes) && (!in_capture || slot.event.done());
-  });
+  const auto is_free = [in_capture](const Free& slot) { return !in_capture || slot.event.done(); };
+  auto found = std::find_if(slots.begin(), slots.end(),
+                            [&](const Free& slot) { return fits(slot.buffer, bytes) && is_free(slot); });
+  if (found == slots.end() && bytes <= reserved) {  // made for all messages up to their size
+    found = std::find_if(slots.begin(), slots.end(),
+                         [&](const Free& slot) { return slot.buffer.view.bytes == reserved && is_free(slot); });
+  }
   return found == slots.end() ? std::nullopt : std::optional(take(slots, found));
 }
 
@@ -189,6 +189,11 @@ std::optional<SlotPool::Pinned> SlotPool::State::find_pinned(std::size_t bytes, 
     return one.capture == in_capture && fits(one.slot.buffer, bytes);
   });
   return found == pinned.end() ? std::nullopt : std::optional(take(pinned, found));
+}
+
+// Never one more than twice as large: a small message must not pin the slot of a large one.
+bool SlotPool::State::fits(const Buffer& buffer, std::size_t bytes) {
+  return buffer.view.bytes >= bytes && buffer.view.bytes / 2 <= bytes;
 }
 
 void SlotPool::State::count_lent() { most = std::max(most, ++lent); }
@@ -214,13 +219,15 @@ void SlotPool::State::unpin() {
   pinned.erase(free, pinned.end());
 }
 
-// The oldest give way: their size may be one that nobody asks for any more.
+// The oldest give way: their size may be one that nobody asks for any more. Those that were reserved come last.
 std::vector<SlotPool::Free> SlotPool::State::trim() {
   const std::size_t busy = std::max(most, most_before);
   const std::size_t limit = std::max(max_free, busy - std::min(busy, lent));
   std::vector<Free> surplus;
   while (slots.size() > limit) {
-    surplus.push_back(take(slots, slots.begin()));
+    const auto other = std::find_if(slots.begin(), slots.end(),
+                                    [this](const Free& slot) { return slot.buffer.view.bytes != reserved; });
+    surplus.push_back(take(slots, other == slots.end() ? slots.begin() : other));
     total -= surplus.back().buffer.view.bytes;
   }
   return surplus;

@@ -57,7 +57,7 @@ class SlotPool {
   // A buffer of at least `bytes`; its view says exactly `bytes`. It comes back when the last copy of its owner is
   // gone, from any thread; slots outlive the pool.
   [[nodiscard]] Slot acquire(std::size_t bytes);
-  // Makes `count` free slots of `bytes`; none when `bytes` is 0.
+  // Makes `count` free slots of `bytes`, for messages up to that size; none when `bytes` is 0. Once.
   void reserve(std::size_t count, std::size_t bytes);
   // Of all slots, lent and free.
   [[nodiscard]] std::size_t bytes() const;
@@ -79,6 +79,7 @@ class SlotPool {
     std::mutex mutex;
     std::size_t total = 0;  // bytes of all slots
     std::size_t max_free = 0;
+    std::size_t reserved = 0;  // bytes of a slot that reserve() made
     std::vector<Free> slots;
     std::vector<Pinned> pinned;
     // How many are lent, at most since none was, and at most in the time between two such moments before; how many came
@@ -93,6 +94,7 @@ class SlotPool {
     void take_back(const Buffer& buffer, Lease& lease) noexcept;
     // Lets go of memory behind what the streams have been given.
     void give_up(const Buffer& buffer) noexcept;
+    [[nodiscard]] static bool fits(const Buffer& buffer, std::size_t bytes);
     // These under the mutex.
     [[nodiscard]] std::optional<Free> find(std::size_t bytes, bool in_capture);
     [[nodiscard]] std::optional<Pinned> find_pinned(std::size_t bytes, std::uint64_t in_capture);

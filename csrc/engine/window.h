@@ -31,6 +31,12 @@ class Window {
   }
   // No message of more bytes comes so.
   [[nodiscard]] std::uint64_t most() const noexcept { return most_asked_; }
+  // Of a slot that serves messages of `payload` bytes also where they travel behind their header, with a schema that is
+  // no longer than usual.
+  [[nodiscard]] std::size_t slot_bytes(std::size_t payload) const noexcept {
+    constexpr std::size_t kBeside = 4096;
+    return payload == 0 || most_asked_ == 0 ? payload : payload + kBeside;
+  }
   // At the receiver: a message has come, behind its header or not.
   void note(const Parcel& parcel, bool behind_header) noexcept;
 

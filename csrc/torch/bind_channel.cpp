@@ -108,14 +108,15 @@ at::Tensor resolved(const at::Tensor& tensor, const FlatTree& flat, std::size_t 
 
 bool is_dense(const at::Tensor& tensor) { return tensor.is_contiguous() && holds_its_values(tensor); }
 
-DType wire_dtype(const py::handle& dtype) {
-  HPCOMM_REQUIRE(THPDtype_Check(dtype.ptr()), "wire_dtype: expected a torch.dtype, got ",
+// `of`: what an error begins with.
+DType wire_dtype(const py::handle& dtype, const std::string& of = "wire_dtype") {
+  HPCOMM_REQUIRE(THPDtype_Check(dtype.ptr()), of, ": expected a torch.dtype, got ",
                  py::repr(dtype).cast<std::string>());
   const at::ScalarType type = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
-  HPCOMM_REQUIRE(c10::isFloatingType(type), "wire_dtype: ", c10::toString(type),
+  HPCOMM_REQUIRE(c10::isFloatingType(type), of, ": ", c10::toString(type),
                  " is no real floating point type; only those are cast on the way");
   const auto wire = movable_dtype_of(type);
-  HPCOMM_REQUIRE(wire && is_floating(*wire), "wire_dtype: there is no cast to ", c10::toString(type));
+  HPCOMM_REQUIRE(wire && is_floating(*wire), of, ": there is no cast to ", c10::toString(type));
   return *wire;
 }
 
@@ -137,7 +138,7 @@ class WireTypes {
       if (dtype && is_floating(*dtype)) {
         const py::object answer = wire(names[i], flat.tensors[i]);
         if (!answer.is_none()) {
-          chosen = wire_dtype(answer);
+          chosen = wire_dtype(answer, str("wire_dtype, for ", names[i]));
         }
       }
       each_.push_back(chosen);
@@ -324,6 +325,8 @@ void bind_channel(py::module_& module) {
           },
           py::arg("microbatch"), py::arg("sent"))
       .def("expect", &TreeReceiver::expect, py::arg("tree"));
+  sender.attr("MAX_SLOTS") = EdgeConfig::kMostSlots;
+  sender.attr("MAX_BYTES") = EdgeConfig{}.max_bytes;
   direct::Direct<DirectSend>::put_on(sender);
   direct::Direct<DirectTake>::put_on(receiver);
 }

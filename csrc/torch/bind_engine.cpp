@@ -4,6 +4,8 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
+#include <numeric>
+#include <optional>
 
 #include "comm/communicator_allocator.h"
 #include "engine/reducer.h"
@@ -30,14 +32,34 @@ std::vector<TensorSize> sizes_of(const std::vector<at::Tensor>& params) {
 }
 
 // The order in which a backward makes gradients ready, as long as nobody has measured it: the model's, reversed.
-BucketPlan plan_of(const std::vector<TensorSize>& sizes, std::size_t first_bytes, std::size_t cap_bytes) {
-  std::vector<int> order;
-  for (std::size_t i = sizes.size(); i-- > 0;) {
-    order.push_back(static_cast<int>(i));
-  }
+BucketPlan plan_of(const std::vector<TensorSize>& sizes, std::size_t first_bytes, std::size_t cap_bytes,
+                   const std::vector<int>& modules = {}) {
+  std::vector<int> order(sizes.size());
+  std::iota(order.rbegin(), order.rend(), 0);
   BucketLimits limits{first_bytes, cap_bytes};
   limits.last_bytes = first_bytes;
-  return plan_buckets(sizes, order, limits);
+  return plan_buckets(sizes, order, limits, std::nullopt, modules);
+}
+
+// Bytes of the buckets of a stage of which no more is known than the bytes of its layers.
+std::vector<std::size_t> bucket_bytes(const std::vector<std::size_t>& layers, std::size_t first_bytes,
+                                      std::size_t cap_bytes) {
+  std::vector<TensorSize> sizes;
+  std::vector<int> modules;
+  for (const std::size_t bytes : layers) {
+    if (bytes > 0) {
+      modules.push_back(static_cast<int>(sizes.size()));
+      sizes.push_back({bytes, DType::kUInt8});
+    }
+  }
+  std::vector<std::size_t> bytes;
+  for (const Bucket& bucket : plan_of(sizes, first_bytes, cap_bytes, modules).buckets) {
+    bytes.push_back(0);
+    for (const int layer : bucket.params) {
+      bytes.back() += sizes[static_cast<std::size_t>(layer)].count;
+    }
+  }
+  return bytes;
 }
 
 void bind_deferred(py::module_& module) {
@@ -104,6 +126,8 @@ void bind_engine(py::module_& module) {
                              })
       .def_property_readonly("hash", &BucketPlan::fingerprint)
       .def("__str__", &BucketPlan::to_text);
+
+  module.def("bucket_bytes", &bucket_bytes, py::arg("layers"), py::arg("first_bytes"), py::arg("cap_bytes"));
 
   // Whoever issues may wait for other ranks, and holds the Reducer's lock meanwhile.
   using WithoutLock = py::call_guard<py::gil_scoped_release>;

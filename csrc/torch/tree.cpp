@@ -22,6 +22,15 @@ std::string name_of(PyTypeObject* type) {
              py::str(handle.attr("__qualname__")).cast<std::string>());
 }
 
+// Of something like what travels, how to make that of it.
+const char* remedy_for(PyObject* node) {
+  return PyTuple_Check(node)                    ? "; send tuple(...) of it"
+         : PyList_Check(node)                   ? "; send list(...) of it"
+         : PyDict_Check(node)                   ? "; send dict(...) of it"
+         : PyObject_HasAttrString(node, "item") ? "; send its .item(), or a tensor"
+                                                : "";
+}
+
 class Flattener {
  public:
   explicit Flattener(FlatTree& flat) : flat_(flat) {}
@@ -76,7 +85,7 @@ class Flattener {
     }
     if (PyTuple_Check(node) && PyObject_HasAttrString(node, "_fields")) {
       put(Node::kNamedTuple);
-      put_class(node);
+      put_class(node, fields_text(Py_TYPE(node)));
       return put_items(node, depth);
     }
     const bool is_container = PyTuple_Check(node) || PyList_Check(node) || PyDict_Check(node) || PyType_Check(node);
@@ -86,7 +95,8 @@ class Flattener {
     }
     refuse(str(Py_TYPE(node)->tp_name,
                " cannot be sent; messages hold tensors, None, numbers, strings, and lists, tuples, dicts, named tuples "
-               "and dataclasses of them"));
+               "and dataclasses of them",
+               remedy_for(node)));
   }
 
  private:
@@ -96,6 +106,9 @@ class Flattener {
   // in Python all free their objects in one way, others in ways of their own.
   static void require_plain_object(PyObject* node) {
     const PyTypeObject* type = Py_TYPE(node);
+    if (PyObject_HasAttrString(reinterpret_cast<PyObject*>(Py_TYPE(node)), "__members__")) {
+      refuse(str(type->tp_name, " is an Enum, whose members are not made anew; send the value"));
+    }
     while (type != nullptr && type != &PyBaseObject_Type && type->tp_dealloc == Py_TYPE(node)->tp_dealloc) {
       type = type->tp_base;
     }
@@ -245,7 +258,8 @@ class Flattener {
     }
   }
 
-  void put_class(PyObject* node) {
+  // `fields` is what the other end compares with its own class beside the name.
+  void put_class(PyObject* node, const std::string& fields = {}) {
     const std::string name = name_of(Py_TYPE(node));
     if (name.find("<locals>") != std::string::npos) {
       refuse(str(name, " is defined inside a function, where the other rank cannot find it"));
@@ -253,7 +267,7 @@ class Flattener {
     if (named(name).ptr() != reinterpret_cast<PyObject*>(Py_TYPE(node))) {
       refuse(str(name, " is not the class that its module has under that name, where the other rank looks for it"));
     }
-    put_text(name);
+    put_text(name + fields);
   }
 
   template <typename Step>

@@ -1,6 +1,7 @@
 // Builds trees from structures that came from another rank, with the classes of this program, calling none of them.
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "base/error.h"
@@ -89,10 +90,11 @@ class Builder {
       case Node::kNamedTuple: {
         const std::string name = read_name();
         const py::tuple items = build_tuple();
-        const py::object type = find_class(name);
-        const bool is_one = PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(type.ptr()), &PyTuple_Type) != 0 &&
-                            py::hasattr(type, "_fields");
-        if (!is_one || py::len(type.attr("_fields")) != items.size()) {
+        const std::size_t fields = std::min(name.find('('), name.size());
+        const py::object type = find_class(name.substr(0, fields));
+        auto* const found = reinterpret_cast<PyTypeObject*>(type.ptr());
+        const bool is_one = PyType_IsSubtype(found, &PyTuple_Type) != 0 && py::hasattr(type, "_fields");
+        if (!is_one || py::len(type.attr("_fields")) != items.size() || fields_text(found) != name.substr(fields)) {
           differs(name);
         }
         return py::handle(reinterpret_cast<PyObject*>(&PyTuple_Type)).attr("__new__")(type, items);

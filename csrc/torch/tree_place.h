@@ -7,6 +7,16 @@
 
 namespace hpcomm {
 
+// Behind the name of a named tuple's class: its fields, "(a, b)".
+inline std::string fields_text(PyTypeObject* type) {
+  const pybind11::handle handle(reinterpret_cast<PyObject*>(type));
+  std::string text = "(";
+  for (const pybind11::handle field : pybind11::tuple(handle.attr("_fields"))) {
+    text += (text.size() == 1 ? "" : ", ") + pybind11::str(field).cast<std::string>();
+  }
+  return text + ")";
+}
+
 // What cannot be flattened or built. Only then is the way to it needed: each level adds its step while this passes.
 struct Misfit {
   std::string place;  // below "message"

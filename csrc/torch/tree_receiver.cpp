@@ -321,7 +321,8 @@ Error TreeReceiver::refusal_of(const Receipt& receipt, const Error& why) {
   const ErrorContext what = receipt.work != nullptr
                                 ? receipt.work->what()
                                 : ErrorContext{-1, -1, static_cast<long long>(receipt.sequence), "recv"};
-  Error error(why.kind(), str(edge_.name(), ", microbatch ", receipt.message->microbatch, ": ", why.what()), what);
+  const std::string name = message_name(edge_.name(), receipt.sequence, receipt.message->microbatch);
+  Error error(why.kind(), str(name, ": ", why.what()), what);
   const WithoutGil scope;
   edge_.refuse(error, receipt.message->microbatch);
   return error;

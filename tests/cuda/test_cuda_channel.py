@@ -201,6 +201,37 @@ def test_no_hidden_synchronization(device: str) -> None:
     assert run(device, 2, sends_do_not_wait) == [[], []]
 
 
+def changing_messages_do_not_wait(device: str) -> list[str]:
+    """With a header and, for the first of each kind, a schema ahead: casts, holes and sizes that change."""
+    with mesh_on(device, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, peer=1 - mesh.rank, wire_dtype=torch.bfloat16)
+        trees = [
+            {"x": [torch.full((1000 + 64 * i + j,), float(mesh.rank), device=device) for j in range(4)],
+             "t": torch.full((32, 48 + i), float(mesh.rank), device=device).t(),
+             "i": torch.arange(5 + i, device=device)}
+            for i in range(3)
+        ]  # fmt: skip
+
+        def exchange() -> None:
+            with host_never_waits(device):
+                sleep(device, 5.0)
+                for tree in trees:
+                    work = channel.send(tree)
+                    received = channel.recv()
+                    work.wait()
+                    received["x"][0].add_(1.0)
+                    received["t"].add_(1.0)
+
+        for _ in range(4):  # by then all schemas are known, and slots of these sizes are there
+            exchange()
+        synchronize(device)
+        return blocking_calls(traced(device, exchange))
+
+
+def test_no_hidden_synchronization_where_messages_change(device: str) -> None:
+    assert run(device, 2, changing_messages_do_not_wait) == [[], []]
+
+
 def captured(_: str, count: int) -> None:
     with mesh_on("cuda", pp=2) as mesh:
         side = torch.cuda.Stream()

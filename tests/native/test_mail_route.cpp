@@ -336,7 +336,9 @@ TEST(mail_headers_that_do_not_fit_are_refused) {
         config.communicator = world;
         config.peer = 0;
         RecvEdge edge(config, heap());
-        CHECK_THROWS(ErrorKind::kProtocol, take(edge), part);
+        const std::string text = part;
+        const bool counts_differ = text.starts_with("message #7") || text.starts_with("came where");
+        CHECK_THROWS(counts_differ ? ErrorKind::kSchemaMismatch : ErrorKind::kProtocol, take(edge), part);
         job.control(1)->send(0, 1, "seen");
       }
     });
@@ -542,7 +544,9 @@ TEST(mail_larger_messages_than_the_edge_takes_are_refused_on_both_ends) {
     if (rank == 0) {
       config.max_bytes = 1000;
       SendEdge careful(config, heap());
-      CHECK_THROWS(ErrorKind::kInvalidArgument, send(careful, of_sizes({2000}), 0), "the edge takes up to 1000");
+      CHECK_THROWS(ErrorKind::kInvalidArgument, send(careful, of_sizes({2000}), 0),
+                   "edge 0->1, message #0: this message has 2048 bytes as it travels, and this rank's end takes up to "
+                   "max_bytes=1000");
       config.max_bytes = 1 << 20;
       SendEdge edge(config, heap());
       (void)send(edge, of_sizes({2000}), 0);
@@ -552,7 +556,7 @@ TEST(mail_larger_messages_than_the_edge_takes_are_refused_on_both_ends) {
       const auto allocator = heap();
       RecvEdge other(config, allocator);
       RecvEdge edge(config, allocator);
-      CHECK_THROWS(ErrorKind::kProtocol, take(edge), "this edge takes up to 1000");
+      CHECK_THROWS(ErrorKind::kProtocol, take(edge), "end takes up to max_bytes=1000");
       CHECK(allocator->allocations.load() <= 1);  // the schema
       job.control(1)->send(0, 1, "seen");
     }
