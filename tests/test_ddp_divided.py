@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import weakref
@@ -271,3 +272,62 @@ def misused_division() -> None:
 
 def test_a_divided_optimizer_tells_where_it_would_lose_gradients() -> None:
     ranks.run(2, misused_division)
+
+
+def with_a_small_last_bucket() -> list[int]:
+    """Default sizes cut the last bucket in two; then a state of its own, and those that do not fit."""
+    with hpcomm.init(dp=-1) as mesh:
+
+        def made(cap: float | None, divided: bool) -> tuple[Any, Any]:
+            torch.manual_seed(0)
+            layers = nn.Sequential(*[nn.Linear(512, 512) for _ in range(6)])  # 1 MiB and 2 KiB each
+            wrapped = hpcomm.DistributedDataParallel(layers, mesh=mesh, shard_optimizer=divided, bucket_cap_mb=cap)
+            options = {"lr": 0.01, "weight_decay": 0.1}
+            if divided:
+                return wrapped, wrapped.make_optimizer(torch.optim.AdamW, **options)
+            return wrapped, torch.optim.AdamW(wrapped.parameters(), **options)
+
+        def train(wrapped: Any, optimizer: Any, steps: range) -> None:
+            for step in steps:
+                optimizer.zero_grad()
+                x = torch.randn(4, 512, generator=torch.Generator().manual_seed(10 * step + mesh.rank))
+                wrapped(x).square().mean().backward()
+                optimizer.step()
+
+        wrapped, optimizer = made(None, True)
+        plain, whole = made(25.0, False)
+        train(wrapped, optimizer, range(3))
+        train(plain, whole, range(3))
+        for p, q in zip(wrapped.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+
+        state, values = copy.deepcopy(optimizer.state_dict()), wrapped.module.state_dict()
+        again, resumed = made(None, True)
+        again.module.load_state_dict(values)
+        resumed.load_state_dict(state)
+        train(wrapped, optimizer, range(3, 5))
+        train(again, resumed, range(3, 5))
+        for p, q in zip(wrapped.parameters(), again.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=0, atol=0)
+
+        place = {**state["hpcomm_pieces"], "rank": mesh.rank + 1}
+        refused = [
+            (made(25.0, True)[1], state, "buckets of other sizes"),
+            (
+                resumed,
+                {**state, "hpcomm_pieces": place},
+                f"of rank {mesh.rank + 1} of 3, and this is rank {mesh.rank} of",
+            ),
+            (resumed, whole.state_dict(), "no sharded optimizer's"),
+        ]
+        for other, wrong, why in refused:
+            with pytest.raises(hpcomm.InvalidArgument, match=f"{why}.*gather_optimizer_state"):
+                other.load_state_dict(wrong)
+        again.load_optimizer_state(resumed, whole.state_dict())  # which any wrapper takes
+        return [int(size) for size in wrapped.reducer.plan.bytes]
+
+
+def test_a_divided_optimizer_with_a_small_last_bucket_and_its_own_state() -> None:
+    layer = 4 * (512 * 512 + 512)
+    for sizes in ranks.run(3, with_a_small_last_bucket):
+        assert sizes == [layer, 4 * layer, layer]

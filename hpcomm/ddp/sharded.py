@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcomm import _C
-from hpcomm.ddp.sharded_state import Member, copied, gather, scatter
+from hpcomm.ddp.sharded_state import Member, copied, gather, mark, scatter
 from hpcomm.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -183,6 +183,7 @@ class ShardedParameters:
         setattr(made, _GIVE, lambda: self._give_gradients(stepped))
         setattr(made, _TAKE, lambda: self._take(stepped))
         setattr(made, _MEMBERS, members)
+        mark(self._lane, made, members)
         made.register_step_pre_hook(lambda own, args, kwargs: self._before_step(own, stepped, args, kwargs))
         made.register_step_post_hook(lambda own, *_: self._after_step(own, stepped))
         return made

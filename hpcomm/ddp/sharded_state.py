@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +19,8 @@ __all__: list[str] = []
 
 State = dict[str, Any]
 
+_PIECES = "hpcomm_pieces"  # in the optimizer's own state dict: of which pieces it is
+
 
 class Member(NamedTuple):
     """A parameter of an optimizer, the memory of whose bucket the ranks divide into equal parts."""
@@ -29,6 +32,39 @@ class Member(NamedTuple):
     place: int  # of its first number in the bucket
     piece: torch.nn.Parameter | None  # what this rank steps of it
     first: int  # of the piece in the bucket
+
+
+def mark(lane: Communicator, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Member]]) -> None:
+    """From now on the optimizer's own ``state_dict()`` says of which pieces it is, and ``load_state_dict()`` refuses
+    those of other pieces: torch compares neither shapes nor names.
+    """
+    rank, size = lane.rank, lane.size
+
+    def pieces() -> State:
+        places = [[(m.bucket, m.place, m.first, m.piece is not None and m.piece.numel()) for m in g] for g in groups]
+        return {"rank": rank, "ranks": size, "layout": hashlib.sha256(repr(places).encode()).hexdigest()[:16]}
+
+    def write(_: torch.optim.Optimizer, state: State) -> None:
+        state[_PIECES] = pieces()
+
+    def compare(_: torch.optim.Optimizer, state: State) -> None:
+        found, own = state.get(_PIECES), pieces()
+        if found == own:
+            return
+        if not isinstance(found, dict):
+            what = "no sharded optimizer's"
+        elif (found.get("rank"), found.get("ranks")) != (rank, size):
+            what = f"of rank {found.get('rank')} of {found.get('ranks')}, and this is rank {rank} of {size}"
+        else:
+            what = "of other parameters, or of buckets of other sizes"
+        raise InvalidArgument(
+            f"load_state_dict() of a sharded optimizer: the state is {what}. Its own state_dict() is of this rank's "
+            "pieces and fits nothing else; use gather_optimizer_state() and load_optimizer_state() of the wrapper, "
+            "which hold the whole state, for any number of ranks"
+        )
+
+    optimizer.register_state_dict_post_hook(write)
+    optimizer.register_load_state_dict_pre_hook(compare)
 
 
 def gather(lane: Communicator, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Member]]) -> State:
@@ -120,6 +156,7 @@ def scatter(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Member]]
                 state[numbers[id(member.piece)]] = {key: _part(member, key, value) for key, value in its.items()}
     optimizer.load_state_dict(
         {
+            _PIECES: packed[_PIECES],
             "state": state,
             "param_groups": [
                 {**_options(theirs), "params": packs["params"]}
