@@ -82,6 +82,7 @@ MODULES = (
     "pipeline.optimizer_state",
     "pipeline.local",
     "pipeline.planning",
+    "pipeline.draft",
     "pipeline.board",
     "pipeline.stage",
     "pipeline.ordered",

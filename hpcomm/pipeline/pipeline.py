@@ -11,29 +11,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcomm import _C
-from hpcomm.channel import require_schema
-from hpcomm.communicator import agree
-from hpcomm.errors import InvalidArgument, SchemaMismatch
+from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline import chain, sharing
-from hpcomm.pipeline.adapt import as_chain, split_of
-from hpcomm.pipeline.checks import (
-    describe,
-    long_name,
-    require_arguments,
-    require_names,
-    require_no_gradient,
-    require_no_parameters,
-    require_trainable,
-)
+from hpcomm.pipeline.adapt import as_chain
+from hpcomm.pipeline.checks import require_no_gradient
+from hpcomm.pipeline.draft import Arguments, agreed, draft
 from hpcomm.pipeline.failure import TellPeers
 from hpcomm.pipeline.links import links_of, loaders_of
 from hpcomm.pipeline.local import LocalModel
-from hpcomm.pipeline.meta import materialize, materialize_together, require_initialisable
+from hpcomm.pipeline.meta import materialize, materialize_together
 from hpcomm.pipeline.microbatch import join, require_rows, samples, split, split_keywords
 from hpcomm.pipeline.ordered import OrderedLoss, require_ordered
 from hpcomm.pipeline.parameters import Sums, identity, start_equal
-from hpcomm.pipeline.partition import Balance, decide, described, stages_at, starts_of
-from hpcomm.pipeline.planning import Schedule, ScheduleLike, Wishes, plan_together, scalar_lane, schedule_of
+from hpcomm.pipeline.partition import Balance, decide, described, stages_at
+from hpcomm.pipeline.planning import ScheduleLike, Wishes, plan_together, scalar_lane
 from hpcomm.pipeline.randomness import Draws, generator_of, kept
 from hpcomm.pipeline.recorder import Recorder, Times, gathered_costs, recorder_for
 from hpcomm.pipeline.reductions import Reductions
@@ -120,50 +111,24 @@ class Pipeline(LocalModel):
         deterministic: bool = False,
         costs: CostModel | None = None,
     ) -> None:
-        # A rank that cannot go on says so in the agreement, whatever it is: the others must not wait in a later one.
-        problem: Exception | None = None
-        told: list[str] = []
-        modules: list[torch.nn.Module] = []
-        plain = Schedule([], [])
-        starts: list[int] = []
-        whole_model: torch.nn.Module = torch.nn.Sequential()
-        try:
-            require_names(split_at=split_at, keywords=keywords, whole=whole)
-            options = (
-                f"{num_microbatches=} {stages_per_rank=} split_at={split_at and list(split_at)} {reduce=} {schema=} "
-                f"{bucket_cap_mb=} {inputs=} keywords={sorted(keywords)} whole={sorted(whole)} {seed=} "
-                f"{deterministic=} balance={balance is not None} init_fn={init_fn is not None} "
-                f"loss_fn={loss_fn is not None}"
-            )
-            split_at = split_of(model, split_at)
-            whole_model = as_chain(model)
-            require_arguments(whole_model, mesh, num_microbatches, bucket_cap_mb, reduce, inputs)
-            takers = chain.calls_of(whole_model, 0, chain.skips_of(whole_model))
-            chain.require_taken([call.keywords for call in takers], [*keywords, *whole])
-            require_schema(schema)
-            plain = schedule_of(schedule, mesh.shape["pp"], num_microbatches, stages_per_rank)
-            starts = starts_of(whole_model, plain.stages, split_at)
-            modules = stages_at(whole_model, starts)
-            if plain.trains and loss_fn is not None:
-                require_trainable(whole_model, modules, plain.placement)
-                require_no_parameters(loss_fn)
-            require_initialisable(whole_model, init_fn)
-            if balance is not None and split_at is not None:
-                raise InvalidArgument("Pipeline: split_at says where to cut, balance asks for it; pass one of them")
-            told = [
-                options,
-                *(f"schedule, rank {rank}: {' '.join(map(long_name, row))}" for rank, row in enumerate(plain.table)),
-                *describe(whole_model, modules),
-            ]
-        except Exception as error:  # noqa: BLE001 - raised below, when the others have heard of it
-            problem = error
-        words = f"problem: {problem if isinstance(problem, InvalidArgument) else repr(problem)}".replace("\n", " ")
-        try:
-            agree(mesh.control, "model or the arguments of Pipeline", [words, *told], timeout=mesh.timeout)
-        except SchemaMismatch as mismatch:
-            raise mismatch from problem  # alike on every rank
-        if problem is not None:
-            raise problem
+        asked = Arguments(
+            num_microbatches=num_microbatches,
+            loss_fn=loss_fn,
+            schedule=schedule,
+            stages_per_rank=stages_per_rank,
+            split_at=split_at,
+            balance=balance,
+            reduce=reduce,
+            schema=schema,
+            bucket_cap_mb=bucket_cap_mb,
+            inputs=inputs,
+            keywords=keywords,
+            whole=whole,
+            init_fn=init_fn,
+            seed=seed,
+            deterministic=deterministic,
+        )
+        whole_model, plain, starts, modules, _ = agreed(mesh, lambda: draft(model, mesh, asked))
         layers: list[LayerProfile] = []
         if balance is not None:
             starts, layers = decide(whole_model, mesh, plain.placement, plain.table, balance, init_fn, seed)

@@ -285,29 +285,10 @@ def _stage_cost(stage: Sequence[Layer], samples: int) -> StageCost:
 
 
 def _buckets(stage: Sequence[Layer], largest: int) -> list[int]:
-    """About as csrc/plan/bucket_plan cuts: whole layers, from the last to the first, small buckets first and last."""
-    small = min(_FIRST_BUCKET, largest)
-    buckets: list[list[int]] = []
-    limit = small
-    for layer in reversed(stage):
-        size = round(layer.parameter_bytes)
-        if size == 0:
-            continue
-        if buckets and sum(buckets[-1]) + size <= limit:
-            buckets[-1].append(size)
-        else:
-            limit = largest if buckets else limit
-            buckets.append([size])
-    if buckets and sum(buckets[-1]) > 2 * small:
-        rest = buckets[-1]
-        last = [rest.pop()]
-        while rest and sum(last) + rest[-1] <= small:
-            last.append(rest.pop())
-        if sum(last) <= sum(rest):
-            buckets.append(last)
-        else:
-            rest.extend(reversed(last))
-    return [sum(bucket) for bucket in buckets]
+    """Bytes of the buckets that a stage's gradients are reduced in, in that order."""
+    layers = [round(layer.parameter_bytes) for layer in stage]
+    buckets: list[int] = load().bucket_bytes(layers, min(_FIRST_BUCKET, largest), largest)
+    return buckets
 
 
 def _with_stages(costs: CostModel | None, stages: list[StageCost]) -> CostModel:
