@@ -373,4 +373,5 @@ def copy_results() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: neither ranks nor MPS stay behind
     sys.exit(main(sys.argv[1:]))

@@ -207,6 +207,21 @@ def test_unknown_benchmarks_are_refused(capsys: pytest.CaptureFixture[str]) -> N
     assert "'speed' is none of pack, issue" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("names", "meant"),
+    [
+        (["ddp"], ["ddp", "ddp-2"]),
+        (["ddp-1"], ["ddp"]),
+        (["ddp-2", "launches-1"], ["launches", "ddp-2"]),
+        (["issue-2"], ["issue-2"]),
+        (["issue-2-without-order"], ["issue-2-without-order"]),
+    ],
+)
+def test_a_benchmark_is_asked_for_by_its_name_and_ranks(names: list[str], meant: list[str]) -> None:
+    asked = program.parse(["--only", ",".join(names)]).only
+    assert [entry.key for entry in program.PROGRAM if entry.is_meant_by(asked)] == meant
+
+
 # --- The harness ------------------------------------------------------------------------------------------------------
 
 

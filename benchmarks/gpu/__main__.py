@@ -16,6 +16,7 @@ import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,11 @@ class Entry(NamedTuple):
     seconds: float
     key: str
     environment: tuple[tuple[str, str], ...] = ()
+
+    def is_meant_by(self, names: Sequence[str]) -> bool:
+        """Whether one of ``names`` is its own, its own for so many ranks ("ddp-1"), or its results'."""
+        own = {self.name, self.key} if self.environment else {self.name, self.key, f"{self.name}-{self.ranks}"}
+        return not own.isdisjoint(names)
 
     def shares_processes_with(self, other: Entry) -> bool:
         """Whether both can run in the same processes."""
@@ -63,7 +69,7 @@ INTERRUPTED = "interrupted: the time for all of them was up"
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", default=",".join(NAMES), help=f"of {','.join(NAMES)}, or as the results call one: ddp-2"
+        "--only", default=",".join(NAMES), help=f"of {','.join(NAMES)}, or with so many ranks alone: ddp-1, ddp-2"
     )
     parser.add_argument("--rounds", type=int, default=7, help="blocks of each variant (7)")
     parser.add_argument("--ranks", type=int, default=1, help="the most that may be started: 1 or 2 (1)")
@@ -77,7 +83,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="write all figures there, as they come")
     arguments = parser.parse_args(argv)
     arguments.only = [name for name in arguments.only.split(",") if name]
-    unknown = [name for name in arguments.only if name not in {*NAMES, *(entry.key for entry in PROGRAM)}]
+    unknown = [name for name in arguments.only if not any(entry.is_meant_by([name]) for entry in PROGRAM)]
     if unknown:
         parser.error(f"--only: {unknown[0]!r} is none of {', '.join(NAMES)}")
     if arguments.rounds < 1:
@@ -103,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     for key, value in document["environment"].items():
         print(f"{key:<14} {value}")
     end = time.time() + arguments.seconds
-    program = [entry for entry in PROGRAM if not {entry.name, entry.key}.isdisjoint(arguments.only)]
+    program = [entry for entry in PROGRAM if entry.is_meant_by(arguments.only)]
     with tempfile.TemporaryDirectory(prefix="hpcomm-gpu-") as folder:
         while program:
             ranks = program[0].ranks
