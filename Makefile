@@ -48,7 +48,7 @@ SHELL := bash
 .NOTPARALLEL:
 MAKEFLAGS += --no-builtin-rules
 .DEFAULT_GOAL := help
-.PHONY: help build test demo lint format sanitize tsan asan wheel cuda-build cuda-wheel compat gpu-test gpu-bench figures clean check-machine FORCE
+.PHONY: help build test demo lint format sanitize sanitize-build tsan asan wheel cuda-build cuda-wheel compat gpu-test gpu-bench figures clean check-machine FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -91,6 +91,10 @@ format: $(MADE_DEV) ## rewrite the files as lint wants them
 # The linker takes a comma in a folder's name for the end of an option.
 COMMA := ,
 SANITIZED = build/$(subst $(COMMA),-,$(SANITIZE))
+
+sanitize-build: $(MADE_TOOLS)
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B $(SANITIZED) -G Ninja -DHPCOMM_BUILD_TESTS=ON -DHPCOMM_SANITIZE=$(SANITIZE)
+	$(BIN)/cmake --build $(SANITIZED) --target hpcomm_native_tests $(if $(MAX_JOBS),--parallel $(MAX_JOBS))
 
 sanitize: $(MADE_TOOLS) ## run the C++ tests under SANITIZE=thread|address|undefined, without torch
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B $(SANITIZED) -G Ninja -DHPCOMM_BUILD_TESTS=ON -DHPCOMM_SANITIZE=$(SANITIZE)
