@@ -96,9 +96,7 @@ sanitize-build: $(MADE_TOOLS)
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B $(SANITIZED) -G Ninja -DHPCOMM_BUILD_TESTS=ON -DHPCOMM_SANITIZE=$(SANITIZE)
 	$(BIN)/cmake --build $(SANITIZED) --target hpcomm_native_tests $(if $(MAX_JOBS),--parallel $(MAX_JOBS))
 
-sanitize: $(MADE_TOOLS) ## run the C++ tests under SANITIZE=thread|address|undefined, without torch
-	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B $(SANITIZED) -G Ninja -DHPCOMM_BUILD_TESTS=ON -DHPCOMM_SANITIZE=$(SANITIZE)
-	$(BIN)/cmake --build $(SANITIZED) --target hpcomm_native_tests $(if $(MAX_JOBS),--parallel $(MAX_JOBS))
+sanitize: sanitize-build ## run the C++ tests under SANITIZE=thread|address|undefined, without torch
 	$(call NATIVE_TESTS,$(SANITIZED))
 
 tsan: ## the C++ tests under ThreadSanitizer; those of NCCL with communicators of both kinds
