@@ -154,7 +154,7 @@ TEST(shm_a_receive_in_vain_names_its_tag_and_what_came_beside_it) {
     const std::string text = error->what();
     const std::string beside = other->what();
     CHECK(contains(text, "with rank 1 took longer than its time-out"));
-    CHECK(contains(text, "did it issue the matching send with tag 3? Received, and asked for by no recv: 5 int64 "));
+    CHECK(contains(text, "did it issue the matching send with tag 3? (received, and asked for by no recv: 5 int64 "));
     CHECK(contains(text, "from rank 1 with tag 7"));
     CHECK(contains(beside, "from any rank took longer"));
     CHECK(contains(beside, "the matching send with tag 4?"));

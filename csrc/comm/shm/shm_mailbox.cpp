@@ -307,9 +307,10 @@ std::string ShmMailbox::unasked_beside(const Mail& mail) const {
   }
   std::string text;
   for (std::size_t i = 0; i < std::min(names.size(), kMostNamed); ++i) {
-    text += (i == 0 ? " Received, and asked for by no recv: " : "; ") + names[i];
+    text += (i == 0 ? " (received, and asked for by no recv: " : "; ") + names[i];
   }
-  return names.size() > kMostNamed ? str(text, "; and ", names.size() - kMostNamed, " more") : text;
+  text += names.size() > kMostNamed ? str("; and ", names.size() - kMostNamed, " more") : "";
+  return text.empty() ? text : text + ")";
 }
 
 void ShmMailbox::expire() {
@@ -371,7 +372,8 @@ Error ShmMailbox::gone(const Mail& mail) const {
           str(what.operation, " #", what.sequence, " on lane ", desk_.setup().lane, ": ",
               pair == nullptr ? std::string("all other ranks have left the job")
               : left          ? str("rank ", what.peer, " has left the job")
-                              : str("rank ", what.peer, " ", to_string(desk_.gone(mail.peer)))),
+                              : str("rank ", what.peer, " ", to_string(desk_.gone(mail.peer))),
+              what.operation == "recv" ? unasked_beside(mail) : ""),
           what};
 }
 
