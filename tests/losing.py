@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -64,13 +66,20 @@ def until_rank_1_is_stopped(directory: str, rank: int) -> None:
         time.sleep(0.01)
 
 
-def interrupt(wait: Callable[[], object]) -> None:
-    """Ctrl-C in ``wait()``; on a slow machine it may come before that begins."""
+def interrupt(wait: Callable[[], object], once: Path | None = None) -> None:
+    """Ctrl-C in ``wait()``, when the file is there; on a slow machine it may come before that begins."""
 
-    def after_an_alarm() -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
+    def press() -> None:
+        if once is not None:
+            wait_for_files(once.parent, once.name, 1)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    def beside_a_finger() -> None:
+        finger.start()
         wait()
 
+    finger = threading.Thread(target=press, daemon=True)
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt):
-        after_an_alarm()
+        beside_a_finger()

@@ -170,6 +170,7 @@ class LateListener:
         self.address = self._listener.address
 
     def connect(self, *_: object) -> None:
+        Path(os.environ["FOLDER"], "met").touch()
         until_interrupted()
         raise InterruptedError("here as well")
 
@@ -253,9 +254,13 @@ def until_interrupted() -> None:
 def interrupted_at_the_start(wait: str) -> None:
     if int(os.environ["RANK"]) == 0:
         # Not only when the time is over: the run has less.
-        interrupt(lambda: dist.init_process_group("hpcomm", timeout=timedelta(seconds=600)))
+        interrupt(
+            lambda: dist.init_process_group("hpcomm", timeout=timedelta(seconds=600)),
+            once=Path(os.environ["FOLDER"], "met"),
+        )
         Path(os.environ["FOLDER"], "interrupted").touch()
     elif wait == "for a rank that does not come":
+        Path(os.environ["FOLDER"], "met").touch()
         until_interrupted()
     else:
         with pytest.MonkeyPatch.context() as patch:

@@ -437,6 +437,7 @@ class AbsentListener:
     """Of a rank that has met the others, and says nothing more until rank 0 has been interrupted."""
 
     def __init__(self, *_: object) -> None:
+        Path(os.environ["FOLDER"], "met").touch()
         while not Path(os.environ["FOLDER"], "interrupted").exists():
             time.sleep(0.01)
         raise InterruptedError
@@ -444,7 +445,7 @@ class AbsentListener:
 
 def interrupted_while_joining() -> None:
     if int(os.environ["RANK"]) == 0:
-        interrupt(lambda: hpcomm.init(dp=2, timeout=600))
+        interrupt(lambda: hpcomm.init(dp=2, timeout=600), once=Path(os.environ["FOLDER"], "met"))
         Path(os.environ["FOLDER"], "interrupted").touch()
         return
     with pytest.MonkeyPatch.context() as patch:
