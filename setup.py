@@ -146,6 +146,7 @@ def configure(folder: Path, *, editable: bool) -> None:
         "HPCOMM_TORCH_INCLUDE_DIRS": ";".join(cpp_extension.include_paths()),
         "HPCOMM_TORCH_LIBRARY_DIRS": ";".join(libraries),
         "HPCOMM_TORCH_CXX11_ABI": str(int(torch.compiled_with_cxx11_abi())),
+        "HPCOMM_PYTHON": sys.executable,
         "HPCOMM_PYTHON_INCLUDE_DIR": sysconfig.get_path("include"),
         "HPCOMM_MODULE_SUFFIX": sysconfig.get_config_var("EXT_SUFFIX"),
         "HPCOMM_EXTRA_RPATH": ";".join(libraries) if editable else "",

@@ -100,6 +100,9 @@ from hpcomm._C_engine import (
     StepLoss as StepLoss,
 )
 from hpcomm._C_engine import (
+    are_held_elsewhere as are_held_elsewhere,
+)
+from hpcomm._C_engine import (
     backend as backend,
 )
 from hpcomm._C_engine import (
@@ -119,6 +122,9 @@ from hpcomm._C_engine import (
 )
 from hpcomm._C_engine import (
     named_group as named_group,
+)
+from hpcomm._C_engine import (
+    own_gradients as own_gradients,
 )
 from hpcomm._C_engine import (
     pack as pack,

@@ -63,11 +63,13 @@ def verify(
     pipe.zero_grad()
     number = pipe.step_number
     loss = float(pipe.step(x, target=target, **keywords))
+    # Held here: ``model`` may be the one that ``pipe`` was made of, whose parameters are the stages' own.
+    gradients = {name: parameter.grad for name, parameter, _ in pipe.owned_parameters()}
     whole = pipe.materialize(model).to(pipe.mesh.device)
     whole.load_state_dict(pipe.full_state_dict())
-    whole.train(pipe.module.training)
+    _take_modes(pipe, whole)
     reference_loss = _reference_step(pipe, whole, x, target, keywords, number)
-    differences = _differences(pipe, whole)
+    differences = _differences(pipe, gradients, whole)
     pipe.zero_grad()
     whole.zero_grad()
 
@@ -80,6 +82,16 @@ def verify(
                 rank=pipe.mesh.rank,
             )
     return Comparison(loss, reference_loss, worst, name, len(differences))
+
+
+def _take_modes(pipe: Pipeline, model: torch.nn.Module) -> None:
+    """Training and evaluation, layer by layer, as in the stages: norms may be frozen in a model that trains."""
+    mine = {name: layer.training for name, layer in pipe.module.named_modules(remove_duplicate=False)}
+    pp = pipe.mesh.pp
+    everybody = pp.control.exchange(pp.ranks, ControlChannel.REFERENCE, json.dumps(mine).encode(), pp.timeout)
+    modes = {name: mode for text in everybody for name, mode in json.loads(text).items()}
+    for name, layer in model.named_modules(remove_duplicate=False):
+        layer.training = modes.get(name, pipe.module.training)
 
 
 def _reference_step(
@@ -111,21 +123,23 @@ def _reference_step(
     return float(torch.stack(sums).double().sum()) / weight
 
 
-def _differences(pipe: Pipeline, model: torch.nn.Module) -> list[tuple[str, float]]:
+def _differences(
+    pipe: Pipeline, gradients: dict[str, torch.Tensor | None], model: torch.nn.Module
+) -> list[tuple[str, float]]:
     """The relative difference of every parameter's gradient, in model order, the same on every rank."""
     reference = dict(model.named_parameters())
     place = {name: i for i, name in enumerate(pipe.parameter_names)}
     found = torch.zeros(len(place), dtype=torch.float64, device=pipe.mesh.device)
     for name, parameter, _ in pipe.owned_parameters():
-        expected = reference[name].grad
-        if not parameter.requires_grad or (expected is None and parameter.grad is None):
+        expected, found_here = reference[name].grad, gradients[name]
+        if not parameter.requires_grad or (expected is None and found_here is None):
             continue
-        if expected is None or parameter.grad is None:
-            present = parameter.grad if expected is None else expected
+        if expected is None or found_here is None:
+            present = found_here if expected is None else expected
             found[place[name]] = float("inf") if bool(present.any()) else 0.0  # type: ignore[union-attr]
             continue
         scale = expected.abs().max().double().clamp_min(torch.finfo(torch.float64).tiny)
-        found[place[name]] = (parameter.grad.double() - expected.double()).abs().max() / scale
+        found[place[name]] = (found_here.double() - expected.double()).abs().max() / scale
     # NaN must survive: max() of some transports drops it.
     found = torch.nan_to_num(found, nan=float("inf"))
     pipe.mesh.world.all_reduce(found, "max")

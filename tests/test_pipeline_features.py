@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -370,3 +371,93 @@ def test_a_layer_inside_vmap_does_not_defer() -> None:
     assert told[1] is layer.bias
     for parameter, gradient in zip([layer.weight, layer.bias], expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
+
+
+class ByKeyword(nn.Module):
+    """Layers called as their arguments are named, and a keyword argument with a name that a step has itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.convolution = nn.Linear(4, 4), nn.Conv1d(3, 3, 1)
+
+    def forward(self, h: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        return self.convolution(input=self.linear(input=h)) * inputs[:, None, None]
+
+
+def called_by_keyword() -> None:
+    x, inputs = torch.randn(4, 3, 4, dtype=torch.float64), torch.arange(1.0, 5.0, dtype=torch.float64)
+    with hpcomm.init() as mesh:
+        for schedule in ("1f1b", "zb1p"):
+            torch.manual_seed(0)
+            plain = nn.Sequential(nn.Linear(4, 4), ByKeyword()).double()
+            model = copy.deepcopy(plain)
+            pipe = hpcomm.Pipeline(
+                model, mesh=mesh, num_microbatches=2, loss_fn=lambda output: output.square().mean(), schedule=schedule
+            )
+            loss = pipe.step(x, inputs=inputs)
+            assert torch.equal(pipe.eval_step(x, inputs=inputs), loss)
+            expected = plain[1](plain[0](x), inputs).square().mean()
+            expected.backward()
+            torch.testing.assert_close(loss, expected.detach())
+            for (name, got), want in zip(pipe.named_parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(got.grad, want.grad, msg=name)
+
+
+def test_arguments_by_any_name() -> None:
+    ranks.run(1, called_by_keyword)
+
+
+class Longest(nn.Module):
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return x[:, : int(lengths.max())]
+
+
+def ragged() -> list[tuple[int, ...]]:
+    with hpcomm.init(pp=2) as mesh:
+        model = nn.Sequential(Longest(), nn.Linear(4, 2))
+        pipe = hpcomm.Pipeline(model, mesh=mesh, num_microbatches=2, loss_fn=lambda output: output.mean(), split_at=[1])
+        x, lengths = torch.ones(4, 5, 4), torch.tensor([1, 2, 5, 3])
+        for _ in range(2):
+            _, outputs = pipe.step(x, lengths=lengths, return_outputs=True)
+        _, joined = pipe.step(x, lengths=torch.full((4,), 3), return_outputs=True)
+        if mesh.pp.rank == 0:
+            assert outputs is None
+            return []
+        assert isinstance(outputs, list)
+        return [tuple(output.shape) for output in (*outputs, joined)]
+
+
+def test_outputs_of_several_lengths_stay_by_microbatch() -> None:
+    assert ranks.run(2, ragged)[1] == [(2, 2, 2), (2, 5, 2), (4, 3, 2)]
+
+
+class Callback(nn.Linear):
+    """Prints where its function lies, as a partial or a lambda in a layer's text does."""
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, then=<function then at 0x{os.getpid():x}>"
+
+
+def with_addresses() -> None:
+    with hpcomm.init(pp=2) as mesh:
+        torch.manual_seed(0)
+        hpcomm.Pipeline(
+            nn.Sequential(Callback(2, 2), nn.Linear(2, 2)), mesh=mesh, num_microbatches=1, loss_fn=torch.Tensor.mean
+        )
+
+
+def test_layers_may_print_addresses() -> None:
+    ranks.run(2, with_addresses)
+
+
+def of_other_rows() -> str:
+    with hpcomm.init() as mesh:
+        model = nn.Sequential(nn.Bilinear(4, 4, 4), nn.Linear(4, 4))
+        pipe = hpcomm.Pipeline(model, mesh=mesh, num_microbatches=4, loss_fn=torch.Tensor.mean)
+        with pytest.raises(hpcomm.InvalidArgument) as caught:
+            pipe.step(torch.ones(8, 4), torch.ones(4, 4))
+        return str(caught.value)
+
+
+def test_positional_inputs_have_equal_rows() -> None:
+    assert "a positional input has 4 rows, the batch 8 samples" in ranks.run(1, of_other_rows)[0]

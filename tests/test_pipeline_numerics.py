@@ -16,6 +16,7 @@ from torch import nn
 
 import hpcomm
 from hpcomm import _C
+from hpcomm.pipeline import stage
 
 # --- Randomness and recomputation -------------------------------------------------------------------------------------
 
@@ -141,6 +142,35 @@ def test_a_divided_backward_recomputes_checkpoints_that_end_in_a_deferred_layer(
     shifts = [shift for found in ranks.run(2, recomputed) for shift in found]
     # 1 for each of 4 microbatches, whatever those before it have done to their gradients; of 8 samples.
     assert shifts == [0.5, 0.5]
+
+
+def of_itself() -> str:
+    """Compared with the very model whose layers the stages are; then with backwards that double what they are given."""
+    with hpcomm.init(pp=2) as mesh:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 4)).double()
+        model[1].eval()  # a norm that is frozen in a model that trains
+        x, y = torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
+        pipe = hpcomm.Pipeline(
+            model, mesh=mesh, num_microbatches=2, loss_fn=nn.functional.mse_loss, split_at=[1], schedule="zb1p"
+        )
+        assert hpcomm.verify(pipe, model, x, target=y, tolerance=1e-10).compared == 6
+        assert [layer.training for layer in model] == [True, False, True, True]
+        right = stage.run_backward
+
+        def wrong(roots: list[torch.Tensor], seeds: list[torch.Tensor]) -> None:
+            right(roots, [2 * seed for seed in seeds])
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stage, "run_backward", wrong)
+            with pytest.raises(hpcomm.NumericsMismatch) as caught:
+                hpcomm.verify(pipe, model, x, target=y)
+        return str(caught.value)
+
+
+def test_a_model_is_verified_by_itself() -> None:
+    for message in ranks.run(2, of_itself):
+        assert "gradient of 0.weight differs from one process by 3 relative" in message
 
 
 # --- Bits -------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@
 #include "torch/bindings.h"
 #include "torch/deferred.h"
 #include "torch/gil.h"
+#include "torch/own_memory.h"
 #include "torch/ready_hook.h"
 #include "torch/tensor.h"
 #include "torch/tensor_loss.h"
@@ -101,6 +102,8 @@ void bind_deferred(py::module_& module) {
 
 void bind_engine(py::module_& module) {
   bind_deferred(module);
+  module.def("are_held_elsewhere", &are_held_elsewhere, py::arg("tensors"));
+  module.def("own_gradients", &own_gradients, py::arg("parameters"), py::arg("tensors"));
 
   py::class_<BucketPlan>(module, "BucketPlan")
       .def(py::init([](const std::vector<at::Tensor>& params, std::size_t first_bytes, std::size_t cap_bytes) {
@@ -187,6 +190,7 @@ void bind_engine(py::module_& module) {
 
   py::class_<ReadyHooks>(module, "ReadyHooks")
       .def(py::init<std::shared_ptr<Reducer>, const std::vector<at::Tensor>&>(), py::arg("reducer"), py::arg("params"))
+      .def("prepare", &ReadyHooks::prepare)
       .def("mark", &ReadyHooks::mark, py::arg("param"), WithoutLock())
       .def("mark_rest", &ReadyHooks::mark_rest, WithoutLock());
 }

@@ -5,6 +5,7 @@
 #include <optional>
 #include <utility>
 
+#include "native_docs.h"
 #include "plan/action.h"
 #include "plan/compile.h"
 #include "plan/contributions.h"
@@ -99,21 +100,21 @@ void bind_parts(py::module_& module) {
           "__eq__", [](const Issue& a, const Issue& b) { return a == b; }, py::is_operator())
       .def("__repr__", [](const Issue& issue) { return str("Issue(", issue.op, ", host=", issue.host, ")"); });
 
-  py::class_<CommunicatorSpec>(module, "CommunicatorSpec")
+  py::class_<CommunicatorSpec>(module, "CommunicatorSpec", docs::CommunicatorSpec::kClass)
       .def(py::init([](std::vector<int> ranks, Lane lane) { return CommunicatorSpec{std::move(ranks), lane}; }),
            py::arg("ranks"), py::arg("lane"))
       .def_readonly("ranks", &CommunicatorSpec::ranks)
       .def_readonly("lane", &CommunicatorSpec::lane)
       .def("__eq__", [](const CommunicatorSpec& a, const CommunicatorSpec& b) { return a == b; }, py::is_operator());
 
-  py::class_<Tie>(module, "Tie")
+  py::class_<Tie>(module, "Tie", docs::Tie::kClass)
       .def(py::init([](std::vector<int> stages, std::int64_t bytes) { return Tie{std::move(stages), bytes}; }),
            py::arg("stages"), py::arg("bytes"))
-      .def_readonly("stages", &Tie::stages)
-      .def_readonly("bytes", &Tie::bytes)
+      .def_readonly("stages", &Tie::stages, docs::Tie::stages)
+      .def_readonly("bytes", &Tie::bytes, docs::Tie::bytes)
       .def("__eq__", [](const Tie& a, const Tie& b) { return a == b; }, py::is_operator());
 
-  py::class_<Action>(module, "Action")
+  py::class_<Action>(module, "Action", docs::Action::kClass)
       .def_readonly("kind", &Action::kind)
       .def_readonly("op", &Action::op)
       .def_readonly("stage", &Action::stage)
@@ -128,11 +129,11 @@ void bind_parts(py::module_& module) {
       .def_readonly("group", &Action::group)
       .def_readonly("inside", &Action::inside);
 
-  py::class_<VerifyResult>(module, "VerifyResult")
-      .def_readonly("operations", &VerifyResult::operations)
-      .def_readonly("ranks", &VerifyResult::ranks)
-      .def_readonly("edges", &VerifyResult::edges)
-      .def_readonly("start_order", &VerifyResult::start_order);
+  py::class_<VerifyResult>(module, "VerifyResult", docs::VerifyResult::kClass)
+      .def_readonly("operations", &VerifyResult::operations, docs::VerifyResult::operations)
+      .def_readonly("ranks", &VerifyResult::ranks, docs::VerifyResult::ranks)
+      .def_readonly("edges", &VerifyResult::edges, docs::VerifyResult::edges)
+      .def_readonly("start_order", &VerifyResult::start_order, docs::VerifyResult::start_order);
 }
 
 // A dependency is a plain pair in Python: (before, after).
@@ -155,27 +156,28 @@ void set_dependencies(StepPlan& plan, const Pairs& pairs) {
 
 // The lists are copies: to edit a plan, assign a changed list.
 void bind_step_plan(py::module_& module) {
-  py::class_<StepPlan>(module, "StepPlan")
+  py::class_<StepPlan>(module, "StepPlan", docs::StepPlan::kClass)
       .def(py::init<>())
-      .def("copy", [](const StepPlan& plan) { return plan; })
-      .def_readwrite("pp", &StepPlan::pp)
-      .def_readwrite("dp", &StepPlan::dp)
-      .def_readwrite("tp", &StepPlan::tp)
-      .def_readwrite("num_microbatches", &StepPlan::num_microbatches)
-      .def_readwrite("slot_depth", &StepPlan::slot_depth)
-      .def_readwrite("stage_to_rank", &StepPlan::stage_to_rank)
-      .def_readwrite("buckets", &StepPlan::buckets)
-      .def_readwrite("ties", &StepPlan::ties)
-      .def_readwrite("schema", &StepPlan::schema)
-      .def_readwrite("start_order", &StepPlan::start_order)
-      .def_readwrite("communicators", &StepPlan::communicators)
-      .def_readwrite("operations", &StepPlan::operations)
-      .def_readwrite("lists", &StepPlan::lists)
-      .def_property("dependencies", &dependencies, &set_dependencies)
-      .def_property_readonly("world", &StepPlan::world)
-      .def_property_readonly("num_stages", &StepPlan::num_stages)
-      .def_property_readonly("hash", &StepPlan::hash)
-      .def("actions", &actions, py::arg("rank"))
+      .def(
+          "copy", [](const StepPlan& plan) { return plan; }, docs::StepPlan::copy)
+      .def_readwrite("pp", &StepPlan::pp, docs::StepPlan::pp)
+      .def_readwrite("dp", &StepPlan::dp, docs::StepPlan::dp)
+      .def_readwrite("tp", &StepPlan::tp, docs::StepPlan::tp)
+      .def_readwrite("num_microbatches", &StepPlan::num_microbatches, docs::StepPlan::num_microbatches)
+      .def_readwrite("slot_depth", &StepPlan::slot_depth, docs::StepPlan::slot_depth)
+      .def_readwrite("stage_to_rank", &StepPlan::stage_to_rank, docs::StepPlan::stage_to_rank)
+      .def_readwrite("buckets", &StepPlan::buckets, docs::StepPlan::buckets)
+      .def_readwrite("ties", &StepPlan::ties, docs::StepPlan::ties)
+      .def_readwrite("schema", &StepPlan::schema, docs::StepPlan::schema)
+      .def_readwrite("start_order", &StepPlan::start_order, docs::StepPlan::start_order)
+      .def_readwrite("communicators", &StepPlan::communicators, docs::StepPlan::communicators)
+      .def_readwrite("operations", &StepPlan::operations, docs::StepPlan::operations)
+      .def_readwrite("lists", &StepPlan::lists, docs::StepPlan::lists)
+      .def_property("dependencies", &dependencies, &set_dependencies, docs::StepPlan::dependencies)
+      .def_property_readonly("world", &StepPlan::world, docs::StepPlan::world)
+      .def_property_readonly("num_stages", &StepPlan::num_stages, docs::StepPlan::num_stages)
+      .def_property_readonly("hash", &StepPlan::hash, docs::StepPlan::hash)
+      .def("actions", &actions, py::arg("rank"), docs::StepPlan::actions)
       .def(
           "describe",
           [](const StepPlan& plan, int op, int seen_by_rank) {
@@ -183,34 +185,36 @@ void bind_step_plan(py::module_& module) {
                            plan.operations.size());
             return describe(plan.operations[op], seen_by_rank);
           },
-          py::arg("op"), py::arg("seen_by_rank") = -1)
-      .def("require_well_formed", &require_well_formed)
+          py::arg("op"), py::arg("seen_by_rank") = -1, docs::StepPlan::describe)
+      .def("require_well_formed", &require_well_formed, docs::StepPlan::require_well_formed)
       .def(
           "verify",
           [](const StepPlan& plan, bool slots, int max_activations) {
             return verify(plan, {.slots = slots, .max_activations = max_activations});
           },
-          py::kw_only(), py::arg("slots") = false, py::arg("max_activations") = 0)
+          py::kw_only(), py::arg("slots") = false, py::arg("max_activations") = 0, docs::StepPlan::verify)
       .def(
           "simulate",
           [](const StepPlan& plan, const std::optional<CostModel>& costs) {
             return simulate(plan, costs.value_or(CostModel{}));
           },
-          py::arg("costs") = py::none())
-      .def("peak_activations", [](const StepPlan& plan) { return peak_activations(plan); })
+          py::arg("costs") = py::none(), docs::StepPlan::simulate)
+      .def(
+          "peak_activations", [](const StepPlan& plan) { return peak_activations(plan); },
+          docs::StepPlan::peak_activations)
       // Pictures are drawn in Python; a plan draws itself all the same.
       .def(
           "to_svg",
           [](const py::object& plan, const py::object& path, const py::object& costs) {
             py::module_::import("hpcomm.plan.render").attr("to_svg")(plan, path, costs);
           },
-          py::arg("path"), py::arg("costs") = py::none())
+          py::arg("path"), py::arg("costs") = py::none(), docs::StepPlan::to_svg)
       .def(
           "to_chrome_trace",
           [](const py::object& plan, const py::object& path, const py::object& costs) {
             py::module_::import("hpcomm.plan.chrome").attr("to_chrome_trace")(plan, path, costs);
           },
-          py::arg("path"), py::arg("costs") = py::none())
+          py::arg("path"), py::arg("costs") = py::none(), docs::StepPlan::to_chrome_trace)
       .def("__str__", &StepPlan::to_text)
       .def("__eq__", [](const StepPlan& a, const StepPlan& b) { return a == b; }, py::is_operator());
 }
@@ -254,7 +258,7 @@ void bind_compile(py::module_& module) {
 }
 
 void bind_costs(py::module_& module) {
-  py::class_<StageCost>(module, "StageCost")
+  py::class_<StageCost>(module, "StageCost", docs::StageCost::kClass)
       .def(py::init([](double forward, double backward, std::optional<double> input, std::optional<double> weight,
                        double activation_bytes) {
              // Halves of what the whole takes, unless they were measured.
@@ -268,13 +272,13 @@ void bind_costs(py::module_& module) {
       .def_readonly("backward_seconds", &StageCost::backward_seconds)
       .def_readonly("input_grad_seconds", &StageCost::input_grad_seconds)
       .def_readonly("weight_grad_seconds", &StageCost::weight_grad_seconds)
-      .def_readonly("activation_bytes", &StageCost::activation_bytes);
+      .def_readonly("activation_bytes", &StageCost::activation_bytes, docs::StageCost::activation_bytes);
 
-  py::class_<CostModel>(module, "CostModel")
+  py::class_<CostModel>(module, "CostModel", docs::CostModel::kClass)
       .def(py::init<>())
-      .def_readwrite("stages", &CostModel::stages)
-      .def_readwrite("link_latency_seconds", &CostModel::link_latency_seconds)
-      .def_readwrite("link_bytes_per_second", &CostModel::link_bytes_per_second)
+      .def_readwrite("stages", &CostModel::stages, docs::CostModel::stages)
+      .def_readwrite("link_latency_seconds", &CostModel::link_latency_seconds, docs::CostModel::link_latency_seconds)
+      .def_readwrite("link_bytes_per_second", &CostModel::link_bytes_per_second, docs::CostModel::link_bytes_per_second)
       .def_property(
           "links",
           [](const CostModel& costs) {
@@ -289,38 +293,41 @@ void bind_costs(py::module_& module) {
             for (const auto& [ends, cost] : links) {
               costs.links[ends] = {cost.first, cost.second};
             }
-          })
-      .def_readwrite("message_bytes", &CostModel::message_bytes)
+          },
+          docs::CostModel::links)
+      .def_readwrite("message_bytes", &CostModel::message_bytes, docs::CostModel::message_bytes)
       .def_property(
           "collective_latency_seconds", [](const CostModel& costs) { return costs.collective.latency_seconds; },
-          [](CostModel& costs, double seconds) { costs.collective.latency_seconds = seconds; })
+          [](CostModel& costs, double seconds) { costs.collective.latency_seconds = seconds; },
+          docs::CostModel::collective_latency_seconds)
       .def_property(
           "collective_bytes_per_second", [](const CostModel& costs) { return costs.collective.bytes_per_second; },
-          [](CostModel& costs, double bandwidth) { costs.collective.bytes_per_second = bandwidth; })
-      .def_readwrite("header_seconds", &CostModel::header_seconds)
-      .def_readwrite("pack_bytes_per_second", &CostModel::pack_bytes_per_second)
-      .def_readwrite("issue_seconds", &CostModel::issue_seconds)
-      .def_readwrite("step_seconds", &CostModel::step_seconds)
-      .def_readwrite("ranks_per_host", &CostModel::ranks_per_host)
-      .def_readwrite("cores_per_host", &CostModel::cores_per_host)
-      .def_readwrite("host_copies", &CostModel::host_copies)
-      .def_readwrite("host_waits", &CostModel::host_waits);
+          [](CostModel& costs, double bandwidth) { costs.collective.bytes_per_second = bandwidth; },
+          docs::CostModel::collective_bytes_per_second)
+      .def_readwrite("header_seconds", &CostModel::header_seconds, docs::CostModel::header_seconds)
+      .def_readwrite("pack_bytes_per_second", &CostModel::pack_bytes_per_second, docs::CostModel::pack_bytes_per_second)
+      .def_readwrite("issue_seconds", &CostModel::issue_seconds, docs::CostModel::issue_seconds)
+      .def_readwrite("step_seconds", &CostModel::step_seconds, docs::CostModel::step_seconds)
+      .def_readwrite("ranks_per_host", &CostModel::ranks_per_host, docs::CostModel::ranks_per_host)
+      .def_readwrite("cores_per_host", &CostModel::cores_per_host, docs::CostModel::cores_per_host)
+      .def_readwrite("host_copies", &CostModel::host_copies, docs::CostModel::host_copies)
+      .def_readwrite("host_waits", &CostModel::host_waits, docs::CostModel::host_waits);
 
-  py::class_<RankTimes>(module, "RankTimes")
+  py::class_<RankTimes>(module, "RankTimes", docs::RankTimes::kClass)
       .def_readonly("compute_seconds", &RankTimes::compute_seconds)
-      .def_readonly("exposed_seconds", &RankTimes::exposed_seconds)
-      .def_readonly("bubble_seconds", &RankTimes::bubble_seconds)
-      .def_readonly("first_seconds", &RankTimes::first_seconds)
-      .def_readonly("last_seconds", &RankTimes::last_seconds)
-      .def_readonly("peak_activations", &RankTimes::peak_activations);
+      .def_readonly("exposed_seconds", &RankTimes::exposed_seconds, docs::RankTimes::exposed_seconds)
+      .def_readonly("bubble_seconds", &RankTimes::bubble_seconds, docs::RankTimes::bubble_seconds)
+      .def_readonly("first_seconds", &RankTimes::first_seconds, docs::RankTimes::first_seconds)
+      .def_readonly("last_seconds", &RankTimes::last_seconds, docs::RankTimes::last_seconds)
+      .def_readonly("peak_activations", &RankTimes::peak_activations, docs::RankTimes::peak_activations);
 
-  py::class_<Timeline>(module, "Timeline")
-      .def_readonly("makespan_seconds", &Timeline::makespan_seconds)
-      .def_readonly("bubble_share", &Timeline::bubble_share)
-      .def_readonly("exposed_share", &Timeline::exposed_share)
-      .def_readonly("ranks", &Timeline::ranks)
-      .def_readonly("start", &Timeline::start)
-      .def_readonly("end", &Timeline::end);
+  py::class_<Timeline>(module, "Timeline", docs::Timeline::kClass)
+      .def_readonly("makespan_seconds", &Timeline::makespan_seconds, docs::Timeline::makespan_seconds)
+      .def_readonly("bubble_share", &Timeline::bubble_share, docs::Timeline::bubble_share)
+      .def_readonly("exposed_share", &Timeline::exposed_share, docs::Timeline::exposed_share)
+      .def_readonly("ranks", &Timeline::ranks, docs::Timeline::ranks)
+      .def_readonly("start", &Timeline::start, docs::Timeline::start)
+      .def_readonly("end", &Timeline::end, docs::Timeline::end);
 }
 
 }  // namespace

@@ -6,7 +6,8 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <unordered_map>
-#include <unordered_set>
+
+#include "torch/own_memory.h"
 
 namespace hpcomm {
 
@@ -121,20 +122,14 @@ bool Deferred::taking() const noexcept {
 }
 
 void Deferred::protect(const std::vector<at::Tensor>& parameters) {
-  std::unordered_set<const c10::StorageImpl*> kept;
+  std::vector<at::Tensor> kept;
   {
     const std::lock_guard lock(mutex_);
     for (const Use& use : uses_) {
-      kept.insert(use.dy.storage().unsafeGetStorageImpl());
+      kept.push_back(use.dy);
     }
   }
-  const at::NoGradGuard no_graph;
-  for (const at::Tensor& parameter : parameters) {
-    at::Tensor& gradient = parameter.mutable_grad();
-    if (gradient.defined() && gradient.has_storage() && kept.count(gradient.storage().unsafeGetStorageImpl()) > 0) {
-      gradient = gradient.clone();
-    }
-  }
+  own_gradients(parameters, kept);
 }
 
 std::size_t Deferred::size() const {

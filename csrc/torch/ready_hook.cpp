@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "torch/device.h"
+#include "torch/own_memory.h"
 #include "torch/tensor.h"
 #include "torch/torch_error.h"
 
@@ -42,16 +43,22 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
  public:
   // `param` is a weak reference by way of its accumulator: the hook hangs on that accumulator, which holds the
   // parameter; a strong one here would be a cycle.
-  ReadyHook(std::weak_ptr<Reducer> reducer, int index, c10::weak_intrusive_ptr<c10::TensorImpl> param)
-      : reducer_(std::move(reducer)), index_(index), param_(std::move(param)) {}
+  ReadyHook(std::weak_ptr<Reducer> reducer, int index, c10::weak_intrusive_ptr<c10::TensorImpl> param,
+            std::shared_ptr<const std::vector<bool>> had)
+      : reducer_(std::move(reducer)), index_(index), param_(std::move(param)), had_(std::move(had)) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
-                                            const torch::autograd::variable_list&) override {
+                                            const torch::autograd::variable_list& inputs) override {
     const auto reducer = reducer_.lock();
-    auto param = param_.lock();
-    if (reducer != nullptr && param != nullptr && reducer->armed()) {
+    auto locked = param_.lock();
+    if (reducer != nullptr && locked != nullptr && reducer->armed()) {
+      const at::Tensor param(std::move(locked));
       try {
-        mark_param(*reducer, index_, at::Tensor(std::move(param)));
+        if (!had_->at(static_cast<std::size_t>(index_))) {
+          // What is reduced is written from here on. The engine holds the gradient that came until its hooks have run.
+          own_gradient(param, !inputs.empty() && share_memory(inputs[0], param.grad()) ? 1 : 0);
+        }
+        mark_param(*reducer, index_, param);
       } catch (...) {
         std::rethrow_exception(visible_to_torch(std::current_exception()));
       }
@@ -63,6 +70,7 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
   std::weak_ptr<Reducer> reducer_;
   int index_;
   c10::weak_intrusive_ptr<c10::TensorImpl> param_;
+  std::shared_ptr<const std::vector<bool>> had_;
 };
 
 }  // namespace
@@ -74,13 +82,13 @@ struct ReadyHooks::Accumulator {
 };
 
 ReadyHooks::ReadyHooks(std::shared_ptr<Reducer> reducer, const std::vector<at::Tensor>& params)
-    : reducer_(std::move(reducer)), params_(params) {
+    : reducer_(std::move(reducer)), params_(params), had_(std::make_shared<std::vector<bool>>(params.size(), true)) {
   for (std::size_t i = 0; i < params_.size(); ++i) {
     auto accumulator = std::make_unique<Accumulator>();
     accumulator->node = torch::autograd::impl::grad_accumulator(params_[i]);
     HPCOMM_REQUIRE(accumulator->node != nullptr, "parameter ", i, " requires no gradient or is no leaf");
     accumulator->hook = accumulator->node->add_post_hook(std::make_unique<ReadyHook>(
-        reducer_, static_cast<int>(i), c10::weak_intrusive_ptr<c10::TensorImpl>(params_[i].getIntrusivePtr())));
+        reducer_, static_cast<int>(i), c10::weak_intrusive_ptr<c10::TensorImpl>(params_[i].getIntrusivePtr()), had_));
     accumulators_.push_back(std::move(accumulator));
   }
 }
@@ -88,6 +96,12 @@ ReadyHooks::ReadyHooks(std::shared_ptr<Reducer> reducer, const std::vector<at::T
 ReadyHooks::~ReadyHooks() {
   for (const auto& accumulator : accumulators_) {
     accumulator->node->del_post_hook(accumulator->hook);
+  }
+}
+
+void ReadyHooks::prepare() {
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    (*had_)[i] = params_[i].grad().defined();
   }
 }
 

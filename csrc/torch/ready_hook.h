@@ -19,6 +19,9 @@ class ReadyHooks {
   ReadyHooks& operator=(const ReadyHooks&) = delete;
   ~ReadyHooks();
 
+  // The next backward is the last one: what becomes a parameter's first gradient in it may be shared with a message,
+  // and gets memory of its own before it is marked (own_memory.h).
+  void prepare();
   // Marks parameter `index`, whose gradient was computed without autograd, if its mark is still missing.
   void mark(int index);
   // Marks every parameter that the backward did not reach: with its gradient if it has one, as missing otherwise.
@@ -29,6 +32,8 @@ class ReadyHooks {
   std::shared_ptr<Reducer> reducer_;
   std::vector<at::Tensor> params_;
   std::vector<std::unique_ptr<Accumulator>> accumulators_;
+  // By parameter: whether it had a gradient before the last backward. Shared with the hooks.
+  std::shared_ptr<std::vector<bool>> had_;
 };
 
 }  // namespace hpcomm

@@ -52,12 +52,22 @@ class Chain(torch.nn.Sequential):
         return run_alone(self, inputs, keywords, None, 0)
 
 
+class Passed(NamedTuple):
+    """Keyword arguments that a model's own forward passes on to a layer."""
+
+    names: frozenset[str]
+    defaults: dict[str, Any]  # the model's
+    required: frozenset[str]  # those that its forward demands by keyword
+
+
 class Piece(NamedTuple):
     """One layer of a model that is no Sequential: what runs, and the modules of the model that it is made of."""
 
     name: str
     layer: torch.nn.Module
     parts: tuple[tuple[str, torch.nn.Module], ...]  # dotted names in the model
+    # What the model's forward passes on by keyword; None: whatever the layer takes.
+    keywords: Passed | None = None
 
 
 class Section(torch.nn.Module):
@@ -158,7 +168,9 @@ class Call(NamedTuple):
     layer: torch.nn.Module
     place: int  # in the whole model
     skips: tuple[str, ...]
-    keywords: frozenset[str] | None
+    keywords: frozenset[str] | None  # of the step's; None: all of them
+    defaults: Mapping[str, Any]  # of those that the step leaves out
+    required: frozenset[str]  # those that it may not leave out
     draws: bool  # random numbers, in training
     is_first: bool  # of the model: takes the positional arguments of the step
 
@@ -166,12 +178,14 @@ class Call(NamedTuple):
 def calls_of(stage: torch.nn.Module, first: int, skips: Mapping[str, Sequence[str]]) -> list[Call]:
     """The layers of a stage whose first one is layer ``first`` of the model."""
     calls = []
-    for index, (name, layer) in enumerate(layers_of(stage), first):
+    pieces = stage.pieces if isinstance(stage, Section) else [Piece(*each, ()) for each in layers_of(stage)]
+    for index, (name, layer, _, passed) in enumerate(pieces, first):
         sources = tuple(skips.get(name, ()))
         # The first layer's own arguments come by position, as many as the step is given.
-        positional = 1 + len(sources)
+        accepted = keywords_of(layer, 1 + len(sources)) if passed is None else passed.names
+        defaults, required = ({}, frozenset[str]()) if passed is None else passed[1:]
         calls.append(
-            Call(name, layer, index, sources, keywords_of(layer, positional), may_draw(layer), is_first=index == 0)
+            Call(name, layer, index, sources, accepted, defaults, required, may_draw(layer), is_first=index == 0)
         )
     return calls
 
@@ -203,10 +217,12 @@ def run(
         keywords: of the step.
         draws: seeds for layers that draw random numbers in training; None to leave the generator alone.
     """
-    for name, layer, place, skips, accepted, is_random, is_first in calls:
+    for name, layer, place, skips, accepted, defaults, _, is_random, is_first in calls:
         if draws is not None and is_random and layer.training:
             draws.enter(microbatch, place)
         mine = {k: item for k, item in keywords.items() if accepted is None or k in accepted} if keywords else {}
+        if defaults:
+            mine = {**defaults, **mine}
         if is_first:
             value = layer(*value, **mine)
         elif skips:
@@ -228,14 +244,23 @@ def run_alone(
     """The whole model in this process."""
     skips = skips_of(model)
     calls = calls_of(model, 0, skips)
-    require_taken([call.keywords for call in calls], keywords)
+    require_taken(calls, keywords)
+    require_given(calls, keywords)
     if not calls:
         return inputs[0]
     return run(calls, inputs, {}, frozenset(sum(skips.values(), [])), keywords, draws, microbatch)
 
 
-def require_taken(accepted: Sequence[frozenset[str] | None], keywords: Iterable[str]) -> None:
-    """Raises InvalidArgument for a keyword argument that no layer takes: ``accepted`` is Call.keywords of each."""
+def require_taken(calls: Sequence[Call], keywords: Iterable[str]) -> None:
+    """Raises InvalidArgument for a keyword argument that no layer takes."""
     for name in keywords:
-        if not any(names is None or name in names for names in accepted):
+        if not any(call.keywords is None or name in call.keywords for call in calls):
             raise InvalidArgument(f"no layer of the model takes the keyword argument {name!r}")
+
+
+def require_given(calls: Sequence[Call], keywords: Iterable[str]) -> None:
+    """Raises InvalidArgument for a keyword argument that the model's own forward demands and that is not there."""
+    given = set(keywords)
+    for call in calls:
+        for name in sorted(call.required - given):
+            raise InvalidArgument(f"the model's forward has no default for the keyword argument {name!r}: pass it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from hpcomm.pipeline.chain import layers_of, skips_of
 from hpcomm.tree import tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from hpcomm.mesh import Mesh
     from hpcomm.plan.table import ComputeAction
@@ -88,11 +89,12 @@ def require_no_parameters(loss_fn: object) -> None:
             )
 
 
-def require_no_gradient(**arguments: object) -> None:
-    """Raises InvalidArgument for arguments of a step that want a gradient: it would be a sum, neither divided nor
-    reduced.
+def require_no_gradient(arguments: Iterable[tuple[str, object]]) -> None:
+    """Raises InvalidArgument for arguments of a step, by name, that want a gradient.
+
+    It would be a sum, neither divided nor reduced.
     """
-    for name, value in arguments.items():
+    for name, value in arguments:
         if any(tensor.requires_grad for tensor in tensors_of(value)):
             raise InvalidArgument(
                 f"step(): {name}: a tensor requires a gradient, which a Pipeline computes for parameters of the model "
@@ -134,9 +136,14 @@ def is_extra(name: str, value: object) -> bool:
     return made or not isinstance(value, torch.Tensor)
 
 
+def _text(name: str, layer: torch.nn.Module) -> str:
+    """What a layer prints of itself, without addresses: those of a function, say, which each process has elsewhere."""
+    return f"{name}: {re.sub(r' at 0x[0-9a-f]+', '', repr(layer))}"
+
+
 def describe(model: torch.nn.Module, stages: list[torch.nn.Module]) -> list[str]:
     """What ranks must agree on: parameters first, since they say most, then buffers, layers and the cut."""
     state = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in model.state_dict().items() if not is_extra(name, t)]
-    layers = [line for name, child in model.named_children() for line in f"{name}: {child!r}".split("\n")]
+    layers = [line for name, child in model.named_children() for line in _text(name, child).split("\n")]
     cuts = [f"stage {i}: {', '.join(name for name, _ in layers_of(s))}" for i, s in enumerate(stages)]
     return [*describe_parameters(model), *state, *layers, f"skips={skips_of(model)}", *cuts]

@@ -58,15 +58,15 @@ class _Deferring:
         self._layer = weakref.ref(layer)
         self._function = function
 
-    def __call__(self, x: torch.Tensor) -> Any:
+    def __call__(self, input: torch.Tensor) -> Any:  # noqa: A002 - as torch's layers call it
         pending, layer = self._deferral._pending, self._layer()
         assert layer is not None  # it is calling
         if pending is None or not torch.is_grad_enabled() or not _is_plain(layer.weight) or not _can_defer(layer):
-            return type(layer).forward(layer, x)
+            return type(layer).forward(layer, input)
         # Subclasses see to their layers themselves, and inside vmap and the like autograd is torch.func's.
-        if type(x) not in (torch.Tensor, torch.nn.Parameter) or torch._C._functorch.maybe_current_level():
-            return type(layer).forward(layer, x)
-        return self._function(layer, x, pending)
+        if type(input) not in (torch.Tensor, torch.nn.Parameter) or torch._C._functorch.maybe_current_level():
+            return type(layer).forward(layer, input)
+        return self._function(layer, input, pending)
 
     def __reduce__(self) -> Any:
         """A copied layer is nobody's stage: no list is ever opened for it."""

@@ -86,7 +86,7 @@ def draft(model: Model, mesh: Mesh, asked: Arguments) -> Draft:
     whole = as_chain(model)
     require_arguments(whole, mesh, asked.num_microbatches, asked.bucket_cap_mb, asked.reduce, asked.inputs)
     takers = chain.calls_of(whole, 0, chain.skips_of(whole))
-    chain.require_taken([call.keywords for call in takers], [*asked.keywords, *asked.whole])
+    chain.require_taken(takers, [*asked.keywords, *asked.whole])
     require_schema(asked.schema)
     schedule = schedule_of(asked.schedule, mesh.shape["pp"], asked.num_microbatches, asked.stages_per_rank)
     starts = starts_of(whole, schedule.stages, split_at)

@@ -63,6 +63,20 @@ def split_keywords(keywords: Mapping[str, Any], parts: int, batch: int, whole: C
     return [{name: column[i] for name, column in columns.items()} for i in range(parts)]
 
 
+def require_equal_rows(inputs: Any, batch: int) -> None:
+    """All positional inputs have a row per sample: each is cut by itself.
+
+    Raises:
+        InvalidArgument: one has another number of rows.
+    """
+    for rows in _lengths(inputs):
+        if rows != batch:
+            raise InvalidArgument(
+                f"step(): a positional input has {rows} rows, the batch {batch} samples: pass one row per sample; what "
+                "every microbatch takes whole is a keyword argument that the Pipeline's whole= names"
+            )
+
+
 def require_rows(target: Any, batch: int, parts: int) -> None:
     """The target has a row per sample, or several (flattened tokens) where microbatches are equal.
 
@@ -98,9 +112,11 @@ def samples(batch: Any) -> int:
 
 
 def join(outputs: list[Any]) -> Any:
-    """Microbatch outputs as one batch; a list of microbatches where they are not plain tensors."""
+    """Microbatch outputs as one batch; a list of microbatches where they are not plain tensors of one form."""
     if not outputs:
         return None
-    if all(isinstance(output, torch.Tensor) and output.dim() > 0 for output in outputs):
-        return torch.cat(outputs)
-    return outputs
+    forms = {
+        (output.shape[1:], output.dtype) if isinstance(output, torch.Tensor) and output.dim() > 0 else None
+        for output in outputs
+    }
+    return torch.cat(outputs) if len(forms) == 1 and None not in forms else outputs

@@ -20,7 +20,7 @@ from hpcomm.pipeline.failure import TellPeers
 from hpcomm.pipeline.links import links_of, loaders_of
 from hpcomm.pipeline.local import LocalModel
 from hpcomm.pipeline.meta import materialize, materialize_together
-from hpcomm.pipeline.microbatch import join, require_rows, samples, split, split_keywords
+from hpcomm.pipeline.microbatch import join, require_equal_rows, require_rows, samples, split, split_keywords
 from hpcomm.pipeline.ordered import OrderedLoss, require_ordered
 from hpcomm.pipeline.parameters import Sums, identity, start_equal
 from hpcomm.pipeline.partition import Balance, decide, described, stages_at
@@ -147,7 +147,7 @@ class Pipeline(LocalModel):
         self._whole = frozenset(whole)
         self._promised = frozenset(keywords) if inputs == "first" else None
         calls = chain.calls_by_stage(modules, chain.skips_of(whole_model))
-        self._accepted = [call.keywords for stage in calls for call in stage]
+        self._calls = [call for stage in calls for call in stage]
         self._links = links_of(calls, loaders_of(calls, keywords) if inputs == "first" else ())
         ties = sharing.ties_of(owned)
         self._deterministic = deterministic
@@ -228,8 +228,8 @@ class Pipeline(LocalModel):
                 of samples, a keyword argument that no layer takes; or parameters were replaced, frozen, unfrozen or
                 converted since the Pipeline was made.
             PeerError, RankFailed, TimedOut: another rank raised, died, or did not come.
-            Any exception of the model or of ``loss_fn``; the other ranks then raise PeerError. The pipeline cannot
-            be used after an error.
+            Exception: of the model or of ``loss_fn``; the other ranks then raise PeerError. The pipeline cannot be used
+                after an error.
         """
         if not torch.is_grad_enabled():
             return self.eval_step(*inputs, target=target, return_outputs=return_outputs, **keywords)
@@ -244,7 +244,7 @@ class Pipeline(LocalModel):
                     "the stage's parameters changed since the Pipeline was made (replaced, frozen, unfrozen or "
                     "converted); make a new Pipeline of the changed model"
                 )
-            require_no_gradient(inputs=inputs, target=target, **keywords)
+            require_no_gradient([("inputs", inputs), ("target", target), *keywords.items()])
             batch = self._batch(inputs, target, keywords, self._loss_fn)
             batch.reduce, batch.keep_outputs = reduce, return_outputs
             if self._deterministic and not reduce:
@@ -402,9 +402,12 @@ class Pipeline(LocalModel):
                 raise InvalidArgument(
                     f"step(): {name!r} is not among keywords={sorted(self._promised)} of the Pipeline"
                 )
-        chain.require_taken(self._accepted, keywords)
+        chain.require_taken(self._calls, keywords)
+        if first or self._promised is None:
+            chain.require_given(self._calls, keywords)
         cut_inputs: list[tuple[Any, ...]] = [()] * parts
         if first:
+            require_equal_rows(inputs, samples(inputs))
             cut_inputs = list(zip(*[split(value, parts, "input") for value in inputs], strict=True))
             if self._deterministic and self.mesh.dp.size > 1 and any(samples(value) % parts for value in inputs):
                 raise InvalidArgument(

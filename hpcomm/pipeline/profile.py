@@ -65,7 +65,7 @@ def profile(
     skips = skips_of(model)
     calls = calls_of(model, 0, skips)
     keywords = _placed(dict(keywords or {}), device)
-    require_taken([call.keywords for call in calls], keywords)
+    require_taken(calls, keywords)
     wanted = frozenset(name for sources in skips.values() for name in sources)
     value: Any = _placed(sample, device)
     known: dict[str, Any] = {}

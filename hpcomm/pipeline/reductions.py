@@ -35,6 +35,7 @@ class _Group:
 
     def arm(self, loss: StepLoss, *permitted: int) -> None:
         """The next backward is the last one; it may issue so many buckets (all, if not said)."""
+        self._hooks.prepare()
         self._reducer.arm(loss, *permitted)
 
     def keep(self, microbatch: int, *, ended: bool) -> None:

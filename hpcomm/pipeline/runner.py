@@ -166,6 +166,7 @@ class Runner:
         if recorder is not None:
             end = recorder.now()
             recorder.step(begin, issued, end, self._reductions.times() if self._reductions is not None else [])
+        del self._walk  # with the batch and the outputs
         return StepResult(loss, [walk.outputs[i] for i in sorted(walk.outputs)])
 
     def where(self) -> Action | None:

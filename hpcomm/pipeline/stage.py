@@ -202,10 +202,16 @@ class Stage:
                 run_backward(roots, seeds)
         if tape.pending is not None:
             self._pending[microbatch] = tape.pending
-        return {
+        messages = {
             source: [tensor.grad if tensor.requires_grad else None for tensor in leaves]
             for source, leaves in tape.arrived.items()
         }
+        # What travels on, and what came, in memory that others may use again: a parameter's .grad may be a view of it.
+        passing = [*seeds, *(gradient for each in messages.values() for gradient in each if gradient is not None)]
+        if _C.are_held_elsewhere(passing):
+            deferral = self._deferral if tape.pending is not None else None
+            _C.own_gradients(deferral.others if deferral else list(self.module.parameters()), passing)
+        return messages
 
     def weight_gradients(self, microbatch: int, done: Callable[[torch.Tensor], None] | None) -> None:
         """The second half of a divided backward; ``done`` is told each parameter that it has finished."""

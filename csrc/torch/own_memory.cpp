@@ -1,0 +1,61 @@
+// By counting who holds a storage: that costs a load for each tensor, where nothing is shared.
+#include "torch/own_memory.h"
+
+#include <algorithm>
+#include <unordered_set>
+
+namespace hpcomm {
+
+namespace {
+
+bool has_storage(const at::Tensor& tensor) { return tensor.defined() && tensor.has_storage(); }
+
+void take_copy(at::Tensor& gradient) {
+  const at::NoGradGuard no_graph;
+  gradient = gradient.clone();
+}
+
+}  // namespace
+
+bool share_memory(const at::Tensor& a, const at::Tensor& b) {
+  return has_storage(a) && has_storage(b) && a.storage().is_alias_of(b.storage());
+}
+
+bool are_held_elsewhere(const std::vector<at::Tensor>& tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+    if (!has_storage(tensor) || tensor.storage().use_count() == 1) {
+      return false;
+    }
+    std::unordered_set<const at::TensorImpl*> holders;
+    for (const at::Tensor& other : tensors) {
+      if (share_memory(tensor, other)) {
+        holders.insert(other.unsafeGetTensorImpl());
+      }
+    }
+    return tensor.storage().use_count() > holders.size();
+  });
+}
+
+void own_gradients(const std::vector<at::Tensor>& parameters, const std::vector<at::Tensor>& tensors) {
+  std::unordered_set<const c10::StorageImpl*> taken;
+  for (const at::Tensor& tensor : tensors) {
+    if (has_storage(tensor)) {
+      taken.insert(tensor.storage().unsafeGetStorageImpl());
+    }
+  }
+  for (const at::Tensor& parameter : parameters) {
+    at::Tensor& gradient = parameter.mutable_grad();
+    if (has_storage(gradient) && taken.count(gradient.storage().unsafeGetStorageImpl()) > 0) {
+      take_copy(gradient);
+    }
+  }
+}
+
+void own_gradient(const at::Tensor& param, std::size_t others) {
+  at::Tensor& gradient = param.mutable_grad();
+  if (has_storage(gradient) && gradient.storage().use_count() > 1 + others) {
+    take_copy(gradient);
+  }
+}
+
+}  // namespace hpcomm
