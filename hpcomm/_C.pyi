@@ -34,7 +34,13 @@ from hpcomm._C_comm import (
     c10d_communicator as c10d_communicator,
 )
 from hpcomm._C_comm import (
+    check_lost_operations as check_lost_operations,
+)
+from hpcomm._C_comm import (
     emulated_communicator as emulated_communicator,
+)
+from hpcomm._C_comm import (
+    lose_operations as lose_operations,
 )
 from hpcomm._C_comm import (
     nccl_communicator as nccl_communicator,

@@ -83,12 +83,13 @@ class Issue {
   }
 
   void gather() {
+    const auto read = std::make_shared<const std::pair<Keepalive, Keepalive>>(reduction_.held, reduction_.sources);
     for (const Run& run : runs(reduction_.entries, false)) {
       std::vector<const void*> sources;
       for (std::size_t e = run.begin; e < run.end; ++e) {
         sources.push_back(reduction_.entries[e].source);
       }
-      pack(stream(), part(layout_, run), sources, memory_of(run), scale_, reduction_.held, check_of(run),
+      pack(stream(), part(layout_, run), sources, memory_of(run), scale_, read, check_of(run),
            communicator_.size() > 1 ? Reader::kOthers : Reader::kThisCore);
     }
     for (const Run& run : runs(reduction_.entries, true)) {

@@ -31,7 +31,8 @@ struct BucketReduction {
   const Bucket* bucket = nullptr;
   BufferView memory;                  // as long as the bucket's layout, or longer, to a multiple of the ranks
   std::vector<Contribution> entries;  // one for each of the layout's
-  Keepalive held;                     // memory and gradients
+  Keepalive held;                     // the memory, and the gradients that get a copy of the result
+  Keepalive sources;                  // the other gradients, until they are packed
   // Makes numbers for the checks, on the communicator's device, which the caller's stream sets to INT32_MAX; null: no
   // checks.
   std::function<std::shared_ptr<std::int32_t>()> make_check;

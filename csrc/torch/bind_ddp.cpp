@@ -11,6 +11,7 @@
 #include "torch/ddp_hook.h"
 #include "torch/ddp_reducer.h"
 #include "torch/gil.h"
+#include "torch/own_memory.h"
 #include "torch/tensor.h"
 
 namespace py = pybind11;
@@ -49,8 +50,14 @@ BucketPlan plan_of(const std::vector<at::Tensor>& params, const std::vector<int>
 
 // Torch's Reducer keeps its description of the buckets, for its log, and gives back their memory. It must not reduce
 // any more: its hooks are off.
-void release_bucket_memory(const c10d::Reducer& reducer) {
-  for (const c10d::GradBucket& bucket : reducer.get_grad_buckets(/*return_zero_tensors=*/false)) {
+void release_bucket_memory(const c10d::Reducer& reducer, const std::vector<at::Tensor>& params) {
+  const std::vector<c10d::GradBucket> buckets = reducer.get_grad_buckets(/*return_zero_tensors=*/false);
+  std::vector<at::Tensor> memory;
+  for (const c10d::GradBucket& bucket : buckets) {
+    memory.push_back(bucket.getBuffer());
+  }
+  own_gradients(params, memory);  // with bucket views it has moved those into them that were there before
+  for (const c10d::GradBucket& bucket : buckets) {
     auto* const storage = bucket.getBuffer().storage().unsafeGetStorageImpl();
     storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
     storage->set_nbytes(0);
@@ -152,7 +159,7 @@ void bind_ddp(py::module_& module) {
              py::arg("last_bytes") = 0, py::arg("wire") = py::none(), py::arg("modules") = std::vector<int>());
   module.def("register_ddp_hook", &register_ddp_hook, py::arg("reducer"), py::arg("communicator"),
              py::arg("events") = "hpcomm");
-  module.def("release_bucket_memory", &release_bucket_memory, py::arg("reducer"));
+  module.def("release_bucket_memory", &release_bucket_memory, py::arg("reducer"), py::arg("params"));
 }
 
 }  // namespace hpcomm

@@ -156,7 +156,8 @@ void DdpReducer::carry(int param, const at::Tensor& incoming) {
     return;
   }
   open(index);
-  if (lies_in_place(index, entry) || !is_laid_out_as(gradient, params_[number]) || !is_new(gradient, incoming, 1)) {
+  if (lies_in_place(index, entry) || !is_laid_out_as(gradient, params_[number]) || is_shared(number) ||
+      !is_new(gradient, incoming, 1)) {
     return;
   }
   const std::size_t bytes = gradient.nbytes();
@@ -199,8 +200,8 @@ at::Tensor DdpReducer::make_view(std::size_t index, std::size_t entry) const {
   return view;
 }
 
-Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const at::Tensor& incoming,
-                                    std::vector<c10::Storage>& held) {
+Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const at::Tensor& incoming, Storages& held,
+                                    Storages& sources) {
   Slot& slot = slots_[index];
   const Bucket& bucket = plan_.buckets[index];
   const auto number = static_cast<std::size_t>(bucket.params[entry]);
@@ -233,15 +234,15 @@ Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const 
     return {nullptr, nullptr, true};
   }
   ++counts_.packed;
-  if (!is_laid_out_as(gradient, param)) {
+  if (!is_laid_out_as(gradient, param) || is_shared(number)) {
     const at::NoGradGuard guard;
     slot.fates[entry] = Fate::kStaged;
     void* const copy = staged();
     slot.staged[entry].copy_(gradient);
     ++counts_.copied_back;
-    return {copy, copy, false};
+    return {copy, options_.shard ? nullptr : copy, false};
   }
-  held.push_back(gradient.storage());
+  sources.push_back(gradient.storage());
   void* const data = gradient.data_ptr();
   const bool fresh = is_new(gradient, incoming, 2);
   if ((fresh || options_.bucket_views || options_.shard) && !casts && !gradient.requires_grad()) {
@@ -253,9 +254,10 @@ Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const 
     }
     return {data, nullptr, false};
   }
+  held.push_back(gradient.storage());
   slot.fates[entry] = Fate::kCopiedBack;
   ++counts_.copied_back;
-  return {data, data, false};
+  return {data, options_.shard ? nullptr : data, false};
 }
 
 // Has any rank a gradient for it? On a GPU the host waits for the answer: not to be asked for what this rank knows.
@@ -277,21 +279,20 @@ void DdpReducer::hand_out(std::size_t index) {
   const at::NoGradGuard guard;
   for (std::size_t e = 0; e < bucket.params.size(); ++e) {
     const auto number = static_cast<std::size_t>(bucket.params[e]);
-    if (slot.fates[e] == Fate::kInBucket && !options_.shard) {
+    at::Tensor& gradient = params_[number].mutable_grad();
+    if (options_.shard) {
+      if (slot.fates[e] != Fate::kMissing) {
+        gradient.reset();  // whole averages are nowhere
+      }
       continue;
     }
-    at::Tensor& gradient = params_[number].mutable_grad();
     switch (slot.fates[e]) {
       case Fate::kMissing:
-        if (options_.shard) {
-          break;
-        }
-        if (is_used(index, e)) {
+        if (params_[number].requires_grad() && is_used(index, e)) {
           gradient = slot.staged[e].defined() ? std::move(slot.staged[e]) : make_view(index, e);
         }
         break;
       case Fate::kInBucket:
-        gradient.reset();  // a sharded one: whole gradients are nowhere
         break;
       case Fate::kCopiedBack:
         gradient.unsafeGetTensorImpl()->bump_version();

@@ -5,7 +5,10 @@
 
 #include <sched.h>
 
+#include <atomic>
 #include <limits>
+#include <mutex>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
@@ -66,7 +69,40 @@ struct DdpReducer::Accumulator {
   // auto-typed: a shared_ptr up to torch 2.12, an intrusive_ptr from 2.13.
   decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>())) node;
   std::uintptr_t hook = 0;
+  std::shared_ptr<std::atomic<int>> reducers;  // that have a hook here
 };
+
+namespace {
+
+// How many reducers have hooks on an accumulator, of this process.
+std::shared_ptr<std::atomic<int>> reducers_of(const torch::autograd::Node* node) {
+  static std::mutex mutex;
+  static std::unordered_map<const torch::autograd::Node*, std::weak_ptr<std::atomic<int>>> all;
+  const std::lock_guard lock(mutex);
+  std::erase_if(all, [](const auto& entry) { return entry.second.expired(); });
+  std::weak_ptr<std::atomic<int>>& known = all[node];
+  auto count = known.lock();
+  if (count == nullptr) {
+    count = std::make_shared<std::atomic<int>>(0);
+    known = count;
+  }
+  return count;
+}
+
+// A frozen parameter has no accumulator; this one is there when it is not frozen any more.
+auto accumulator_of(const at::Tensor& param) {
+  const bool frozen = !param.requires_grad();
+  if (frozen) {
+    param.requires_grad_(true);
+  }
+  auto node = torch::autograd::impl::grad_accumulator(param);
+  if (frozen) {
+    param.requires_grad_(false);
+  }
+  return node;
+}
+
+}  // namespace
 
 DdpReducer::DdpReducer(std::shared_ptr<Communicator> communicator, std::vector<at::Tensor> params,
                        std::vector<std::string> names, BucketPlan plan, DdpOptions options, Log log)
@@ -89,9 +125,11 @@ void DdpReducer::attach() {
   HPCOMM_REQUIRE(accumulators_.empty(), "attached already");
   for (std::size_t i = 0; i < params_.size(); ++i) {
     auto accumulator = std::make_unique<Accumulator>();
-    accumulator->node = torch::autograd::impl::grad_accumulator(params_[i]);
+    accumulator->node = accumulator_of(params_[i]);
     HPCOMM_REQUIRE(accumulator->node != nullptr, "parameter ", names_[i], " requires no gradient or is no leaf");
     accumulator->hook = accumulator->node->add_post_hook(std::make_unique<Hook>(weak_from_this(), static_cast<int>(i)));
+    accumulator->reducers = reducers_of(&*accumulator->node);
+    ++*accumulator->reducers;
     accumulators_.push_back(std::move(accumulator));
   }
 }
@@ -99,7 +137,14 @@ void DdpReducer::attach() {
 DdpReducer::~DdpReducer() {
   for (const auto& accumulator : accumulators_) {
     accumulator->node->del_post_hook(accumulator->hook);
+    --*accumulator->reducers;
   }
+}
+
+// Several wrappers have this parameter (one inside another, or a layer that two of them share): each averages a copy
+// that it takes in its hook, as torch's do, for the lane of the other would still write what this one reads.
+bool DdpReducer::is_shared(std::size_t param) const {
+  return param < accumulators_.size() && *accumulators_[param]->reducers > 1;
 }
 
 // Autograd gives a parameter that changes its type another node, without our hook: its gradients would stay this
@@ -185,18 +230,18 @@ WorkPtr DdpReducer::sum_on_all(const at::Tensor& used, bool in_caller) const {
 
 // Every rank learns which gradient was the first that is not finite, in order of parameters and then of ranks, and on
 // which rank.
-void DdpReducer::report_not_finite() {
+void DdpReducer::report_not_finite(std::size_t begin, std::size_t end) {
   constexpr auto kNone = std::numeric_limits<std::int64_t>::max();
   std::int64_t first = kNone;
   const auto options = used_.options().device(params_.front().device());
   std::vector<at::Tensor> numbers;  // of all runs: read at once, for the host waits each time
-  for (const Slot& slot : slots_) {
-    for (const RunCheck& check : slot.checks) {
+  for (std::size_t b = begin; b < end; ++b) {
+    for (const RunCheck& check : slots_[b].checks) {
       numbers.push_back(at::from_blob(check.first_bad.get(), {1}, options));
     }
   }
   const at::Tensor found = numbers.empty() ? at::Tensor() : at::cat(numbers).cpu();
-  for (std::size_t b = 0, run = 0; b < slots_.size(); ++b) {
+  for (std::size_t b = begin, run = 0; b < end; ++b) {
     for (const RunCheck& check : slots_[b].checks) {
       const std::int32_t bad = found.data_ptr<std::int32_t>()[run++];
       if (bad != INT32_MAX) {

@@ -187,11 +187,14 @@ void DdpReducer::complete_bucket(std::size_t index, const at::Tensor& incoming) 
   slot.fates.assign(bucket.params.size(), Fate::kMissing);
   slot.staged.assign(bucket.params.size(), {});
   reduction.entries.reserve(bucket.params.size());
-  held.first.reserve(bucket.params.size());
+  const auto sources = std::make_shared<Storages>();
+  sources->reserve(bucket.params.size());
   for (std::size_t e = 0; e < bucket.params.size(); ++e) {
-    reduction.entries.push_back(contribute(index, e, incoming, held.first));
+    reduction.entries.push_back(contribute(index, e, incoming, held.first, *sources));
   }
   reduction.held = slot.held;
+  reduction.sources = sources;
+  slot.sources = sources;
   if (options_.check_finite) {
     reduction.make_check = [options = used_.options().device(params_.front().device())] {
       const auto number = std::make_shared<const at::Tensor>(at::full({1}, INT32_MAX, options));
@@ -326,7 +329,7 @@ void DdpReducer::drain() {
   ++stats_.backwards;
   stats_.finished = now();
   if (options_.check_finite) {
-    report_not_finite();
+    report_not_finite(0, slots_.size());
   }
 }
 
@@ -361,14 +364,23 @@ void DdpReducer::finish(std::size_t bucket) {
   hand_out(bucket);
   slots_[bucket].held = nullptr;  // nobody knows on which stream these gradients were made: the lane lets go
   slots_[bucket].used.reset();
+  if (options_.check_finite) {
+    report_not_finite(bucket, bucket + 1);
+  }
 }
 
 // Of gradients whose reduction the stream that they belong to has waited for: what takes their memory next comes behind
 // it. A lane on a GPU would keep them until it records again, half a backward later.
 void DdpReducer::let_go(Slot& slot) const {
   const auto held = std::exchange(slot.held, nullptr);
-  if (held != nullptr && slot.stream.only(communicator_->compute()->native_handle())) {
-    held->first.clear();
+  const auto sources = std::exchange(slot.sources, {}).lock();
+  if (slot.stream.only(communicator_->compute()->native_handle())) {
+    if (held != nullptr) {
+      held->first.clear();
+    }
+    if (sources != nullptr) {
+      sources->clear();
+    }
   }
 }
 

@@ -150,9 +150,11 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
     std::size_t bucket = 0;
     std::size_t entry = 0;
   };
-  // What a reduction uses: storages of gradients, and the bucket by its memory, for its storage is counted to see who
-  // else looks at it. The lane keeps both without looking into them, and may be late to let go.
-  using Held = std::pair<std::vector<c10::Storage>, Keepalive>;
+  using Storages = std::vector<c10::Storage>;
+  // What a reduction uses to its end: storages of gradients that get a copy of the result, and the bucket by its
+  // memory, for its storage is counted to see who else looks at it. The lane keeps both without looking into them, and
+  // may be late to let go.
+  using Held = std::pair<Storages, Keepalive>;
 
   struct Slot {               // a bucket in this step
     at::Tensor flat;          // its memory, as bytes; every .grad in it holds the same storage
@@ -165,6 +167,8 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
     std::vector<RunCheck> checks;
     BucketReduction complete;  // what is to be issued
     std::shared_ptr<Held> held;
+    // Of gradients that are in the bucket once they are packed: the lane's alone, or a step would hold all of them.
+    std::weak_ptr<Storages> sources;
     UsedOn stream;                      // of the backward, at the marks
     bool open = false;                  // its memory is that of this step: gradients may be packed
     std::vector<std::uint8_t> carried;  // by entry: carry() has packed it
@@ -186,7 +190,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void open(std::size_t index);
   void carry(int param, const at::Tensor& incoming);
   [[nodiscard]] Contribution contribute(std::size_t index, std::size_t entry, const at::Tensor& incoming,
-                                        std::vector<c10::Storage>& held);
+                                        Storages& held, Storages& sources);
   [[nodiscard]] bool is_used(std::size_t index, std::size_t entry);
   void hand_out(std::size_t index);
   void let_go(Slot& slot) const;
@@ -195,6 +199,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   [[nodiscard]] std::size_t memory_bytes(std::size_t index) const;
   [[nodiscard]] bool is_free(std::size_t index) const;
   [[nodiscard]] bool lies_in_place(std::size_t index, std::size_t entry) const;
+  [[nodiscard]] bool is_shared(std::size_t param) const;
   [[nodiscard]] bool is_new(const at::Tensor& gradient, const at::Tensor& incoming, std::size_t known) const;
   void move_into_bucket(at::Tensor& gradient, std::size_t index, std::size_t entry) const;
   [[nodiscard]] at::Tensor make_view(std::size_t index, std::size_t entry) const;
@@ -211,7 +216,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   [[nodiscard]] WorkPtr sum_on_all(const at::Tensor& used, bool in_caller) const;
   void require_unchanged() const;
   void require_size(std::size_t param) const;
-  void report_not_finite();
+  void report_not_finite(std::size_t begin, std::size_t end);
   [[nodiscard]] std::string unready() const;
   void meet_once();
   void lay_out(BucketPlan plan);

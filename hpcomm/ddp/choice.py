@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from hpcomm import _C
 from hpcomm.errors import InvalidArgument
 
 __all__: list[str] = []
@@ -60,6 +61,8 @@ def choose_lane(parameters: list[tuple[str, torch.nn.Parameter]], sparse: bool) 
     other = next((device for device in devices if device.type not in ("cpu", "cuda")), None)
     if other is not None:
         return Choice(Under.TORCH, f"hpcomm has no transport for {other}")
+    if any(device.type == "cuda" for device in devices) and not _C.built_with_cuda():
+        return Choice(Under.TORCH, "this copy of hpcomm was built without CUDA")
     if sparse:
         return Choice(Under.TORCH, "a module produces sparse gradients")
     for name, parameter in parameters:

@@ -7,6 +7,7 @@ import itertools
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -56,11 +57,24 @@ def device_of(module: torch.nn.Module) -> torch.device:
     return torch.device("cpu") if first is None else first[1]
 
 
-def to_ignore(module: torch.nn.Module) -> set[str]:
-    """Names of what is not the wrapper's: what the caller excludes, and DTensors, which FSDP2 and others look after."""
+def to_ignore(module: torch.nn.Module, device_mesh: Any = None) -> set[str]:
+    """Names of what is not the wrapper's: what the caller excludes, and DTensors, which FSDP2 and others look after.
+
+    With a ``device_mesh`` that is a part of a larger one, torch puts the local tensors of a tensor-parallel module in
+    the place of its DTensors before it wraps it: these are the wrapper's.
+    """
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
-    dtensors = {name for name, tensor in tensors if isinstance(tensor, DTensor)}
+    are_made_local = device_mesh is not None and _root_of(device_mesh) != device_mesh
+    dtensors = {name for name, tensor in tensors if isinstance(tensor, DTensor) and not are_made_local}
     return dtensors | set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def _root_of(device_mesh: Any) -> Any:
+    if hasattr(device_mesh, "_get_root_mesh"):
+        return device_mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources  # of earlier torch
+
+    return _mesh_resources.get_root_mesh(device_mesh)
 
 
 @contextmanager

@@ -89,7 +89,7 @@ class NativeReducer:
         self._limits = sizes.limits(self._parameters)
         self._last_bytes = sizes.last_bytes
         stock._remove_autograd_hooks()
-        _C.release_bucket_memory(stock)
+        _C.release_bucket_memory(stock, self._parameters)
         self._native = _C.DdpReducer(
             lane,
             self._parameters,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,11 @@ from hpcomm.ddp.module import (
     describe_parameters,
     device_of,
     ignoring,
-    in_functional_call,
     require_initialized,
     to_ignore,
 )
 from hpcomm.ddp.native import NativeReducer
+from hpcomm.ddp.parameters import for_reducer, require_nothing_left_out
 from hpcomm.ddp.sharded import ShardedParameters
 from hpcomm.ddp.sizes import sizes_for
 from hpcomm.errors import InvalidArgument
@@ -66,7 +66,6 @@ class DistributedDataParallel(_StockDDP):
             and rounds at each hop.
         check_finite: an infinity or a NaN in the gradient of a rank raises InvalidArgument on all ranks at the end of
             the backward, with the names of parameter and rank.
-
         shard_optimizer: gradients are scattered instead of reduced everywhere, ``.grad`` stays None, and the optimizer
             is made by ``make_optimizer``, with state for 1/ranks of the parameters on each rank (ZeRO stage 1).
 
@@ -80,6 +79,8 @@ class DistributedDataParallel(_StockDDP):
 
     _hpcomm_choice: Choice | None = None
     _hpcomm_log_rate: int | None = None
+    # Without a place in the buckets, though they required a gradient when the wrapper was made.
+    _hpcomm_frozen: Sequence[tuple[str, torch.nn.Parameter]] = ()
     _hpcomm_lane: Communicator | None = None
     _hpcomm_attendance: Attendance | None = None  # of torch's reducer
     _hpcomm_join: weakref.ref[Any] | None = None  # its hook lives as long as join(), whose configuration torch leaves
@@ -116,7 +117,7 @@ class DistributedDataParallel(_StockDDP):
             )
         group = mesh.group("dp") if mesh is not None else group_of(process_group, kwargs.get("device_mesh"))
         require_initialized(module)
-        ignored = to_ignore(module)
+        ignored = to_ignore(module, kwargs.get("device_mesh"))
         delayed = {name for name, _ in kwargs.get("delay_all_reduce_named_params") or ()}
         managed = [
             (name, p) for name, p in module.named_parameters() if p.requires_grad and name not in ignored | delayed
@@ -136,6 +137,7 @@ class DistributedDataParallel(_StockDDP):
         with ignoring(module, ignored):
             super().__init__(module, **kwargs)
         self._hpcomm_own = [(name, p) for name, p in module.named_parameters() if name not in ignored]
+        self._hpcomm_trained = [(name, p) for name, p in self._hpcomm_own if p.requires_grad and name not in delayed]
         self._hpcomm_sizes = sizes_for(bucket_cap_mb, kwargs.get("bucket_cap_mb_list"), lane)
         self._hpcomm_grad_dtype = grad_dtype
         self._hpcomm_check_finite = check_finite
@@ -169,6 +171,8 @@ class DistributedDataParallel(_StockDDP):
         if self._hpcomm_choice is not None:
             return
         parameters = self._named_for_reducer()
+        if not parameters and self._needs_native:
+            return  # in this forward; all are frozen, as a discriminator's may be
         if not parameters:
             self._leave(Choice(Under.TORCH, "no parameter requires a gradient"))
             return
@@ -195,6 +199,10 @@ class DistributedDataParallel(_StockDDP):
                 check_finite=self._hpcomm_check_finite,
                 events=self._events(),
             )
+            has_place = {id(parameter) for _, parameter in parameters}
+            self._hpcomm_frozen = [
+                each for each in self._hpcomm_trained if id(each[1]) not in has_place and not each[1].requires_grad
+            ]
             if self._hpcomm_log_rate is not None:
                 self.reducer._set_ddp_runtime_logging_sample_rate(self._hpcomm_log_rate)
             if self._hpcomm_shard:
@@ -213,15 +221,11 @@ class DistributedDataParallel(_StockDDP):
             self._hpcomm_attendance = Attendance(meeting, [p for _, p in self._named_for_reducer()], lane.timeout)
 
     def _named_for_reducer(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Those that torch's reducer would have. In a forward of ``torch.func.functional_call`` the module has other
-        tensors for a while; its own are reduced.
-        """
-        now = list(self.module.named_parameters())
-        if in_functional_call() or not all(isinstance(parameter, torch.nn.Parameter) for _, parameter in now):
-            return [(name, parameter) for name, parameter in self._hpcomm_own if parameter.requires_grad]
-        names = {id(parameter): name for name, parameter in now}
-        parameters, _ = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        return [(names[id(parameter)], parameter) for parameter in parameters]
+        return for_reducer(self, self._hpcomm_own, self._hpcomm_trained)
+
+    @property
+    def _needs_native(self) -> bool:
+        return self._hpcomm_grad_dtype is not None or self._hpcomm_check_finite or self._hpcomm_shard
 
     def _events(self) -> str:
         """What the profiler's events are called after: the backend of the group that the caller gave."""
@@ -306,6 +310,7 @@ class DistributedDataParallel(_StockDDP):
             "_hpcomm_lane",
             "_hpcomm_choice",
             "_hpcomm_last",
+            "_hpcomm_frozen",
             "_hpcomm_sharded",
             "_hpcomm_attendance",
             "_hpcomm_join",
@@ -334,6 +339,8 @@ class DistributedDataParallel(_StockDDP):
         if torch.is_grad_enabled():
             if self._hpcomm_choice is None:  # the call alone takes a microsecond or two
                 self._choose()
+            if self._hpcomm_frozen:
+                require_nothing_left_out(self._hpcomm_frozen)
             if self._hpcomm_sharded is not None:
                 self._hpcomm_sharded.require_optimizer()
             if self._hpcomm_attendance is not None:
@@ -439,6 +446,8 @@ class DistributedDataParallel(_StockDDP):
 
     def _sharded(self, what: str) -> ShardedParameters:
         self._choose()
+        if self._hpcomm_shard and self._hpcomm_choice is None:
+            raise InvalidArgument(f"{what}: no parameter requires a gradient")
         if self._hpcomm_sharded is None:
             raise InvalidArgument(f"{what} needs shard_optimizer=True")
         return self._hpcomm_sharded
