@@ -22,15 +22,38 @@ class Stream:
     def synchronize(self) -> None: ...
 
 class Work:
+    """An operation that was issued: of a :class:`Communicator`, or a message of a :class:`Channel`.
+
+    It may be dropped: the operation runs all the same, and its tensors are kept until it has ended.
+    """
+
     @property
-    def operation(self) -> str: ...
+    def operation(self) -> str:
+        """What was issued, as "all_reduce"; "ended" for all that had ended when their calls returned."""
     @property
-    def peer(self) -> int: ...
+    def peer(self) -> int:
+        """The other rank of a message, or the root of a broadcast, as a rank of the job; -1 without one."""
     @property
-    def sequence(self) -> int: ...
-    def wait(self, timeout: float = -1.0) -> None: ...
-    def done(self) -> bool: ...
-    def event(self) -> Event: ...
+    def sequence(self) -> int:
+        """Its number: collectives of a communicator count together, messages per peer and direction."""
+    def wait(self, timeout: float = -1.0) -> None:
+        """What the program does next comes after the operation.
+
+        On the CPU this waits until it has ended. On a GPU torch's current stream waits, and the host goes on; with a
+        ``timeout`` the host waits as well. Ctrl-C ends the wait.
+
+        Args:
+            timeout: seconds; negative: none, as the operation has a limit of its own.
+
+        Raises:
+            RankFailed, PeerError, TimedOut, SchemaMismatch, TransportError: what ended the operation, as often as
+                asked; on a GPU what the host knows of by now.
+            TimedOut: ``timeout`` was over. The operation goes on.
+        """
+    def done(self) -> bool:
+        """Whether it has ended, well or not. Does not wait."""
+    def event(self) -> Event:
+        """Happens when it has ended, also when it has failed; for hpcomm's own streams."""
 
 # --- csrc/torch/bind_control.cpp ---
 
@@ -97,26 +120,42 @@ class Communicator:
     """
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """The place of this rank in ``ranks``."""
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """How many ranks there are."""
     @property
-    def ranks(self) -> list[int]: ...
+    def ranks(self) -> list[int]:
+        """The members as ranks of the job, in the order of the group."""
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Unique in the job and the same on all members; children extend it."""
     @property
-    def lane(self) -> str: ...
+    def lane(self) -> str:
+        """What its operations run in order on: shown in messages, and as the name of a thread on the CPU."""
     @property
-    def transport(self) -> str: ...
+    def transport(self) -> str:
+        """One of "shm", "c10d" (gloo), "nccl", "solo" (one rank) and, with HPCOMM_EMULATE, "emulated"."""
     @property
-    def device(self) -> str: ...
+    def device(self) -> str:
+        """Where its tensors are: "cpu" or "cuda:0"."""
     @property
-    def control(self) -> Control: ...
+    def control(self) -> Control:
+        """The connection between the job's processes, which tells of aborts and of ranks that have failed."""
     @property
-    def timeout(self) -> float: ...
+    def timeout(self) -> float:
+        """Seconds that an operation may take, from when it starts on its lane."""
     def all_reduce(
         self, tensor: torch.Tensor, op: str = "sum", *, async_op: bool = False, timeout: float = -1.0
-    ) -> Work: ...
+    ) -> Work:
+        """Reduces ``tensor`` over the ranks, in place.
+
+        Args:
+            tensor: of a dtype that the device's transport sums: floats and complex numbers from 16 bits, int8 to int64,
+                uint8, bool; the same elements and dtype on all ranks. On the CPU 16-bit floats are summed in float32.
+            op: "sum", "avg", "product", "min", "max", "band", "bor" or "bxor" (the last three by bits).
+        """
     def reduce_scatter(
         self,
         output: torch.Tensor,
@@ -125,16 +164,36 @@ class Communicator:
         *,
         async_op: bool = False,
         timeout: float = -1.0,
-    ) -> Work: ...
+    ) -> Work:
+        """Reduces ``input`` over the ranks and keeps this rank's part.
+
+        Args:
+            output: one of ``size`` equal parts of ``input``, by elements; the same dtype. It may lie in ``input``, at
+                this rank's part.
+            op: as of :meth:`all_reduce`.
+        """
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, timeout: float = -1.0
-    ) -> Work: ...
+    ) -> Work:
+        """Collects ``input`` of all ranks in ``output``, in the order of ranks.
+
+        Args:
+            output: ``size`` times the elements of ``input``, the same dtype. ``input`` may be this rank's part of it.
+        """
     def all_to_all(
         self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, timeout: float = -1.0
-    ) -> Work: ...
-    def broadcast(self, tensor: torch.Tensor, root: int, *, async_op: bool = False, timeout: float = -1.0) -> Work: ...
-    def send(self, tensor: torch.Tensor, peer: int, *, async_op: bool = False, timeout: float = -1.0) -> Work: ...
-    def recv(self, tensor: torch.Tensor, peer: int, *, async_op: bool = False, timeout: float = -1.0) -> Work: ...
+    ) -> Work:
+        """Part i of ``input`` goes to rank i; part i of ``output`` comes from it.
+
+        Args:
+            output, input: of ``size`` equal parts, with as many elements, the same dtype.
+        """
+    def broadcast(self, tensor: torch.Tensor, root: int, *, async_op: bool = False, timeout: float = -1.0) -> Work:
+        """``tensor`` of rank ``root`` to all, in place."""
+    def send(self, tensor: torch.Tensor, peer: int, *, async_op: bool = False, timeout: float = -1.0) -> Work:
+        """Sends ``tensor`` to rank ``peer``. First in, first out for each pair of ranks; there are no tags."""
+    def recv(self, tensor: torch.Tensor, peer: int, *, async_op: bool = False, timeout: float = -1.0) -> Work:
+        """Receives into ``tensor`` what rank ``peer`` sends next: of the same dtype and number of elements."""
     def sendrecv(
         self,
         tensor: torch.Tensor,
@@ -144,18 +203,41 @@ class Communicator:
         *,
         async_op: bool = False,
         timeout: float = -1.0,
-    ) -> Work: ...
-    def barrier(self, *, async_op: bool = False, timeout: float = -1.0) -> Work: ...
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
-    def split(self, color: int, key: int = 0, lane: str | None = None) -> Communicator: ...
-    def subgroup(self, members: Sequence[int], lane: str) -> Communicator: ...
-    def begin_close(self) -> None: ...
-    def close(self) -> None: ...
-    def abort(self, reason: str = "the program asked for it") -> None: ...
+    ) -> Work:
+        """Sends ``tensor`` to ``peer`` and receives ``output`` from ``source``, neither behind the other."""
+    def barrier(self, *, async_op: bool = False, timeout: float = -1.0) -> Work:
+        """Ends when all ranks have issued it."""
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor, not initialised, in memory that the transport sends without a copy.
 
+        It is shared between the ranks of a host, or NCCL's. It is given back when the last view of it is gone.
+
+        Raises:
+            InvalidArgument: a negative size, or more bytes than a size counts.
+            TransportError: there is no room, in /dev/shm for one; the message has the sizes.
+        """
+    def split(self, color: int, key: int = 0, lane: str | None = None) -> Communicator:
+        """A communicator of the ranks that pass the same ``color``, ordered by ``key``, then rank (collective).
+
+        Args:
+            lane: its name, equal within a color; a second one of this communicator's by default.
+        """
+    def subgroup(self, members: Sequence[int], lane: str) -> Communicator:
+        """A communicator of ``members``, ranks of this one, on ``lane``; collective over the members alone."""
+    def begin_close(self) -> None:
+        """Starts what ``close`` does where that waits for other ranks, so that several end at once."""
+    def close(self) -> None:
+        """Waits for what was issued, then refuses more. Local and idempotent."""
+    def abort(self, reason: str = "the program asked for it") -> None:
+        """Ends all that was issued with ``Closed`` and ``reason``, and refuses more. Local; from any thread."""
+
+def check_lost_operations() -> None: ...
+def lose_operations(why: str) -> None: ...
 def built_with_cuda() -> bool: ...
 def nccl_version() -> str: ...
-def nccl_communicator(config: CommunicatorConfig, *, limits: Mapping[str, tuple[int, int, int]] = {}) -> Communicator:
+def nccl_communicator(
+    config: CommunicatorConfig, *, limits: Mapping[str, tuple[int, int, int]] = {}, will_be_split: bool = False
+) -> Communicator:
     """``limits``: by lane ("*": all others) min_ctas, max_ctas (0: NCCL's choice) and cga_cluster_size (-1)."""
 
 def solo_communicator(config: CommunicatorConfig) -> Communicator: ...

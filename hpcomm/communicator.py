@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCP
 from hpcomm import _C
 from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import HpcommError, InvalidArgument, RankFailed, SchemaMismatch, TimedOut, TransportError
+from hpcomm.nccl_variables import warn_of_registration
 from hpcomm.rendezvous import Look, awaited, interruptible, nothing
 
 if TYPE_CHECKING:
@@ -158,8 +159,10 @@ def first_communicator(
     lane: str,
     timeout: float,
     device: torch.device,
+    will_be_split: bool = False,
 ) -> Communicator:
-    """A communicator of all ranks of ``control`` (collective). ``ranks`` are these, in the communicator's order.
+    """A communicator of all ranks of ``control`` (collective). ``ranks`` are these, in the communicator's order. Over
+    NCCL one that ``will_be_split`` keeps what its parts are split from.
 
     For CPU tensors over shared memory, or gloo when the ranks span hosts; with ``HPCOMM_EMULATE`` it follows NCCL's
     rules, and so do all that are made from it. For CUDA tensors over NCCL; ``device`` has an index then.
@@ -183,7 +186,8 @@ def first_communicator(
     if device.type == "cuda":
         if emulation():
             raise InvalidArgument("HPCOMM_EMULATE=nccl is for CPU transports; on a GPU NCCL itself follows its rules")
-        return _C.nccl_communicator(config, limits=nccl_limits())
+        warn_of_registration()
+        return _C.nccl_communicator(config, limits=nccl_limits(), will_be_split=will_be_split)
     if len(members) == 1:
         return _emulated(_C.solo_communicator(config))
     chosen = cpu_transport()
@@ -350,9 +354,12 @@ def _is_loopback(address: str) -> bool:
 
 
 def _network() -> str:
-    """Two processes with the same one have the same loopback."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/net')}"  # noqa: PTH115
+    """Two processes with the same one have the same loopback; by the host's name in a sandbox that hides what tells."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/net')}"  # noqa: PTH115
+    except OSError:
+        return socket.gethostname()
 
 
 def cpu_transport() -> str:

@@ -8,11 +8,19 @@ from __future__ import annotations
 import threading
 
 _passing = threading.local()
+_told = [0]
 
 
 def comes_through_torch(message: str, rank: int, peer: int, operation: str, sequence: int) -> None:
     """What belongs to the next exception of this thread with this ``message``: torch hands on nothing but that."""
     _passing.error = (message, rank, peer, operation, sequence)
+
+
+def failures_told() -> int:
+    """How many errors that may be of a failed job this process has been given. Who asks twice knows whether the program
+    has heard of a failure in between.
+    """
+    return _told[0]
 
 
 class HpcommError(RuntimeError):
@@ -33,6 +41,8 @@ class HpcommError(RuntimeError):
         self.peer = peer
         self.operation = operation
         self.sequence = sequence
+        if isinstance(self, (RankFailed, PeerError, TimedOut, TransportError, Closed)):
+            _told[0] += 1
 
 
 class InvalidArgument(HpcommError, ValueError):
@@ -48,7 +58,7 @@ class PeerError(HpcommError):
 
 
 class TimedOut(HpcommError, TimeoutError):
-    """A deadline passed. ``HPCOMM_TIMEOUT`` (seconds) sets the default."""
+    """A deadline passed: of a mesh ``HPCOMM_TIMEOUT`` (seconds) or ``init(timeout=)``, of the backend torch's own."""
 
 
 class SchemaMismatch(HpcommError):

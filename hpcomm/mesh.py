@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import math
 import os
 import sys
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
+from hpcomm import _C
 from hpcomm.channel import forget_parted, let_go
 from hpcomm.communicator import (
     agree,
@@ -32,7 +34,7 @@ from hpcomm.communicator import (
     start_control,
 )
 from hpcomm.devices import pick_device
-from hpcomm.errors import Closed, InvalidArgument, PeerError, RankFailed, TimedOut, TransportError
+from hpcomm.errors import Closed, InvalidArgument, PeerError, RankFailed, TimedOut, TransportError, failures_told
 from hpcomm.rendezvous import interruptible, own_store
 
 if TYPE_CHECKING:
@@ -47,6 +49,19 @@ AXES = ("pp", "dp", "tp")  # outermost to innermost
 # names a group by its ranks, and one that is made after another of that name has been destroyed would read from the
 # store what that one left there; so the next mesh takes them, and they end with the default group.
 _idle: dict[tuple[tuple[int, ...], str], list[dist.ProcessGroup]] = {}
+
+_exit_codes: dict[int, int] = {}  # by process: a fork of this one has its own
+
+
+@atexit.register
+def _exit() -> None:
+    """An exception at exit would be printed and leave the exit code 0. Registered early, so that it runs late."""
+    if os.getpid() in _exit_codes:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_exit_codes[os.getpid()])
+
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -102,6 +117,7 @@ class Mesh:
         self._owns_group = owns_group
         self._closed = False
         self._process = os.getpid()
+        self._told_before = failures_told()
         world = math.prod(sizes.values())
         self.rank = rank
         self.size = world
@@ -120,6 +136,7 @@ class Mesh:
             lane="world",
             timeout=timeout,
             device=device,
+            will_be_split=True,
         )
         self._lanes: dict[tuple[tuple[int, ...], str], Communicator] = {}
         # Every rank makes its rows in the same order of axes: no two ranks wait for each other on different rows.
@@ -191,12 +208,17 @@ class Mesh:
         this mesh has ended, at its time-out at the latest. Idempotent; runs by itself at exit.
 
         In a forked child it does nothing: the parent has not left.
+
+        Raises:
+            RankFailed, PeerError: the job has failed, and nothing has raised that yet. Once; the mesh stays open.
         """
         if self._closed or os.getpid() != self._process:
             return
         # A Ctrl-C that ends one of these waits is an error as any: the peers are told.
         let_go(self.control, self.timeout)
         self._end_lanes()
+        if sys.exc_info()[1] is None:  # else the program ends for another reason
+            self._raise_unseen()
         self._closed = True
         self._lanes.clear()
         self._communicators.clear()
@@ -243,6 +265,17 @@ class Mesh:
                 if self.control.failure() is not None:
                     return  # that has ended what was issued
                 getattr(communicator, end)()
+
+    def _raise_unseen(self) -> None:
+        """Raises what the job failed of, if this program knows of no failure: it may have waited for nothing since, and
+        what it holds is not what the ranks agreed on.
+        """
+        reason = self.control.failure()
+        if reason is None or failures_told() != self._told_before:
+            return
+        _C.check_lost_operations()
+        if not reason.startswith("this rank gave up"):  # else the program told the others itself
+            self.control.check()
 
     def _row(self, axis: str) -> list[int]:
         stride = math.prod(list(self._sizes.values())[list(self._sizes).index(axis) + 1 :])
@@ -304,9 +337,13 @@ class Mesh:
                 return
             mesh = myself()
             # After a failure the connections stay until the process is gone: that is what the peers wait for.
-            if mesh is not None and mesh.control.failure() is None:
-                with contextlib.suppress(Exception):
-                    mesh.close()
+            if mesh is not None and not failed:
+                try:
+                    mesh._raise_unseen() if mesh.control.failure() else mesh.close()
+                except Exception as error:
+                    if mesh.control.failure():
+                        report(type(error), error, error.__traceback__)
+                        _exit_codes[process] = 1
             # A mesh that was dropped: torch's NCCL complains of a group that nobody destroys.
             if mesh is None and owned is not None and not failed and dist.is_initialized():
                 with contextlib.suppress(Exception):

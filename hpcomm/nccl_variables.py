@@ -6,6 +6,7 @@ is set later changes nothing, and NCCL does not say what it read. What the user 
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -14,13 +15,14 @@ __all__: list[str] = []
 
 # Kernels start in the order of issue. (From 2.31 on each communicator is told, and this is not needed.)
 ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
 DEFAULTS = {
     ORDER: "1",
     # Where NCCL keeps that order, threads that launch on one device at the same time are an error of NCCL's by default,
     # torch's own too. Such threads have no order here either; it is no reason to end a job.
     "NCCL_LAUNCH_RACE_FATAL": "0",
     # Memory of ncclMemAlloc is used in place inside captures, which is wrong where the other end has other memory.
-    "NCCL_GRAPH_REGISTER": "0",
+    GRAPH_REGISTER: "0",
 }
 
 
@@ -50,6 +52,18 @@ def _says_yes(value: str) -> bool:
         return int(value) != 0
     except ValueError:
         return False
+
+
+@functools.cache
+def warn_of_registration() -> None:
+    """A line on stderr, once, where memory may be used in place inside captures: what arrives may be wrong then."""
+    value = os.environ.get(GRAPH_REGISTER, "1")
+    if value != "0":
+        print(
+            f"hpcomm: with {GRAPH_REGISTER}={value} NCCL uses memory of ncclMemAlloc in place in CUDA graphs; where "
+            "the other ranks' memory is of another kind, what arrives is undefined. Unset it, or set 0",
+            file=sys.stderr,
+        )
 
 
 ORDER_IN_TIME = set_defaults()  # read by the native module

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     report: dict[str, Any] = {
         "question": f"gpu-{arguments[0]}",
         "environment": environment(found),
-        "command": shlex.join(["make", f"gpu-{arguments[0]}", *arguments[1:]]),
+        "command": as_called(arguments[0], arguments[1:]),
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
     try:
@@ -78,6 +78,14 @@ def main(arguments: Sequence[str]) -> int:
         return code if found["ranks"] == check_gpu.most_ranks(found) else code or 1
     finally:
         copy_results()
+
+
+def as_called(what: str, arguments: Sequence[str]) -> str:
+    """The call of make that comes here with these arguments."""
+    if not arguments:
+        return f"make gpu-{what}"
+    variable = {"test": "PYTEST_ARGS", "bench": "BENCH_ARGS"}[what]
+    return f"make gpu-{what} {variable}={shlex.quote(shlex.join(arguments).replace('$', '$$'))}"
 
 
 def environment(found: dict[str, Any]) -> dict[str, Any]:
@@ -226,7 +234,7 @@ def run_tests(arguments: list[str], found: dict[str, Any], report: dict[str, Any
     variables["HPCOMM_TEST_REPORT"] = str(lines)
     files = [part for part in arguments if part.startswith("tests")]
     options = [part for part in arguments if not part.startswith("tests")]
-    codes = []
+    codes: list[int] = []
     for together in parts(files, marked="-m" in options, lots=max(1, min(3, found["cores"] // CORES_PER_LOT))):
         commands = [
             [sys.executable, "-m", "pytest", "-q", "-m", marks, "-p", "gpu_report", "-p", "no:cacheprovider",
@@ -234,7 +242,7 @@ def run_tests(arguments: list[str], found: dict[str, Any], report: dict[str, Any
             for marks, chosen in together
         ]  # fmt: skip
         codes += run_until(commands, variables, end)
-    code = max(0 if code == NO_TESTS else code for code in codes)
+    code = exit_code(codes)
     tests = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
     counts: dict[str, int] = {}
     for test in tests:
@@ -315,6 +323,14 @@ TIME_IS_UP = 124
 NO_TESTS = 5  # pytest, when what was asked for picks none
 
 
+def exit_code(codes: Sequence[int]) -> int:
+    """That of the first process that failed, as a shell would say it; 0 when none did."""
+    failed = [code for code in codes if code not in (0, NO_TESTS)]
+    if not failed:
+        return 0
+    return failed[0] if failed[0] > 0 else 128 - failed[0]  # Popen's -11: ended by signal 11
+
+
 def run_until(commands: list[list[str]], variables: dict[str, str], end: float) -> list[int]:
     """Runs them side by side; the first prints, what the others print comes after it. When the time is up interrupts
     them, and ends their whole sessions when that does not help.
@@ -343,6 +359,9 @@ def run_until(commands: list[list[str]], variables: dict[str, str], end: float) 
             if output is not None:
                 output.seek(0)
                 print(f"\n== {shlex.join(process.args)}\n{output.read()}", flush=True)  # type: ignore[arg-type]
+            if codes[-1] < 0:
+                by = signal.Signals(-codes[-1]).name
+                print(f"FAILED by {by}: {shlex.join(process.args)}", file=sys.stderr, flush=True)  # type: ignore[arg-type]
     return codes
 
 

@@ -33,6 +33,7 @@ class Row(NamedTuple):
 COPY_RATE = ">= 80 % of the copy rate"
 PER_TENSOR = ">= 5x faster than a copy_ per tensor"
 HOST = "< 15 us"
+NO_WRAPPER = "one rank: within 2 % of no wrapper"
 STOCK_DDP = "not slower than stock DDP at its best"
 UNDER_COMPUTE = "> 90 % of the reductions' time under compute"
 STOCK_PIPELINE = "not slower than torch's 1F1B"
@@ -60,11 +61,12 @@ ROWS = (
     ),
     Row("host time of an all-reduce, one rank", "issue", "all_reduce of 1 KB, 1 rank(s)", HOST),
     Row("host time of an all-reduce, two ranks", "issue-2", "all_reduce of 1 KB, 2 rank(s)", HOST),
+    Row("host time of a bucket, one rank", "issue", "a bucket of 16 gradients, 1 rank(s)", HOST),
     Row("host time of a bucket, two ranks", "issue-2", "a bucket of 16 gradients, 2 rank(s)", HOST),
     Row("host time of a fused send, two ranks", "issue-2", "a send of 32 x 4 KB, 2 rank(s)", HOST),
-    Row(
-        "DDP of 8 x Linear(4096), one rank", "ddp", "8 x Linear(4096), batch 512", "one rank: within 2 % of no wrapper"
-    ),
+    Row("DDP of 8 x Linear(4096), one rank", "ddp", "8 x Linear(4096), batch 512", NO_WRAPPER),
+    Row("DDP of 200 x Linear(128), one rank", "ddp", "200 x Linear(128), batch 64", NO_WRAPPER),
+    Row("DDP of 24 x Linear(1024), one rank", "ddp", "24 x Linear(1024), batch 1024", NO_WRAPPER),
     Row(
         "DDP of 8 x Linear(4096), two ranks",
         "ddp-2",
@@ -78,7 +80,7 @@ ROWS = (
         STOCK_DDP,
     ),
     Row("DDP of 24 x Linear(1024), two ranks", "ddp-2", "24 x Linear(1024), batch 1024", STOCK_DDP),
-    Row("its reductions under compute", "ddp-2", "24 x Linear(1024), batch 1024", UNDER_COMPUTE),
+    Row("reductions of 24 x Linear(1024) under compute", "ddp-2", "24 x Linear(1024), batch 1024", UNDER_COMPUTE),
     Row("reductions of 200 x Linear(128) under compute", "ddp-2", "200 x Linear(128), batch 64", UNDER_COMPUTE),
     Row(
         "reductions of 8 x Linear(4096) under compute",
@@ -87,24 +89,24 @@ ROWS = (
         UNDER_COMPUTE,
     ),
     Row(
-        "message of 32 x 16 KB",
+        "message of 32 x 16 KB both ways, frozen schema",
         "channel",
         '32 x 16 KB, both ways: hpcomm, schema="frozen"',
         BATCH,
     ),
     Row(
-        "message of 8 x 8 MB",
+        "message of 8 x 8 MB both ways, frozen schema",
         "channel",
         '8 x 8 MB, both ways: hpcomm, schema="frozen"',
         BATCH,
     ),
     Row(
-        "message of 1 x 64 MB",
+        "message of 1 x 64 MB both ways, frozen schema",
         "channel",
         '1 x 64 MB, both ways: hpcomm, schema="frozen"',
         BATCH,
     ),
-    Row("message of 1 x 64 MB, one way", "channel", "1 x 64 MB, one way: hpcomm", BATCH),
+    Row("message of 1 x 64 MB one way", "channel", "1 x 64 MB, one way: hpcomm", BATCH),
     Row(
         "step of two stages of 8 x Linear(2048)",
         "pipeline",
@@ -160,9 +162,10 @@ def render(results: Path) -> str:
         if any(each != NONE for each in cells):
             cells = ["" if each == NONE else each for each in cells]
         lines.append(f"| {row.label} | {row.wanted} | {' | '.join(cells)} |")
+    lines += [""]
     for document in documents:
-        lines += ["", f"{title(document)}: `{document['command']}`, {document['date']}, commit "
-                      f"{document['environment']['commit']}."]  # fmt: skip
+        lines += [f"- {title(document)}: `{document['command']}`, {document['date']}, commit "
+                  f"{document['environment']['commit']}."]  # fmt: skip
     return "\n".join([*lines, "", tests(results)])
 
 
@@ -175,6 +178,8 @@ def tests(results: Path) -> str:
     if "counts" not in document:
         return f"Tests on a GPU (`make gpu-test`): {document.get('failed', 'something')} failed."
     counts = ", ".join(f"{number} {outcome}" for outcome, number in sorted(document["counts"].items()))
+    if document.get("exit_code", 0) != 0 and not {"failed", "error"} & set(document["counts"]):
+        counts += f", and exit code {document['exit_code']}"  # a crash, or the time was up: no test says so
     return f"Tests on a GPU (`make gpu-test`): {counts}; {title(document)}, commit {document['environment']['commit']}."
 
 

@@ -22,7 +22,8 @@ NO_CUDA_TORCH = Found(torch="2.13.0+cpu", torch_cuda="", nvcc="/cuda/bin/nvcc", 
 NO_NVCC = Found(torch="2.11.0+cu130", torch_cuda="13.0", nvcc="", nvcc_release="")
 DEAF_NVCC = Found(torch="2.11.0+cu130", torch_cuda="13.0", nvcc="/cuda/bin/nvcc", nvcc_release="")
 OTHER_MAJOR = Found(torch="2.11.0+cu130", torch_cuda="13.0", nvcc="/cuda/bin/nvcc", nvcc_release="12.8")
-OLD = Found(torch="2.11.0+cu118", torch_cuda="11.8", nvcc="/cuda/bin/nvcc", nvcc_release="11.8")
+OLD = Found(torch="2.11.0+cu126", torch_cuda="12.6", nvcc="/cuda/bin/nvcc", nvcc_release="12.0")
+OLDEST = Found(torch="2.11.0+cu126", torch_cuda="12.6", nvcc="/cuda/bin/nvcc", nvcc_release="12.1")
 
 LACKS = [
     (NO_CUDA_TORCH, "the torch that is installed (2.13.0+cpu) is a build without CUDA"),
@@ -33,7 +34,7 @@ LACKS = [
         "torch 2.11.0+cu130 is built with CUDA 13.0 and /cuda/bin/nvcc is CUDA 12.8: "
         "the major versions have to be equal",
     ),
-    (OLD, "/cuda/bin/nvcc is CUDA 11.8, older than 12.0"),
+    (OLD, "/cuda/bin/nvcc is CUDA 12.0, older than 12.1"),
 ]
 
 
@@ -53,9 +54,10 @@ def test_use_cuda_takes_nothing_else() -> None:
         cuda_choice.read_wish("yes")
 
 
+@pytest.mark.parametrize("found", [COMPLETE, OLDEST])
 @pytest.mark.parametrize("wish", ["auto", "1"])
-def test_cuda_where_everything_is_there(wish: str) -> None:
-    assert cuda_choice.choose(wish, COMPLETE) == cuda_choice.Choice(on=True)
+def test_cuda_where_everything_is_there(wish: str, found: Found) -> None:
+    assert cuda_choice.choose(wish, found) == cuda_choice.Choice(on=True)
 
 
 def test_cuda_is_left_out_on_demand() -> None:

@@ -9,8 +9,10 @@ import importlib
 import itertools
 import json
 import os
+import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -523,6 +525,15 @@ def test_a_module_that_was_carried_needs_nothing_that_builds(
     assert "nvcc, the compiler" not in capsys.readouterr().err
 
 
+def test_the_command_in_the_results_is_one_that_make_takes() -> None:
+    assert gpu_command.as_called("test", []) == "make gpu-test"
+    assert gpu_command.as_called("test", ["-x"]) == "make gpu-test PYTEST_ARGS=-x"
+    given = ["tests/cuda/test_x.py", "-k", "one or two$"]
+    called = shlex.split(gpu_command.as_called("test", given))
+    done = subprocess.run([*called, "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert shlex.split(done.stdout.splitlines()[-1])[-4:] == ["test", *given]
+
+
 def test_benchmarks_need_neither_pytest_nor_hypothesis() -> None:
     bare = facts(modules={"setuptools": True, "pytest": False, "hypothesis": False})
     assert len(check_gpu.missing(bare, "test")) == 2
@@ -643,7 +654,7 @@ def test_results_are_written_and_copied_when_everything_fails(
     assert gpu_command.main(["bench", "--only", "launches", "--quick"]) == 1
     document = json.loads((out / "gpu-bench-nvidia-h100-80gb-hbm3.json").read_text())
     assert document["environment"]["commit"] == "abc"
-    assert document["command"] == "make gpu-bench --only launches --quick"
+    assert document["command"] == "make gpu-bench BENCH_ARGS='--only launches --quick'"
     assert document["benchmarks"]["launches"]["status"] == "failed"
     assert "Traceback" in document["benchmarks"]["launches"]["tracebacks"][0]
     assert document["benchmarks"]["launches-2"]["status"] == "skipped"
@@ -695,6 +706,27 @@ def test_tests_that_hang_end_the_session(tmp_path: Path) -> None:
 # --- README -----------------------------------------------------------------------------------------------------------
 
 
+def test_a_part_that_a_signal_ended_fails_the_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu_command.exit_code([0, gpu_command.NO_TESTS, 0]) == 0
+    assert gpu_command.exit_code([0, -11]) == 139
+    assert gpu_command.exit_code([gpu_command.NO_TESTS, 1, 124]) == 1
+    dies = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"]
+    monkeypatch.setattr(gpu_command, "GRACE", 1.0)
+    codes = gpu_command.run_until([[sys.executable, "-c", ""], dies], dict(os.environ), time.monotonic() + 60)
+    assert codes == [0, -11]
+    assert "FAILED by SIGSEGV: " in capfd.readouterr().err
+    document = {
+        "environment": {"commit": "abc", "gpu": "NVIDIA H100 80GB HBM3"},
+        "counts": {"passed": 7},
+        "exit_code": 139,
+    }
+    monkeypatch.setattr(gpu_table, "title", lambda _: "H100")
+    (tmp_path / "gpu-test.json").write_text(json.dumps(document))
+    assert "7 passed, and exit code 139; H100, commit abc" in gpu_table.tests(tmp_path)
+
+
 def test_the_readme_has_the_figures_that_the_results_say() -> None:
     text = gpu_table.README.read_text()
     block = gpu_table.render(gpu_table.RESULTS)
@@ -721,7 +753,8 @@ def test_the_table_shows_targets_misses_and_what_was_not_measured(tmp_path: Path
     assert "| pack 1 x 64 MB, share of the copy rate | >= 80 % of the copy rate | 91 % |" in text
     assert "| >= 80 % of the copy rate | 71 % (missed) |" in text
     assert "| DDP of 8 x Linear(4096), one rank | one rank: within 2 % of no wrapper | failed |" in text
-    assert "| message of 8 x 8 MB | not slower than batch_isend_irecv | not yet measured |" in text
+    row = "| message of 8 x 8 MB both ways, frozen schema | not slower than batch_isend_irecv | not yet measured |"
+    assert row in text
     assert "NVIDIA X, torch 2.11.0, NCCL 2.30.7: `make gpu-bench`, today, commit abc." in text
     assert "(`make gpu-test`): not yet measured." in text
     (tmp_path / "gpu-test.json").write_text(json.dumps({"environment": environment, "counts": {"passed": 3}}))

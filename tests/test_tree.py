@@ -38,6 +38,7 @@ MODULES = (
     "backend",
     "mesh",
     "ddp.module",
+    "ddp.parameters",
     "ddp.lane",
     "ddp.choice",
     "ddp.meeting",

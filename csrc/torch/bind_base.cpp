@@ -3,11 +3,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
+#include "native_docs.h"
 #include "stream/stream.h"
 #include "torch/bindings.h"
 #include "torch/device.h"
 #include "torch/gil.h"
+#include "torch/lost_operations.h"
 
 namespace py = pybind11;
 
@@ -50,6 +53,18 @@ void check_signals() {
 }
 
 void bind_base(py::module_& module) {
+  module.def("check_lost_operations", &check_lost_operations);
+  // What the watchdog of NCCL does, for tests of builds without; from any thread.
+  module.def(
+      "lose_operations",
+      [](const std::string& why) {
+        if (static bool begun = false; !std::exchange(begun, true)) {
+          raise_lost_operations();
+        }
+        tell_main_thread(Error(ErrorKind::kRankFailed, why));
+      },
+      py::arg("why"));
+
   py::class_<Event>(module, "Event")
       .def("done", &Event::done)
       .def(
@@ -72,18 +87,23 @@ void bind_base(py::module_& module) {
         (void)wait_in_slices(in_seconds(-1), [&](Deadline until) { return event.wait_until(until); });
       });
 
-  py::class_<Work, std::shared_ptr<Work>>(module, "Work")
+  py::class_<Work, std::shared_ptr<Work>>(module, "Work", docs::Work::kClass)
       .def(
-          "wait", [](const Work& work, double timeout) { wait_for(work, timeout); }, py::arg("timeout") = -1.0)
-      .def("done",
-           [](const Work& work) {
-             work.require_parent();
-             return work.done();
-           })
-      .def("event", &Work::event)
-      .def_property_readonly("operation", [](const Work& work) { return work.what().operation; })
-      .def_property_readonly("peer", [](const Work& work) { return work.what().peer; })
-      .def_property_readonly("sequence", [](const Work& work) { return work.what().sequence; });
+          "wait", [](const Work& work, double timeout) { wait_for(work, timeout); }, py::arg("timeout") = -1.0,
+          docs::Work::wait)
+      .def(
+          "done",
+          [](const Work& work) {
+            work.require_parent();
+            return work.done();
+          },
+          docs::Work::done)
+      .def("event", &Work::event, docs::Work::event)
+      .def_property_readonly(
+          "operation", [](const Work& work) { return work.what().operation; }, docs::Work::operation)
+      .def_property_readonly(
+          "peer", [](const Work& work) { return work.what().peer; }, docs::Work::peer)
+      .def_property_readonly("sequence", [](const Work& work) { return work.what().sequence; }, docs::Work::sequence);
 }
 
 }  // namespace hpcomm

@@ -11,11 +11,13 @@
 #include "comm/shm/near_control.h"
 #include "comm/shm/shm_communicator.h"
 #include "comm/solo/solo_communicator.h"
+#include "native_docs.h"
 #include "torch/bindings.h"
 #include "torch/c10d_communicator.h"
 #include "torch/comm_calls.h"
 #include "torch/device.h"
 #include "torch/gil.h"
+#include "torch/lost_operations.h"
 #include "torch/tensor.h"
 
 namespace py = pybind11;
@@ -105,61 +107,72 @@ void bind_comm(py::module_& module) {
 
   const auto later = py::arg("async_op") = false;
   const auto limit = py::arg("timeout") = -1.0;
-  py::class_<Communicator, std::shared_ptr<Communicator>> communicator(module, "Communicator");
-  communicator.def_property_readonly("rank", &Communicator::rank)
-      .def_property_readonly("size", &Communicator::size)
-      .def_property_readonly("ranks", &Communicator::ranks)
-      .def_property_readonly("name", &Communicator::name)
-      .def_property_readonly("lane", &Communicator::lane)
-      .def_property_readonly("transport", &Communicator::transport)
-      .def_property_readonly("control", &Communicator::shared_control)
-      .def_property_readonly("timeout",
-                             [](const Communicator& self) { return static_cast<double>(self.timeout().count()) / 1e3; })
-      .def_property_readonly("device", [](const Communicator& self) { return torch_device(self.device()).str(); })
+  py::class_<Communicator, std::shared_ptr<Communicator>> communicator(module, "Communicator",
+                                                                       docs::Communicator::kClass);
+  communicator.def_property_readonly("rank", &Communicator::rank, docs::Communicator::rank)
+      .def_property_readonly("size", &Communicator::size, docs::Communicator::size)
+      .def_property_readonly("ranks", &Communicator::ranks, docs::Communicator::ranks)
+      .def_property_readonly("name", &Communicator::name, docs::Communicator::name)
+      .def_property_readonly("lane", &Communicator::lane, docs::Communicator::lane)
+      .def_property_readonly("transport", &Communicator::transport, docs::Communicator::transport)
+      .def_property_readonly("control", &Communicator::shared_control, docs::Communicator::control)
+      .def_property_readonly(
+          "timeout", [](const Communicator& self) { return static_cast<double>(self.timeout().count()) / 1e3; },
+          docs::Communicator::timeout)
+      .def_property_readonly(
+          "device", [](const Communicator& self) { return torch_device(self.device()).str(); },
+          docs::Communicator::device)
       .def(
           "all_reduce",
           [](Communicator& self, const at::Tensor& tensor, const std::string& op, bool async_op, double timeout) {
             return calls::all_reduce(self, tensor, calls::parse_op(op), async_op, timeout);
           },
-          py::arg("tensor"), py::arg("op") = "sum", py::kw_only(), later, limit)
+          py::arg("tensor"), py::arg("op") = "sum", py::kw_only(), later, limit, docs::Communicator::all_reduce)
       .def(
           "reduce_scatter",
           [](Communicator& self, const at::Tensor& output, const at::Tensor& input, const std::string& op,
              bool async_op, double timeout) {
             return calls::reduce_scatter(self, output, input, calls::parse_op(op), async_op, timeout);
           },
-          py::arg("output"), py::arg("input"), py::arg("op") = "sum", py::kw_only(), later, limit)
-      .def("all_gather", &calls::all_gather, py::arg("output"), py::arg("input"), py::kw_only(), later, limit)
-      .def("all_to_all", &calls::all_to_all, py::arg("output"), py::arg("input"), py::kw_only(), later, limit)
-      .def("broadcast", &calls::broadcast, py::arg("tensor"), py::arg("root"), py::kw_only(), later, limit)
-      .def("send", &calls::send, py::arg("tensor"), py::arg("peer"), py::kw_only(), later, limit)
-      .def("recv", &calls::recv, py::arg("tensor"), py::arg("peer"), py::kw_only(), later, limit)
+          py::arg("output"), py::arg("input"), py::arg("op") = "sum", py::kw_only(), later, limit,
+          docs::Communicator::reduce_scatter)
+      .def("all_gather", &calls::all_gather, py::arg("output"), py::arg("input"), py::kw_only(), later, limit,
+           docs::Communicator::all_gather)
+      .def("all_to_all", &calls::all_to_all, py::arg("output"), py::arg("input"), py::kw_only(), later, limit,
+           docs::Communicator::all_to_all)
+      .def("broadcast", &calls::broadcast, py::arg("tensor"), py::arg("root"), py::kw_only(), later, limit,
+           docs::Communicator::broadcast)
+      .def("send", &calls::send, py::arg("tensor"), py::arg("peer"), py::kw_only(), later, limit,
+           docs::Communicator::send)
+      .def("recv", &calls::recv, py::arg("tensor"), py::arg("peer"), py::kw_only(), later, limit,
+           docs::Communicator::recv)
       .def("sendrecv", &calls::sendrecv, py::arg("tensor"), py::arg("peer"), py::arg("output"), py::arg("source"),
-           py::kw_only(), later, limit)
-      .def("barrier", &calls::barrier, py::kw_only(), later, limit)
-      .def("allocate", &allocate, py::arg("shape"), py::arg("dtype"))
+           py::kw_only(), later, limit, docs::Communicator::sendrecv)
+      .def("barrier", &calls::barrier, py::kw_only(), later, limit, docs::Communicator::barrier)
+      .def("allocate", &allocate, py::arg("shape"), py::arg("dtype"), docs::Communicator::allocate)
       .def(
           "split",
           [](Communicator& self, int color, int key, const std::optional<std::string>& lane) {
             const WithoutGil scope;
             return released_without_gil(self.split(color, key, lane));
           },
-          py::arg("color"), py::arg("key") = 0, py::arg("lane") = py::none())
+          py::arg("color"), py::arg("key") = 0, py::arg("lane") = py::none(), docs::Communicator::split)
       .def(
           "subgroup",
           [](Communicator& self, const std::vector<int>& members, const std::string& lane) {
             const WithoutGil scope;
             return released_without_gil(self.subgroup(members, lane));
           },
-          py::arg("members"), py::arg("lane"))
-      .def("begin_close", &end<&Communicator::begin_close>)
-      .def("close", &end<&Communicator::close>)
+          py::arg("members"), py::arg("lane"), docs::Communicator::subgroup)
+      .def("begin_close", &end<&Communicator::begin_close>, docs::Communicator::begin_close)
+      .def("close", &end<&Communicator::close>, docs::Communicator::close)
       .def(
           "abort",
           [](Communicator& self, const std::string& reason) {
             self.abort(Error(ErrorKind::kClosed, "aborted: " + reason, self.context("abort", -1, 0)));
           },
-          py::arg("reason") = "the program asked for it", py::call_guard<py::gil_scoped_release>());
+          py::arg("reason") = "the program asked for it", py::call_guard<py::gil_scoped_release>(),
+          docs::Communicator::abort);
   put_direct_calls(communicator);
 
   module.def(
@@ -168,12 +181,13 @@ void bind_comm(py::module_& module) {
       py::arg("config"));
   module.def(
       "nccl_communicator",
-      [](const CommunicatorConfig& config, const LimitsByLane& limits) {
+      [](const CommunicatorConfig& config, const LimitsByLane& limits, bool will_be_split) {
         const NcclOptions options = nccl_options(limits);
+        raise_lost_operations();
         const WithoutGil scope;
-        return released_without_gil(make_nccl_communicator(config, options));
+        return released_without_gil(make_nccl_communicator(config, options, will_be_split));
       },
-      py::arg("config"), py::kw_only(), py::arg("limits") = LimitsByLane());
+      py::arg("config"), py::kw_only(), py::arg("limits") = LimitsByLane(), py::arg("will_be_split") = false);
   module.def("nccl_version", &nccl_version);
   set_launch_order_in_time(py::module_::import("hpcomm.nccl_variables").attr("ORDER_IN_TIME").cast<bool>());
   module.def("built_with_cuda", &built_with_cuda);

@@ -15,6 +15,7 @@
 #include "torch/device.h"
 #include "torch/gil.h"
 #include "torch/lane_backend.h"
+#include "torch/lost_operations.h"
 #include "torch/make_backend.h"
 
 namespace hpcomm {
@@ -243,6 +244,10 @@ class DeviceBackend final : public c10d::Backend {
       const auto lock = locked();
       const Device device = device_of(where);
       if (!cuda_) {
+        {
+          const pybind11::gil_scoped_acquire gil;
+          raise_lost_operations();
+        }
         const WithoutGil scope;
         CommunicatorConfig config = group_;
         config.name += "/cuda";
@@ -251,7 +256,8 @@ class DeviceBackend final : public c10d::Backend {
         config.compute = compute_stream(device);
         config.timeout = timeout_.count() > 0 ? timeout_ : group_.timeout;
         config.poll = &poll_signals;
-        cuda_ = c10::make_intrusive<LaneBackend>(make_nccl_communicator(std::move(config), options_));
+        // Its parts are made from the host's: see split().
+        cuda_ = c10::make_intrusive<LaneBackend>(make_nccl_communicator(std::move(config), options_, false));
         device_ = device;
       }
       HPCOMM_REQUIRE(device == device_, "this group began on ", torch_device(device_).str(),

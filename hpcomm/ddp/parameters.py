@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from hpcomm.ddp.module import in_functional_call
 from hpcomm.errors import InvalidArgument
 
-if TYPE_CHECKING:
-    from hpcomm.ddp.wrapper import DistributedDataParallel
-
 __all__: list[str] = []
 
 Named = tuple[str, torch.nn.Parameter]
 
 
-def for_reducer(wrapper: DistributedDataParallel, own: Sequence[Named], trained: Sequence[Named]) -> list[Named]:
+def for_reducer(
+    wrapper: torch.nn.parallel.DistributedDataParallel, own: Sequence[Named], trained: Sequence[Named]
+) -> list[Named]:
     """Those that torch's reducer would have, in the order of the module.
 
     Args:

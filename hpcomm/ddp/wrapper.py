@@ -53,7 +53,8 @@ class DistributedDataParallel(_StockDDP):
     them, so ``.grad`` may be kept, also when the wrapper and its group are gone.
 
     Parameters that are DTensors, such as those under FSDP2's ``fully_shard``, are left alone: neither broadcast nor
-    reduced. What they are averaged over is their mesh's business.
+    reduced. What they are averaged over is their mesh's business. But with a ``device_mesh`` that is a part of a larger
+    one torch wraps the local tensors of a tensor-parallel module, which are reduced.
 
     Args:
         module: the same on every rank.

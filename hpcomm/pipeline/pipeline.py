@@ -305,7 +305,7 @@ class Pipeline(LocalModel):
             ``link_bytes_per_second`` and those of collectives where they count.
         """
         number, before = self.step_number, self._runner.recorder
-        times = [Times() for _ in range(steps)]
+        times = [Times(self.mesh.device) for _ in range(steps)]
         for each in times:
             self._runner.recorder = each
             _, begin = each.clocks()

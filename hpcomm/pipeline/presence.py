@@ -25,6 +25,7 @@ class Presence:
         self._parameters = list(parameters)
         self._has = [True] * len(self._parameters)
         self._mine = torch.ones(len(self._parameters), dtype=torch.int32, device=lane.device)
+        self._sent = self._mine
         self._anywhere = torch.empty_like(self._mine)
         self._work: Work | None = None
 
@@ -33,7 +34,9 @@ class Presence:
         has = [parameter.grad is not None for parameter in self._parameters]
         if has != self._has:
             self._has = has
-            self._mine.copy_(torch.tensor(has, dtype=torch.int32))
+            # Pinned, so that the host does not wait for a GPU's copy; kept, for that may run later.
+            self._sent = torch.tensor(has, dtype=torch.int32, pin_memory=self._mine.device.type == "cuda")
+            self._mine.copy_(self._sent, non_blocking=True)
         self._wait()  # nobody may have asked for the last answer
         self._anywhere.copy_(self._mine)
         self._work = self._lane.all_reduce(self._anywhere, "max", async_op=True)

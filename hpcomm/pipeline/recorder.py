@@ -48,11 +48,15 @@ def recorder_for(rank: int, *, on_cpu: bool) -> Recorder | None:
 
 class Times:
     """Times are those of the host, in nanoseconds of the monotonic clock, which the ranks of a host share. An action's
-    time includes its wait for messages, which is noted beside it; its CPU time, this thread's, does not. On a GPU they
-    say when work was issued.
+    time includes its wait for messages, which is noted beside it; its CPU time, this thread's, does not.
+
+    Args:
+        device: where it is a GPU, the host waits at each look at the clocks for what it was given, so that times are of
+            computations. Without, they say when work was issued.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._gpu = device if device is not None and device.type == "cuda" else None
         self.actions: list[tuple[int, int, int, int, int]] = []  # operation, begin, waited, end, CPU time
         self.messages: list[tuple[int, int, int]] = []  # operation, begin of the wait for it, end
         self.sizes: dict[tuple[int, int], list[int]] = {}  # bytes of the messages that this rank sent, by stages
@@ -67,9 +71,10 @@ class Times:
         """The clock."""
         return time.monotonic_ns()
 
-    @staticmethod
-    def clocks() -> tuple[int, int]:
+    def clocks(self) -> tuple[int, int]:
         """The clock, and this thread's CPU time."""
+        if self._gpu is not None:
+            torch.cuda.current_stream(self._gpu).synchronize()  # no lane: one may wait for what is not issued yet
         return time.monotonic_ns(), time.thread_time_ns()
 
     def sent(self, source: int, destination: int, message: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_tools import blocking_calls, host_never_waits, mesh_on, run, synchronize, traced
+from gpu_tools import blocking_calls, host_never_waits, mesh_on, run, sleep, synchronize, traced
 from torch import nn
 
 import hpcomm
@@ -237,3 +237,28 @@ def test_a_frozen_step_in_a_graph_is_replayed_with_new_data(axes: dict[str, int]
     results = run("cuda", world_of(axes), captured, axes, schedule, parts)
     for i, salt in enumerate((1, 2, 3)):
         require_one_process([mine[i] for mine in results], axes.get("dp", 1), salt)
+
+
+class Sleeps(nn.Module):
+    """Takes the device 20 ms, and the host nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sleep(x.device.type, 20.0)
+        return x
+
+
+def costs_of_a_slow_stage(device: str) -> list[float]:
+    with mesh_on(device, pp=2) as mesh:
+        layers = nn.Sequential(nn.Linear(10, 10), Sleeps(), nn.Linear(10, 10), nn.Linear(10, 4)).double()
+        pipe = hpcomm.Pipeline(layers, mesh=mesh, num_microbatches=2, loss_fn=mse, split_at=[2])
+        x, y = batch(0, device)
+        return [stage.forward_seconds for stage in pipe.measure(x, target=y).stages]
+
+
+@pytest.mark.cuda
+@pytest.mark.multirank
+def test_measure_finds_the_stage_whose_computations_take_long() -> None:
+    """And not what it takes to issue them, which is the same for all."""
+    for slow, fast in run("cuda", 2, costs_of_a_slow_stage):
+        assert slow > 0.01  # the GPU cannot be done before
+        assert slow > 2 * fast

@@ -226,6 +226,55 @@ TEST(nccl_abort_ends_all_ranks_and_streams_go_on) {
   });
 }
 
+namespace {
+
+std::atomic<int> told = 0;
+
+void tell(const Error& why) noexcept {
+  if (why.kind() == ErrorKind::kPeerError || why.kind() == ErrorKind::kTimedOut) {
+    ++told;
+  }
+}
+
+}  // namespace
+
+TEST(nccl_host_is_told_of_lost_operations_before_streams_go_on) {
+  // A program that is ahead of its device, and waits for nothing: the optimizer's kernels come behind the reduction.
+  for (const bool times_out : {false, true}) {
+    told = 0;
+    set_failure_hook(&tell);
+    NcclJob job(2);
+    job.run_threads([&](int rank) {
+      const auto world = job.connected(rank);
+      const auto unused = job.connected(rank, "unused");
+      DeviceVector<float> values(rank, 4);
+      std::atomic<int> seen = -1;
+      const auto compute = make_cuda_stream(pooled_stream(rank), rank);
+      if (rank == 0) {
+        OpOptions hasty;
+        hasty.timeout = times_out ? 100ms : 20s;
+        compute->wait(world->all_reduce(values.view(), ReduceOp::kSum, hasty)->event());
+        CHECK_EQ(
+            fake_cuda_enqueue(static_cast<cudaStream_t>(compute->native_handle()), [&seen] { seen = told.load(); }),
+            cudaSuccess);
+      }
+      job.meet(rank, 1);
+      if (rank == 1 && !times_out) {
+        job.control(rank)->abort("the model");
+      }
+      compute->synchronize();
+      CHECK(eventually([&] { return world->aborted().has_value() && unused->aborted().has_value(); }, 20s));
+      if (rank == 0) {
+        CHECK_EQ(seen.load(), 1);
+      }
+      world->close();
+      unused->close();
+    });
+    CHECK_EQ(told.load(), 1);  // not of lanes that had nothing to lose, nor of the rank that gave up
+    set_failure_hook(nullptr);
+  }
+}
+
 TEST(nccl_close_finishes_what_was_issued) {
   NcclJob job(2);
   job.run_threads([&](int rank) {

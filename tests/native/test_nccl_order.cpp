@@ -34,6 +34,38 @@ void use_two_lanes(const NcclJob& job, int rounds) {
   });
 }
 
+// Both ranks send on a lane of their own before they receive on the other's, `rounds` times, and meet in between.
+void cross(const NcclJob& job, int rounds) {
+  job.run_threads([&](int rank) {
+    const auto up = job.communicator(rank, "up");
+    const auto down = job.communicator(rank, "down");
+    const auto all = job.connected(rank, "all");
+    const auto& out = rank == 0 ? up : down;
+    const auto& in = rank == 0 ? down : up;
+    DeviceVector<float> sent(rank, 64);
+    DeviceVector<float> got(rank, 64);
+    for (const auto* lane : {&up, &down}) {  // connected in one order, as a Channel's lanes are
+      ((lane == &up) == (rank == 0) ? (*lane)->send(sent.view(), 1 - rank) : (*lane)->recv(got.view(), 1 - rank))
+          ->wait();
+    }
+    OpOptions hasty;
+    hasty.timeout = 5s;
+    for (int i = 0; i < rounds; ++i) {
+      sent[3] = static_cast<float>(10 * i + rank);
+      const WorkPtr sends = out->send(sent.view(), 1 - rank, hasty);
+      const WorkPtr receives = in->recv(got.view(), 1 - rank, hasty);
+      CHECK(!error_of(*sends));
+      CHECK(!error_of(*receives));
+      CHECK_EQ(got[3], static_cast<float>(10 * i + 1 - rank));
+      CHECK(!error_of(*all->all_reduce(got.view(), ReduceOp::kSum)));  // it sends 10 * i + 1 - rank, and 10 * i + rank
+      CHECK_EQ(got[3], static_cast<float>(20 * i + 1));
+    }
+    up->close();
+    down->close();
+    all->close();
+  });
+}
+
 }  // namespace
 
 TEST(nccl_lanes_start_in_the_order_of_issue) {
@@ -68,6 +100,48 @@ TEST(nccl_lanes_are_ordered_by_events_where_nccl_was_used_before_it_was_told) {
   use_two_lanes(job, 30);
   CHECK(!fake_nccl::last_config().launch_order);
   CHECK(fake_cuda::calls("cudaStreamWaitEvent") >= 100);
+}
+
+TEST(nccl_lanes_of_two_that_both_send_first_end_whoever_keeps_the_order) {
+  for (const char* wish : {"1", "0"}) {
+    fake_nccl::Rules rules;
+    rules.device = fake_nccl::Device::kManyKernels;
+    NcclJob job(2, rules);
+    const Variable order("NCCL_LAUNCH_ORDER_IMPLICIT", wish);
+    cross(job, 10);
+  }
+}
+
+TEST(nccl_messages_and_collectives_are_ordered_by_events) {
+  // One kernel at a time, in any order: only the events are in the way of a message that starts before a collective on
+  // one rank, and behind it on the other.
+  fake_nccl::Rules rules;
+  NcclJob job(2, rules);
+  const Variable unordered("NCCL_LAUNCH_ORDER_IMPLICIT", "0");
+  job.run_threads([&](int rank) {
+    const auto a = job.communicator(rank, "a");
+    const auto b = job.communicator(rank, "b");
+    const auto c = job.connected(rank, "c");
+    DeviceVector<float> one(rank, 64);
+    DeviceVector<float> other(rank, 64);
+    DeviceVector<float> sum(rank, 64);
+    const auto move = [&](Communicator& lane, DeviceVector<float>& values, bool sends) {
+      return sends ? lane.send(values.view(), 1 - rank) : lane.recv(values.view(), 1 - rank);
+    };
+    std::vector<WorkPtr> works;
+    for (int i = 0; i < 30; ++i) {
+      works.push_back(move(*a, one, rank == 0));
+      works.push_back(c->all_reduce(sum.view(), ReduceOp::kSum));
+      works.push_back(move(*b, other, rank == 1));
+      works.push_back(c->all_reduce(sum.view(), ReduceOp::kSum));
+    }
+    for (const WorkPtr& work : works) {
+      CHECK(!error_of(*work));
+    }
+    a->close();
+    b->close();
+    c->close();
+  });
 }
 
 TEST(nccl_is_believed_to_keep_the_order_where_it_must_have_been_told) {
@@ -181,6 +255,32 @@ TEST(nccl_first_operations_keep_the_host_until_the_peer_has_issued_its_half) {
       CHECK(eventually([&] { return returned.load(); }));
       lane->recv(values.view(), 0)->wait();
     }
+    lane->close();
+  });
+}
+
+TEST(nccl_launch_that_waits_for_a_peer_looks_at_signals) {
+  // Of a communicator that is not blocking: else the thread is inside of NCCL.
+  struct Signal {};
+  NcclJob job(2);
+  NcclOptions options;
+  options.blocking = false;
+  job.run_threads([&](int rank) {
+    const auto lane = job.communicator(rank, "a", options);
+    DeviceVector<float> values(rank, 4, 1);
+    if (rank == 0) {
+      OpOptions polled;
+      polled.poll = +[] { throw Signal(); };
+      bool interrupted = false;
+      try {
+        (void)lane->all_reduce(values.view(), ReduceOp::kSum, polled);
+      } catch (const Signal&) {
+        interrupted = true;
+      }
+      CHECK(interrupted);
+    }
+    CHECK(eventually([&] { return lane->aborted().has_value(); }));  // the peer may have launched its half
+    CHECK_THROWS(rank == 0 ? ErrorKind::kClosed : ErrorKind::kPeerError, lane->barrier(), "the launch was interrupted");
     lane->close();
   });
 }

@@ -36,6 +36,26 @@ void check_sum(Communicator& part) {
 
 }  // namespace
 
+TEST(nccl_what_will_not_be_split_keeps_one_communicator) {
+  NcclJob job(2);
+  job.run_threads([&](int rank) {
+    const auto lane = make_nccl_communicator(job.config(rank, "lane"), {}, false);
+    lane->barrier()->wait();
+    job.meet(rank, 1);
+    CHECK(eventually([] { return fake_nccl::live_communicators() == 2; }));
+    job.meet(rank, 2);
+    // It can be split all the same.
+    const auto part = lane->split(0, 1 - rank, "part");
+    CHECK_EQ(part->rank(), 1 - rank);
+    check_sum(*part);
+    job.meet(rank, 3);
+    CHECK(eventually([] { return fake_nccl::live_communicators() == 4; }));
+    job.meet(rank, 4);
+    part->close();
+    lane->close();
+  });
+}
+
 TEST(nccl_axes_of_a_mesh_are_splits_of_the_world) {
   NcclJob job(4);
   job.run_threads([&](int rank) {

@@ -1,6 +1,7 @@
 // One LaunchOrder per device of the process.
 #include "comm/nccl/launch_order.h"
 
+#include <algorithm>
 #include <chrono>
 #include <map>
 
@@ -66,15 +67,36 @@ bool LaunchOrder::Turn::take_back() {
   return true;
 }
 
-void LaunchOrder::before(Stream& stream) {
-  if (last_stream_ != nullptr && last_stream_ != stream.native_handle()) {
-    stream.wait(last_);
+void LaunchOrder::before(Stream& stream, bool is_message) {
+  const auto wait = [&stream](const Point& point) {
+    if (point.stream != nullptr && point.stream != stream.native_handle()) {
+      stream.wait(point.event);
+    }
+  };
+  wait(collective_);
+  if (is_message) {
+    wait(message_);
+    message_ = {stream.native_handle(), stream.record()};
+    return;
+  }
+  for (const Point& end : messages_) {
+    wait(end);
   }
 }
 
-void LaunchOrder::after(Stream& stream, const Event& launched) {
-  last_stream_ = stream.native_handle();
-  last_ = launched;
+void LaunchOrder::after(Stream& stream, bool is_message, const Event& launched) {
+  const Point end{stream.native_handle(), launched};
+  if (!is_message) {
+    collective_ = end;
+    messages_.clear();
+    return;
+  }
+  const auto same = [&end](const Point& other) { return other.stream == end.stream; };
+  if (const auto found = std::find_if(messages_.begin(), messages_.end(), same); found != messages_.end()) {
+    *found = end;
+  } else {
+    messages_.push_back(end);
+  }
 }
 
 }  // namespace hpcomm::nccl

@@ -3,14 +3,20 @@
 // NCCL kernels wait for their peers. Two of them, of two communicators, that start in different orders on two ranks
 // wait for ever when a device does not run both at once, and CUDA promises nobody that it does. So ranks issue in one
 // order (the plan's), one host thread at a time issues on a device, and kernels start in the order of issue: by
-// NCCL_LAUNCH_ORDER_IMPLICIT, or else by events between the lanes, which keeps them from running side by side. Only a
-// thread that waits inside NCCL for its peers is passed by: what it launches then comes after, or before, as it
-// happens.
+// NCCL_LAUNCH_ORDER_IMPLICIT, or else by events between the lanes. Only a thread that waits inside NCCL for its peers
+// is passed by: what it launches then comes after, or before, as it happens.
+//
+// By events, a collective runs beside nothing: it waits for the end of what was launched before it, and what is
+// launched behind it for its own. Were messages to wait for each other's ends as well, two ranks that both send before
+// they receive, on a lane for each direction, would wait for ever. So a message waits only until the one before it
+// could start (all that its own lane waits for has happened), which is about what NCCL's order promises: a device
+// without room for both then takes the first of them first, though CUDA does not promise that.
 #pragma once
 
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <vector>
 
 #include "base/view.h"
 #include "stream/stream.h"
@@ -42,8 +48,9 @@ class LaunchOrder {
   };
 
   // Around a launch on `stream`, by whoever has the turn, where NCCL does not keep the order.
-  void before(Stream& stream);
-  void after(Stream& stream, const Event& launched);
+  // `is_message`: it is made of sends and receives only.
+  void before(Stream& stream, bool is_message);
+  void after(Stream& stream, bool is_message, const Event& launched);
 
  private:
   [[nodiscard]] std::uint64_t take();
@@ -57,8 +64,13 @@ class LaunchOrder {
   bool inside_ = false;       // the holder is inside NCCL, since then
   Deadline since_{};
 
-  void* last_stream_ = nullptr;
-  Event last_;
+  struct Point {
+    void* stream = nullptr;
+    Event event;
+  };
+  Point collective_;             // the end of the last one
+  Point message_;                // where the last one could start
+  std::vector<Point> messages_;  // since that collective: the end of the last one of each stream
 };
 
 }  // namespace hpcomm::nccl

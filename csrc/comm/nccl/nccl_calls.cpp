@@ -144,7 +144,11 @@ void call_behind(const std::function<void()>& behind, const ErrorContext& what) 
 }
 
 void make_calls(Session& session, std::vector<Call>& calls, StreamHandle stream, Deadline deadline,
-                const ErrorContext& what) {
+                const ErrorContext& what, void (*poll)()) {
+  thread_local bool waits = false;  // then whoever comes here in this thread is a handler of signals, by way of `poll`
+  if (waits) {
+    throw Error(ErrorKind::kClosed, str(what.operation, " of a signal handler, inside of another operation"), what);
+  }
   const std::lock_guard inside(session.api);
   if (session.is_aborted()) {
     session.require_open(what);
@@ -162,7 +166,13 @@ void make_calls(Session& session, std::vector<Call>& calls, StreamHandle stream,
   const Result begun = calls.size() == 1 ? make(session.nccl, calls.front(), session.comm, stream)
                                          : make_group(session.nccl, calls, session.comm, stream);
   // Until NCCL says so the kernels may not be on the stream: an event recorded now could come before them.
-  session.settle(begun, session.comm, deadline, what);
+  const struct Waiting {
+    Waiting() { waits = true; }
+    Waiting(const Waiting&) = delete;
+    Waiting& operator=(const Waiting&) = delete;
+    ~Waiting() { waits = false; }
+  } here;
+  session.settle(begun, session.comm, deadline, what, poll);
 }
 
 }  // namespace hpcomm::nccl

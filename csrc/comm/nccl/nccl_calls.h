@@ -32,8 +32,9 @@ struct Call {
 void call_behind(const std::function<void()>& behind, const ErrorContext& what);
 
 // Makes `calls` on `stream`, as one group when there are several, and waits until NCCL has launched them. Throws
-// kTransport, kTimedOut, or why the session was aborted; the session is of no use then.
+// kTransport, kTimedOut, why the session was aborted, or what `poll` throws; the session is of no use then. `poll` is
+// called where NCCL lets this thread wait outside of it: not on a blocking communicator.
 void make_calls(Session& session, std::vector<Call>& calls, StreamHandle stream, Deadline deadline,
-                const ErrorContext& what);
+                const ErrorContext& what, void (*poll)() = nullptr);
 
 }  // namespace hpcomm::nccl

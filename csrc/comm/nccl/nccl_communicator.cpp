@@ -168,15 +168,16 @@ class NcclCommunicator final : public Communicator {
     require_open(what);
     Issue issue;
     issue.calls = checked_calls(operation, what);
+    issue.poll = operation.options.poll != nullptr ? operation.options.poll : config().poll;
     if (agreement_) {
       issue.issued = issued_by(operation);
-      issue.poll = operation.options.poll != nullptr ? operation.options.poll : config().poll;
     }
     issue.keepalive = std::move(operation.options.keepalive);
     issue.behind = operation.options.behind;
     const auto limit = operation.options.timeout.count() > 0 ? operation.options.timeout : timeout();
     issue.work = std::make_shared<NcclWork>(std::move(what), lane(), device(), limit);
-    if (is_message(operation.kind)) {
+    issue.is_message = is_message(operation.kind);
+    if (issue.is_message) {
       std::vector<int> ends;
       for (const Call& call : issue.calls) {  // none of what is empty
         ends.push_back(call.peer);
@@ -239,11 +240,11 @@ class NcclCommunicator final : public Communicator {
   struct Issue {
     std::vector<Call> calls;
     NcclWorkPtr work;
+    bool is_message = false;
     Keepalive keepalive;
     const std::function<void()>* behind = nullptr;
-    // Of a communicator that checks. Of messages, one for each of `calls`.
-    std::vector<Issued> issued;
     void (*poll)() = nullptr;
+    std::vector<Issued> issued;  // of a communicator that checks. Of messages, one for each of `calls`
   };
 
   // What a thread collects between the begin and the end of a group.
@@ -384,19 +385,22 @@ class NcclCommunicator final : public Communicator {
     if (calls.empty()) {
       return;
     }
+    const bool are_messages = std::all_of(issues.begin(), issues.end(), [](const Issue& it) { return it.is_message; });
     LaunchOrder::Turn turn(order_);
     try {
       const cuda::DeviceGuard guard(session_->device);
-      if (!nccl_keeps_order_ && !cuda::is_capturing(handle())) {
-        order_.before(stream());
+      const bool by_events = !nccl_keeps_order_ && !cuda::is_capturing(handle());
+      if (by_events) {
+        order_.before(stream(), are_messages);
       }
       {
         const Session::Launching inside(*session_, works);
         turn.enter_nccl();
-        make_calls(*session_, calls, stream().native_handle(), works.front()->deadline(), works.front()->what());
+        make_calls(*session_, calls, stream().native_handle(), works.front()->deadline(), works.front()->what(),
+                   issues.front().poll);
       }
-      if (turn.take_back() && !nccl_keeps_order_ && !cuda::is_capturing(handle())) {
-        order_.before(stream());  // what others have issued meanwhile is before what comes next
+      if (turn.take_back() && by_events && !are_messages) {
+        order_.before(stream(), false);  // what others have issued meanwhile is before what comes next
       }
       for (const Issue& issue : issues) {
         if (issue.behind != nullptr && !issue.calls.empty()) {
@@ -404,22 +408,14 @@ class NcclCommunicator final : public Communicator {
         }
       }
       const Event launched = record(works, keepalives->empty() ? nullptr : keepalives);
-      if (!nccl_keeps_order_ && !cuda::is_capturing(handle())) {
-        order_.after(stream(), launched);
+      if (by_events) {
+        order_.after(stream(), are_messages, launched);
       }
     } catch (const Error& error) {
-      // Some of it may have been launched, and what the peers did is unknown: this communicator cannot go on.
-      session_->keep(std::move(keepalives));
-      session_->abort(error, true);
-      wake_watchdog();
-      for (const NcclWorkPtr& work : works) {
-        work->doom(error);
-      }
-      // The caller will free its buffers: not before the kernels have given up, if they do.
-      (void)session_->wait_gone(Clock::now() + std::chrono::seconds(1));
-      for (const NcclWorkPtr& work : works) {
-        work->fail(error);
-      }
+      session_->launch_failed(works, std::move(keepalives), error);
+      throw;
+    } catch (...) {  // a signal, by way of poll()
+      session_->launch_failed(works, std::move(keepalives), Error(ErrorKind::kClosed, "the launch was interrupted"));
       throw;
     }
   }
@@ -487,12 +483,13 @@ thread_local NcclCommunicator::Group* NcclCommunicator::Group::current = nullptr
 
 }  // namespace
 
-std::shared_ptr<Communicator> make_nccl_communicator(CommunicatorConfig config, const NcclOptions& options) {
+std::shared_ptr<Communicator> make_nccl_communicator(CommunicatorConfig config, const NcclOptions& options,
+                                                     bool will_be_split) {
   HPCOMM_REQUIRE(config.rank >= 0 && config.rank < static_cast<int>(config.ranks.size()), "communicator: rank ",
                  config.rank, " of ", config.ranks.size());
   HPCOMM_REQUIRE(config.stream != nullptr && config.control != nullptr, "communicator: no stream or no Control");
   HPCOMM_REQUIRE(config.stream->device().type == DeviceType::kCuda, "NCCL needs a CUDA stream, for lane ", config.lane);
-  return NcclCommunicator::make(std::move(config), options, true);
+  return NcclCommunicator::make(std::move(config), options, will_be_split);
 }
 
 }  // namespace hpcomm

@@ -38,9 +38,17 @@ struct NcclOptions : NcclLimits {
 
 // Collective over `config.ranks`, each with a device of its own (or several ranks on one, where NCCL can).
 // `config.stream` is a CUDA stream of the calling process's device, `config.make_stream` makes more of them.
+// `will_be_split`: keeps a second NCCL communicator, of which split() makes its parts. Without, a part finds the GPUs
+// anew, as subgroup() does.
 // Throws kTransport with NCCL's words, kTimedOut, kInvalidArgument in builds without CUDA.
 [[nodiscard]] std::shared_ptr<Communicator> make_nccl_communicator(CommunicatorConfig config,
-                                                                   const NcclOptions& options = {});
+                                                                   const NcclOptions& options = {},
+                                                                   bool will_be_split = true);
+
+// Who is told that operations which were issued, and had not ended, end without a result, before their kernels give up
+// and streams go on: the host may be ahead of them, and may never wait for them. Once for each NCCL communicator; not
+// for what abort() or a destructor ended. It is called by the watchdog, must not block and cannot throw.
+void set_failure_hook(void (*hook)(const Error& why) noexcept) noexcept;
 
 // NCCL reads NCCL_LAUNCH_ORDER_IMPLICIT once, at its first use in the process, which may be somebody else's. True: it
 // was set by then, and not to 0. Nobody knows before this is called, and communicators of NCCL before 2.31, which tells

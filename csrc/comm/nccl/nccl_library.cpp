@@ -163,11 +163,12 @@ bool keeps_launch_order(const Library& nccl, bool asked) {
   }
   static std::once_flag told;
   std::call_once(told, [&] {
-    std::fprintf(stderr,
-                 "hpcomm: NCCL %s may have been used before NCCL_LAUNCH_ORDER_IMPLICIT was set, so events keep its "
-                 "kernels in order, and lanes do not overlap each other. Import hpcomm before CUDA is used, or start "
-                 "the process with NCCL_LAUNCH_ORDER_IMPLICIT=1\n",
-                 nccl.version_text().c_str());
+    std::fprintf(
+        stderr,
+        "hpcomm: NCCL %s may have been used before NCCL_LAUNCH_ORDER_IMPLICIT was set, so events keep its "
+        "kernels in order, and collectives overlap nothing on other lanes. Import hpcomm before CUDA is used, or start "
+        "the process with NCCL_LAUNCH_ORDER_IMPLICIT=1\n",
+        nccl.version_text().c_str());
   });
   return false;
 }

@@ -110,6 +110,20 @@ void Session::end_launch(const std::vector<NcclWorkPtr>& works) {
   }
 }
 
+void Session::launch_failed(const std::vector<NcclWorkPtr>& works, Keepalive held, const Error& why) {
+  keep(std::move(held));
+  abort(why, true);
+  wake_watchdog();
+  for (const NcclWorkPtr& work : works) {
+    work->doom(why);
+  }
+  // Not before the kernels have given up, if they do.
+  (void)wait_gone(Clock::now() + std::chrono::seconds(1));
+  for (const NcclWorkPtr& work : works) {
+    work->fail(why);
+  }
+}
+
 bool Session::is_launching() const {
   const std::lock_guard lock(mutex_);
   return !launching_.empty();
@@ -331,15 +345,23 @@ bool Session::begin_abort() {
     works.swap(pending_);
     why = copy_of(*aborted_);
   }
+  bool lost = false;
   for (const NcclWorkPtr& work : works) {
     if (!work->done()) {  // what has ended by itself has ended well
       work->doom(*why);
+      lost = true;
     }
   }
   const std::lock_guard lock(mutex_);
+  lost_ = lost;
   doomed_.insert(doomed_.end(), works.begin(), works.end());
   patience_ = Clock::now() + kPatience;
   return true;
+}
+
+std::optional<Error> Session::lost() const {
+  const std::lock_guard lock(mutex_);
+  return lost_ && aborted_->kind() != ErrorKind::kClosed ? std::optional(copy_of(*aborted_)) : std::nullopt;
 }
 
 bool Session::begin_finalize() {

@@ -79,6 +79,9 @@ class Session : public std::enable_shared_from_this<Session> {
     const std::vector<NcclWorkPtr>& works_;
   };
   [[nodiscard]] bool is_launching() const;
+  // Some of `works` may have been launched, and what the peers did is unknown: this communicator cannot go on. Returns
+  // when the caller may let go of its buffers, `held` among them, or will never hear.
+  void launch_failed(const std::vector<NcclWorkPtr>& works, Keepalive held, const Error& why);
   // Blocks until nothing is pending; false when the deadline came first, or the session was aborted.
   [[nodiscard]] bool idle_until(Deadline deadline);
 
@@ -108,6 +111,8 @@ class Session : public std::enable_shared_from_this<Session> {
   [[nodiscard]] std::optional<Error> take_untold();
   // True once, when the session was aborted and its communicator has to be: what is pending is doomed then.
   [[nodiscard]] bool begin_abort();
+  // After that: why, where operations end without a result that nobody asked to end.
+  [[nodiscard]] std::optional<Error> lost() const;
   // True once, for an orderly end.
   [[nodiscard]] bool begin_finalize();
   // The communicator is gone: waiters hear what became of their operations.
@@ -142,6 +147,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::vector<NcclWorkPtr> launching_;
   std::deque<NcclWorkPtr> pending_;
   std::vector<NcclWorkPtr> doomed_;
+  bool lost_ = false;  // begin_abort() has doomed some
   Deadline patience_{};
   std::string last_done_;
   std::vector<Keepalive> kept_;

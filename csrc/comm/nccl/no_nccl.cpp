@@ -7,10 +7,12 @@ namespace hpcomm {
 bool blocking_of_environment() { return true; }
 bool registration_of_environment() { return false; }
 
-std::shared_ptr<Communicator> make_nccl_communicator(CommunicatorConfig, const NcclOptions&) {
+std::shared_ptr<Communicator> make_nccl_communicator(CommunicatorConfig, const NcclOptions&, bool) {
   throw Error(ErrorKind::kInvalidArgument,
               "this copy of hpcomm was built without CUDA; build it with USE_CUDA=1 against a torch with CUDA");
 }
+
+void set_failure_hook(void (*)(const Error&) noexcept) noexcept {}
 
 void set_launch_order_in_time(bool) noexcept {}
 

@@ -5,6 +5,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -21,6 +22,8 @@ namespace hpcomm::nccl {
 namespace {
 
 constexpr std::chrono::milliseconds kRound{20};
+
+std::atomic<void (*)(const Error&) noexcept> failure_hook = nullptr;
 
 class Watchdog {
  public:
@@ -117,6 +120,10 @@ class Watchdog {
       (void)cudaSetDevice(session->device);
       if (session->begin_abort()) {
         aborted.push_back(session);
+        const auto hook = failure_hook.load();
+        if (const auto why = session->lost(); why && hook != nullptr) {
+          hook(*why);
+        }
       }
     }
     if (!aborted.empty()) {
@@ -148,3 +155,9 @@ void watch(const SessionPtr& session) { Watchdog::instance().add(session); }
 void wake_watchdog() noexcept { Watchdog::instance().wake(); }
 
 }  // namespace hpcomm::nccl
+
+namespace hpcomm {
+
+void set_failure_hook(void (*hook)(const Error&) noexcept) noexcept { nccl::failure_hook = hook; }
+
+}  // namespace hpcomm
