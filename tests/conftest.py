@@ -12,10 +12,17 @@ from collections.abc import Iterator
 import pytest
 import ranks
 import torch
+from hypothesis import HealthCheck, settings
 
 # A shell that starts a job in the background makes it ignore Ctrl-C, and all that it starts: tests send it to ranks.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes is a matter of what else runs on the machine.
+settings.register_profile(
+    "shared machine", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("shared machine")
 
 
 @pytest.fixture(autouse=True)

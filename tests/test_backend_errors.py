@@ -202,8 +202,11 @@ def test_destroying_a_group_ends_what_another_thread_waits_for(operation: str) -
             break
 
 
-def unattended_beside_a_waiter() -> float:
-    """A collective that nobody waits for ends well, though a thread waits for a message when its group is destroyed."""
+def unattended_beside_a_waiter() -> float | None:
+    """A collective that nobody waits for ends well, though a thread waits for a message when its group is destroyed.
+
+    None: the other rank was too late for it, which is given five seconds.
+    """
     dist.init_process_group("hpcomm", timeout=timedelta(seconds=60))
     value = torch.ones(3)
     if dist.get_rank() != 0:
@@ -224,15 +227,27 @@ def unattended_beside_a_waiter() -> float:
     thread.start()
     work = dist.all_reduce(value, async_op=True)
     assert work is not None
+    began = time.monotonic()
     dist.destroy_process_group()
+    took = time.monotonic() - began
     thread.join()
     assert len(told) == 1
+    if took > 4:
+        return None
     work.wait()
     return value[0].item()
 
 
 def test_a_message_that_is_waited_for_costs_no_collective() -> None:
-    assert ranks.run(2, unattended_beside_a_waiter) == [2, 2]
+    for last in (False, False, True):
+        first, second = ranks.run(2, unattended_beside_a_waiter, expect_failure=True)
+        assert first.ok, first
+        # A machine that stops a process for seconds does not do it three times.
+        assert first.value is not None or not last
+        if first.value is not None:
+            assert second.ok, second
+            assert (first.value, second.value) == (2, 2)
+            break
 
 
 def timing_out(limit: float) -> str:

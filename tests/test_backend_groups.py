@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import copy
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +20,8 @@ import ranks
 import torch
 import torch.distributed as dist
 from backend_group import filled, same, world
+from losing import interrupt
+from patience import with_patience
 from torch import nn
 
 from hpcomm import _build, job
@@ -215,34 +216,44 @@ def again_and_again() -> None:
             dist.all_reduce(tensor)
             assert tensor.item() == 11.0
     assert threading.active_count() == before
-    until = time.monotonic() + 10  # the kernel lists a thread for a moment after it was joined
+    until = time.monotonic() + 60  # the kernel lists a thread for a moment after it was joined
     while threads_of_ours() and time.monotonic() < until:
         time.sleep(0.01)
     assert not threads_of_ours()
 
 
 def test_a_group_after_the_other_leaves_no_threads() -> None:
-    ranks.run(2, again_and_again)
+    ranks.run(2, again_and_again, timeout=90)
 
 
-def left_undestroyed() -> None:
+def left_undestroyed() -> bool:
+    """Whether this rank came in time: at an exit, five seconds are given to what was issued."""
     dist.init_process_group("hpcomm")
     store = dist.distributed_c10d._get_default_store()
     values = torch.ones(10_000_000)  # both have to be there until the end
     if dist.get_rank() == 1:
         dist.all_reduce(values, async_op=True)
-        atexit.register(store.set, "leaves", "")  # called before hpcomm's own
-        return
+        atexit.register(lambda: store.set("leaves", str(time.monotonic())))  # called before hpcomm's own
+        return True
     store.wait(["leaves"], timedelta(seconds=20))
     time.sleep(0.3)  # were it not for the operation, rank 1 had gone by now
+    if time.monotonic() - float(store.get("leaves")) > 4:
+        return False
     dist.all_reduce(values)
     assert bool((values == 2).all())
+    return True
 
 
 def test_an_exit_without_destroy_is_quiet() -> None:
-    outcomes = ranks.run(2, left_undestroyed, expect_failure=True, full_exit=True)
-    assert [outcome.ok for outcome in outcomes] == [True, True]
-    assert "".join(outcome.output for outcome in outcomes).count("Error") == 0
+    for last in (False, False, True):
+        first, second = ranks.run(2, left_undestroyed, expect_failure=True, full_exit=True)
+        assert first.ok, first
+        # A machine that stops a process for seconds does not do it three times.
+        assert first.value or not last
+        if first.value:
+            assert second.ok, second
+            assert (first.output + second.output).count("Error") == 0
+            break
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -255,7 +266,7 @@ def test_an_exit_by_an_error_waits_for_nothing(failed: bool, monkeypatch: pytest
     assert said == (["end"] if failed else ["settle", "end"])
 
 
-def interrupted_as_it_ends() -> str:
+def interrupted_as_it_ends() -> bool:
     dist.init_process_group("hpcomm", timeout=timedelta(seconds=20))
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
@@ -263,19 +274,21 @@ def interrupted_as_it_ends() -> str:
         store.wait(["interrupted"], timedelta(seconds=20))
         os._exit(0)
     dist.all_reduce(torch.ones(1), async_op=True)  # that nobody joins
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
     start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        dist.destroy_process_group()
-    assert time.monotonic() - start < 4  # of five seconds
+    interrupt(dist.destroy_process_group)
+    at_once = time.monotonic() - start < 4  # of five seconds
     store.set("interrupted", "")
-    return "interrupted"
+    return at_once
 
 
 def test_ctrl_c_ends_the_wait_of_a_group_that_ends() -> None:
-    outcomes = ranks.run(2, interrupted_as_it_ends, expect_failure=True)
-    assert outcomes[0].value == "interrupted"
+    for last in (False, False, True):
+        first, _ = ranks.run(2, interrupted_as_it_ends, expect_failure=True)
+        assert first.ok, first
+        # A machine that stops the process for seconds does not do it three times.
+        assert first.value or not last
+        if first.value:
+            break
 
 
 @pytest.mark.parametrize("order", ["hpcomm, torch.distributed", "torch.distributed, hpcomm"])
@@ -301,12 +314,12 @@ def test_the_transport_can_be_chosen() -> None:
     assert {outcome.exception for outcome in outcomes} == {"InvalidArgument"}
 
 
-def on_different_transports() -> str:
+def on_different_transports(limit: float) -> str:
     choice = ("auto", "gloo")[int(os.environ["RANK"])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HPCOMM_CPU_TRANSPORT", choice)
         try:
-            dist.init_process_group("hpcomm", timeout=timedelta(seconds=3))
+            dist.init_process_group("hpcomm", timeout=timedelta(seconds=limit))
         except Exception as error:  # the other rank waits for a peer that has gone
             return f"{type(error).__name__}: {error}"
         finally:
@@ -316,9 +329,10 @@ def on_different_transports() -> str:
 
 
 def test_ranks_with_different_transports_are_told() -> None:
-    told = ranks.run(2, on_different_transports)
-    assert any(
-        text.startswith("SchemaMismatch") and "HPCOMM_CPU_TRANSPORT" in text and "'auto'" in text and "'gloo'" in text
-        for text in told
-    ), told
-    assert "made" not in told
+    def attempt(limit: float) -> None:
+        told = ranks.run(2, on_different_transports, limit, timeout=60)
+        words = ("HPCOMM_CPU_TRANSPORT", "'auto'", "'gloo'")
+        assert any(text.startswith("SchemaMismatch") and all(word in text for word in words) for text in told), told
+        assert "made" not in told
+
+    with_patience(attempt, 3.0)

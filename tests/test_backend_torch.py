@@ -21,6 +21,7 @@ def model() -> nn.Module:
 
 
 def ddp() -> None:
+    """Gradients of equal inputs are compared with one process, then those of a rank that has a batch more."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from torch.nn.parallel import DistributedDataParallel
 
@@ -33,12 +34,19 @@ def ddp() -> None:
             if hook is not None:
                 wrapped.register_comm_hook(dist.group.WORLD, hook)
             wrapped(inputs[rank]).square().mean().backward()
-            tolerance = 2e-2 if hook is default_hooks.fp16_compress_hook else 1e-5
+            bounds = {"rtol": 2e-3, "atol": 1e-4} if hook is default_hooks.fp16_compress_hook else {}
             for mine, theirs in zip(wrapped.parameters(), reference.parameters(), strict=True):
-                torch.testing.assert_close(mine.grad, theirs.grad, rtol=tolerance, atol=tolerance)
+                torch.testing.assert_close(mine.grad, theirs.grad, **bounds)
         with wrapped.join():
-            for _ in range(2 + rank):
-                wrapped(inputs[rank]).sum().backward()
+            for batch in range(2 + rank):
+                wrapped.zero_grad()
+                wrapped(inputs[rank]).square().mean().backward()
+                with_input = range(size) if batch < 2 else [rank]
+                reference.zero_grad()
+                for each in with_input:
+                    (reference(inputs[each]).square().mean() / size).backward()
+                for mine, theirs in zip(wrapped.parameters(), reference.parameters(), strict=True):
+                    torch.testing.assert_close(mine.grad, theirs.grad, **bounds)
 
 
 def test_ddp_with_hooks_and_uneven_inputs() -> None:
@@ -173,7 +181,7 @@ CHOSEN = (
     "test_DistributedDataParallelCPU",
     "test_gather_full_group",
     "test_irecv",
-    "test_monitored_barrier_gloo",
+    "test_monitored_barrier_gloo",  # see RACES
     "test_all_gather_object_default_pg",
     "test_reduce_max",
     "test_scatter_full_group",
@@ -182,12 +190,17 @@ CHOSEN = (
     "test_sparse_all_reduce_sum",
 )
 
+# All ranks have to come within two seconds, three times: a slow machine gets a second try.
+RACES = "test_monitored_barrier_gloo"
+
 
 def test_a_selection_of_torchs_own_suite() -> None:
     pytest.importorskip("expecttest", reason="torch's suite needs it")
     names = peer.existing(CHOSEN, 2)
     assert len(names) > len(CHOSEN) // 2  # torch renames some of them now and then
     results = peer.run("hpcomm", 2, names, deadline=60)
+    if results.get(RACES, {"outcome": "passed"})["outcome"] == "failed":
+        results |= peer.run("hpcomm", 2, [RACES], deadline=60)
     bad = {name: line for name, line in results.items() if line["outcome"] != "passed"}  # skipped proves nothing
     assert not bad, "\n".join(f"{name}: {line['outcome']}\n{line['detail']}" for name, line in bad.items())
 

@@ -295,6 +295,7 @@ def test_headers_are_timed_and_right(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     document = json.loads(file.read_text())
     assert document["wrong"] == 0
+    assert [row["case"] for row in document["rows"]] == ["1 x 4 B", "32 x 4 B"]
     for row in document["rows"]:
         assert {name: len(times) for name, times in row["seconds"].items()} == {
             "no header": 2,
@@ -317,6 +318,9 @@ def test_packing_is_timed_and_right(adjacent: bool, tmp_path: Path) -> None:
     assert "# tensors that were wrong: 0" in ended.stdout
     document = json.loads((tmp_path / "pack.json").read_text())
     assert [document["arguments"][name] for name in ("totals", "counts")] == ["0.125", "4,64"]
+    assert [row["case"] for row in document["rows"]] == [
+        name + cast for name in ("4 x 32 KB", "64 x 2 KB") for cast in ("", ", as bfloat16")
+    ]
     for row in document["rows"]:
         assert {len(rates) for rates in row["rates"].values()} == {3 * 2}
         for name, (low, high) in row["quartiles"].items():

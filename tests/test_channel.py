@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import ranks
 import torch
+from losing import interrupt
 from refusals import send_until_told
 
 import hpcomm
@@ -474,11 +474,7 @@ def interrupted() -> None:
             channel.send([torch.arange(5), "small"]).wait()
             channel.send(torch.arange(1 << 20)).wait()
         else:
-            before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-            with pytest.raises(KeyboardInterrupt):
-                channel.recv()
-            signal.signal(signal.SIGALRM, before)
+            interrupt(channel.recv)
             mesh.world.barrier()
             assert channel.recv()[1] == "small"  # nothing of it was lost
             assert torch.equal(channel.recv(), torch.arange(1 << 20))

@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import ranks
@@ -16,20 +17,21 @@ from patience import with_patience
 import hpcomm
 
 
-def wait_for_a_frozen_rank() -> str:
+def wait_for_a_frozen_rank(limit: float) -> str:
     mesh = hpcomm.init(dp=3)
     mesh.barrier()
     ranks.tell("ready")
-    with pytest.raises(hpcomm.RankFailed, match="rank 1 is gone: no heartbeat for 2 s: its host or the link") as caught:
+    words = f"rank 1 is gone: no heartbeat for {limit:g} s: its host or the link"
+    with pytest.raises(hpcomm.RankFailed, match=words) as caught:
         mesh.dp.recv(torch.empty(1), (mesh.rank + 1) % 3)
     assert caught.value.peer == 1
     ranks.tell("given up")
     return str(caught.value)
 
 
-def test_a_stopped_rank_is_named_by_all_others() -> None:
-    env = {"HPCOMM_HEARTBEAT_TIMEOUT": "2"}
-    with ranks.spawn(3, wait_for_a_frozen_rank, timeout=60, env=env) as job:
+def freeze_a_rank(limit: float) -> None:
+    env = {"HPCOMM_HEARTBEAT_TIMEOUT": f"{limit:g}"}
+    with ranks.spawn(3, wait_for_a_frozen_rank, limit, timeout=60, env=env) as job:
         for rank in range(3):
             assert job.told(rank) == "ready"
         job.kill(1, signal.SIGSTOP)
@@ -40,66 +42,84 @@ def test_a_stopped_rank_is_named_by_all_others() -> None:
         outcomes = job.wait()
     for rank in (0, 2):
         assert outcomes[rank].ok, outcomes[rank]
-    assert "has not heard from rank 1 for 0.5 s" in outcomes[0].output + outcomes[2].output
+    assert f"has not heard from rank 1 for {limit / 4:g} s" in outcomes[0].output + outcomes[2].output
     assert outcomes[1].exception in ("PeerError", "RankFailed", "TransportError"), outcomes[1]
 
 
-def hold_the_gil_for_a_while() -> None:
+def test_a_stopped_rank_is_named_by_all_others() -> None:
+    with_patience(freeze_a_rank, 2.0)  # within which the others are heard
+
+
+def hold_the_gil_for_a_while(seconds: int) -> None:
     """Longer than the limit, in one call into C that does not give the GIL up."""
     mesh = hpcomm.init(dp=2)
     mesh.barrier()
     if mesh.rank == 1:
         # PyDLL keeps the GIL during the call.
-        ctypes.PyDLL(None).usleep(999_999)
-        ctypes.PyDLL(None).usleep(999_999)
+        ctypes.PyDLL(None).sleep(seconds)
     mesh.barrier()
 
 
 def test_a_busy_rank_is_not_taken_for_a_dead_one() -> None:
-    ranks.run(2, hold_the_gil_for_a_while, env={"HPCOMM_HEARTBEAT_TIMEOUT": "1"}, timeout=60)
+    def attempt(limit: float) -> None:
+        env = {"HPCOMM_HEARTBEAT_TIMEOUT": f"{limit:g}"}
+        ranks.run(2, hold_the_gil_for_a_while, round(3 * limit), env=env, timeout=90)
+
+    with_patience(attempt, 1.0)
 
 
-def stop_for_a_while() -> None:
+def stop_for_a_while(continued: str) -> None:
     mesh = hpcomm.init(dp=2)
     mesh.barrier()
     ranks.tell("ready")
     if mesh.rank == 1:
-        time.sleep(1.0)  # stopped in here
+        while not Path(continued).exists():  # stopped in here
+            time.sleep(0.01)
     mesh.barrier()
 
 
-def test_a_rank_that_is_stopped_for_less_than_the_limit_goes_on() -> None:
-    with ranks.spawn(2, stop_for_a_while, timeout=60, env={"HPCOMM_HEARTBEAT_TIMEOUT": "30"}) as job:
+def test_a_rank_that_is_stopped_for_less_than_the_limit_goes_on(tmp_path: Path) -> None:
+    continued = tmp_path / "continued"
+    env = {"HPCOMM_HEARTBEAT_TIMEOUT": "30"}
+    with ranks.spawn(2, stop_for_a_while, str(continued), timeout=60, env=env) as job:
         assert [job.told(rank) for rank in range(2)] == ["ready"] * 2
         job.kill(1, signal.SIGSTOP)
         time.sleep(0.5)
         job.kill(1, signal.SIGCONT)
+        continued.touch()
         job.values(job.wait())
 
 
-def whole_job_stopped() -> None:
+def whole_job_stopped(continued: str) -> None:
     mesh = hpcomm.init(dp=2)
     mesh.barrier()
     ranks.tell("ready")
-    for _ in range(10):
+    over = torch.zeros(1)
+    while not over.item():  # stopped in here
         time.sleep(0.1)
         mesh.barrier()
+        over.fill_(Path(continued).exists())
+        mesh.dp.broadcast(over, 0)  # they end in the same round
+    mesh.barrier()
 
 
-def suspend_the_job(limit: float) -> None:
-    with ranks.spawn(2, whole_job_stopped, timeout=90, env={"HPCOMM_HEARTBEAT_TIMEOUT": f"{limit:g}"}) as job:
+def suspend_the_job(limit: float, directory: Path) -> None:
+    continued = directory / f"continued{limit:g}"
+    env = {"HPCOMM_HEARTBEAT_TIMEOUT": f"{limit:g}"}
+    with ranks.spawn(2, whole_job_stopped, str(continued), timeout=90, env=env) as job:
         assert [job.told(rank) for rank in range(2)] == ["ready"] * 2
         for rank in range(2):
             job.kill(rank, signal.SIGSTOP)
         time.sleep(1.5 * limit)
         for rank in range(2):
             job.kill(rank, signal.SIGCONT)
+        continued.touch()
         job.values(job.wait())
 
 
-def test_a_suspended_machine_does_not_fail_the_job() -> None:
+def test_a_suspended_machine_does_not_fail_the_job(tmp_path: Path) -> None:
     """All ranks stop for longer than the limit, as under a debugger, and go on: within the limit of each other."""
-    with_patience(suspend_the_job, 2.0)
+    with_patience(lambda limit: suspend_the_job(limit, tmp_path), 2.0)
 
 
 def fork_and_wait() -> None:

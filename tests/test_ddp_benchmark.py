@@ -55,7 +55,7 @@ def test_a_variant_alone_has_its_steps_timed_and_its_page_faults_counted(monkeyp
     assert list(by_malloc) == ["default", "keeps freed memory"]
     for by_name in by_malloc.values():
         ((seconds,), (faults,)) = by_name["hpcomm"].values()
-        assert 0 < seconds < 60
+        assert 0 < seconds < 240  # all that it was given
         assert 0 <= faults < 1_000_000
     assert seen["environment"]["ranks"] == 2
 

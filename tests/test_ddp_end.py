@@ -126,11 +126,12 @@ def two_wrappers(in_turn: bool) -> None:
         group = mesh.group("dp")
         pair = [hpcomm.DistributedDataParallel(model(), process_group=group, bucket_cap_mb=SMALL) for _ in range(2)]
         x, y = shard(mesh.rank)
-        for _ in range(4):
+        for steps in range(1, 5):
             losses = [loss_of(module(x), y) for module in (reversed(pair) if in_turn and mesh.rank == 1 else pair)]
             sum(losses).backward()
-            for p, q in zip(*(module.parameters() for module in pair), strict=True):
-                torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+            for module in pair:
+                for p, expected in zip(module.parameters(), one_process(2), strict=True):
+                    torch.testing.assert_close(p.grad, steps * expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
@@ -259,6 +260,8 @@ def late() -> float:
             if mesh.rank == number % 2:
                 time.sleep(0.1)  # longer than the other one waits for it before its lane does
             loss.backward()
+            for p, expected in zip(wrapped.parameters(), one_process(2), strict=True):
+                torch.testing.assert_close(p.grad, expected, rtol=1e-12, atol=1e-12)
         return float(sum(p.grad.sum() for p in wrapped.parameters()))
 
 

@@ -244,7 +244,7 @@ def test_whose_memory_gradients_are() -> None:
     assert seen["held"]["copied_back"] == 0
 
 
-def accumulation_in_any_order() -> list[torch.Tensor | None]:
+def accumulation_in_any_order() -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
     with hpcomm.init(dp=2) as mesh:
         wrapped = hpcomm.DistributedDataParallel(model(), mesh=mesh, bucket_cap_mb=0.001)
         x, y = shard(mesh.rank)
@@ -254,9 +254,9 @@ def accumulation_in_any_order() -> list[torch.Tensor | None]:
                 losses = [loss_of(wrapped(part), target) for part, target in zip(x.chunk(2), y.chunk(2), strict=True)]
                 for loss in reversed(losses):
                     (loss / 2).backward()
+        on_last = gradients(wrapped)
         with pytest.raises(hpcomm.InvalidArgument, match="1 backwards are missing"), wrapped.reduce_on_last(2):
             loss_of(wrapped(x), y).backward()
-        result = gradients(wrapped)
         wrapped.zero_grad()
         with wrapped.no_sync():
             loss_of(wrapped(x), y).backward()
@@ -268,13 +268,14 @@ def accumulation_in_any_order() -> list[torch.Tensor | None]:
             wrapped.finish_reduction(bucket)
         assert "bucket 0 | " in wrapped.describe_buckets()
         assert "4.weight" in wrapped.describe_buckets()
-        return gradients(wrapped) + result[:0]
+        return on_last, gradients(wrapped)
 
 
 def test_reduce_on_last_and_bucket_by_bucket() -> None:
-    for reduced in ranks.run(2, accumulation_in_any_order):
-        for got, expected in zip(reduced, one_process(2), strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    for both_ways in ranks.run(2, accumulation_in_any_order):
+        for reduced in both_ways:
+            for got, expected in zip(reduced, one_process(2), strict=True):
+                torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
 def half_on_the_wire() -> tuple[list[torch.Tensor | None], str]:
@@ -300,6 +301,7 @@ def half_on_the_wire() -> tuple[list[torch.Tensor | None], str]:
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_gradients_travel_in_bfloat16(transport: str) -> None:
     results = ranks.run(3, half_on_the_wire, env={"HPCOMM_CPU_TRANSPORT": transport})
+    assert [over for _, over in results] == ["c10d" if transport == "gloo" else transport] * 3
     for gradient, *others in zip(*(result for result, _ in results), strict=True):
         assert all(torch.equal(gradient, other) for other in others)
 

@@ -128,17 +128,27 @@ def test_many_small_buckets() -> None:
 
 
 def test_a_frozen_schema() -> None:
-    results = ranks.run(2, frozen_steps)
-    assert results[0] == results[1]
+    (losses, *first), (same, *last) = ranks.run(2, frozen_steps)
+    assert losses == same  # equal bits
+    model, expected = plain_model(), []
+    for i in range(3):
+        x, y = shard(i, 8)
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        expected.append(loss.item())
+    assert losses == pytest.approx(expected, rel=1e-12)
+    for reduced, parameter in zip(first + last, model.parameters(), strict=True):
+        torch.testing.assert_close(reduced, parameter.grad, rtol=1e-10, atol=1e-12)
 
 
-def frozen_steps() -> list[float]:
+def frozen_steps() -> list[Any]:
+    """The loss of each step, and what their gradients add up to."""
     with hpcomm.init(pp=2) as mesh:
         pipe = hpcomm.Pipeline(
             plain_model(), mesh=mesh, num_microbatches=4, loss_fn=nn.functional.cross_entropy, schema="frozen"
         )
-        x, y = shard(0, 8)
-        return [float(pipe.step(x, target=y)) for _ in range(3)]
+        losses = [float(pipe.step(x, target=y)) for x, y in (shard(i, 8) for i in range(3))]
+        return [losses, *(p.grad for p in pipe.parameters())]
 
 
 def test_split_at_decides_the_stages() -> None:
@@ -369,7 +379,7 @@ def padding_only() -> list[bool]:
 
 
 def test_weights_that_sum_to_zero_leave_zero_gradients() -> None:
-    assert all(ranks.run(2, padding_only)[0])
+    assert ranks.run(2, padding_only) == [[True] * 12] * 2
 
 
 def compared() -> tuple[float, str]:

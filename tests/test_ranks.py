@@ -164,15 +164,21 @@ def returns_or_sleeps() -> str:
 
 def test_the_deadline_shows_stacks_and_kills() -> None:
     def attempt(limit: float) -> None:
-        job = ranks.spawn(2, returns_or_sleeps, timeout=limit)
+        jobs: list[ranks.Job] = []
+
+        def spawn_and_wait() -> None:
+            jobs.append(ranks.spawn(2, returns_or_sleeps, timeout=limit))
+            jobs[0].wait()
+
         with pytest.raises(ranks.RankError) as caught:
-            job.wait()
+            spawn_and_wait()  # the limit is that of the start as well
         text = str(caught.value)
         assert f"not done after {limit} s" in text
         assert "in sleeps_forever" in text
         assert "[rank 0] about to" in text
         assert "[rank 1] returned 'done'" in text
-        assert not any(alive(pid) for pid in job.pids)
+        assert len(jobs[0].pids) == 2
+        assert not any(alive(pid) for pid in jobs[0].pids)
 
     with_patience(attempt, 1.0)  # both have to be there by then
 

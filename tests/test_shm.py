@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import math
 import os
 import resource
 import signal
@@ -26,7 +27,7 @@ from losing import (
     until_rank_1_is_stopped,
     wait_for_files,
 )
-from patience import left_in_shared_memory, shared_memory
+from patience import left_in_shared_memory, shared_memory, with_patience
 from refusals import require_refused_in_children
 
 import hpcomm
@@ -139,19 +140,24 @@ def test_nothing_is_left_when_all_ranks_are_killed(tmp_path: Path) -> None:
     assert left_in_shared_memory(before) == set()
 
 
-def wait_for_a_stopped_rank(directory: str) -> None:
+def wait_for_a_stopped_rank(limit: float, directory: str) -> None:
     mesh = hpcomm.init(dp=3)
     mesh.dp.barrier()
     until_rank_1_is_stopped(directory, mesh.rank)
     mesh.control.exchange([0, 2], 99, b"", 20.0)  # or one of them would miss the other within the limit
     with pytest.raises(hpcomm.TimedOut, match="rank 1 did not come") as caught:
-        mesh.dp.all_reduce(torch.zeros(3), timeout=1.0)
+        mesh.dp.all_reduce(torch.zeros(3), timeout=limit)
     assert caught.value.peer == 1
     ranks.tell("late")
 
 
 def test_a_stopped_rank_is_named_by_the_time_out(tmp_path: Path) -> None:
-    stop_rank_1(tmp_path, wait_for_a_stopped_rank)
+    def attempt(limit: float) -> None:
+        directory = tmp_path / f"{limit:g}"
+        directory.mkdir()
+        stop_rank_1(directory, wait_for_a_stopped_rank, limit)
+
+    with_patience(attempt, 1.0)  # within which rank 2 has to come
 
 
 def interrupted(name: str) -> None:
@@ -331,15 +337,21 @@ def idle_while_waiting() -> list[float]:
 
 def test_a_waiting_rank_uses_no_cpu() -> None:
     # A rank that spun would use a share of half a second of the cores; one that sleeps uses about a millisecond.
-    for used in ranks.run(8, idle_while_waiting, env=SHM, timeout=60)[1:]:
-        assert len(used) == 5
-        assert max(used) < 0.05, used
+    # The machine's other programs cost it more now and then; a spin is there every time.
+    least = [[math.inf] * 5] * 7
+    for _ in range(3):
+        used = ranks.run(8, idle_while_waiting, env=SHM, timeout=60)[1:]
+        least = [[min(pair) for pair in zip(*each, strict=True)] for each in zip(least, used, strict=True)]
+        if max(map(max, least)) < 0.05:
+            break
+    assert max(map(max, least)) < 0.05, least
 
 
 def from_threads() -> None:
     with hpcomm.init(dp=2) as mesh:
         lanes = [mesh.lane([0, 1], f"lane{i}") for i in range(4)]
         wrong: list[str] = []
+        done: list[int] = []  # an exception of a thread stays in the thread
 
         def work(i: int) -> None:
             for j in range(100):
@@ -347,6 +359,7 @@ def from_threads() -> None:
                 lanes[i].all_reduce(value)
                 if not bool((value == 2 * (i + j) + 1).all()):
                     wrong.append(f"{i}, {j}: {value}")
+            done.append(i)
 
         threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
         for thread in threads:
@@ -354,6 +367,7 @@ def from_threads() -> None:
         for thread in threads:
             thread.join()
         assert not wrong
+        assert sorted(done) == [0, 1, 2, 3]
 
 
 def test_lanes_from_several_threads() -> None:

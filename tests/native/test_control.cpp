@@ -363,18 +363,19 @@ TEST(control_start_does_not_run_out_of_descriptors) {
   ControlListener one("127.0.0.1", 1, 2, JobToken{7});
   const std::vector<std::string> addresses{zero.address(), one.address()};
   std::vector<std::unique_ptr<Stranger>> strangers;
-  std::atomic<std::size_t> most = 0;
+  std::atomic<std::ptrdiff_t> most = 0;  // fewer, too, where something else of this process ends meanwhile
   run_ranks(2, [&](int rank) {
     if (rank == 0) {
       CHECK_EQ(zero.connect(addresses, soon())->exchange({0, 1}, 0, "0", soon())[1], "1");
     } else {
-      const std::size_t before = count_entries("/proc/self/fd");
-      for (std::size_t i = 0; i < 200; ++i) {
+      const auto open = [] { return static_cast<std::ptrdiff_t>(count_entries("/proc/self/fd")); };
+      const std::ptrdiff_t before = open();
+      for (std::ptrdiff_t i = 0; i < 200; ++i) {
         strangers.push_back(std::make_unique<Stranger>(zero.address()));  // open, and silent
         if (i % 8 == 7) {
           std::this_thread::sleep_for(1ms);  // a full backlog would cost us a second
         }
-        most = std::max(most.load(), count_entries("/proc/self/fd") - before - i - 1);
+        most = std::max(most.load(), open() - before - i - 1);
       }
       CHECK(eventually([&] { return strangers.front()->hung_up_on(); }));
       CHECK_EQ(one.connect(addresses, soon())->exchange({0, 1}, 0, "1", soon())[0], "0");

@@ -376,20 +376,29 @@ TEST(emulated_first_operations_keep_the_host) {
 }
 
 TEST(emulated_hosts_that_both_send_first_wait_for_each_other) {
-  const ThreadJob job(2, 1, 400ms);
-  std::atomic<int> told = 0;
-  run_to_the_end(job, 2, {Start::kAdversarial, 1, true}, [&](const std::shared_ptr<Communicator>& comm) {
-    const int me = comm->rank();
-    const std::shared_ptr<Communicator> lanes[2] = {comm->subgroup({0, 1}, "up"), comm->subgroup({0, 1}, "down")};
-    std::vector<float> one(1);
-    // Whoever is the second may learn that the other has given up the lane.
-    try {
-      CHECK(error_of(*lanes[me]->send(view_of(one), 1 - me)).has_value());
-    } catch (const Error& error) {
-      told += contains(error.what(), "NCCL connects ranks in the call") ? 1 : 0;
-    }
-  });
-  CHECK(told >= 1);
+  // With patience: both have to make their lanes within the limit.
+  CHECK_EQ(with_patience(400ms,
+                         [](milliseconds limit) {
+                           const ThreadJob job(2, 1, limit);
+                           std::vector<std::string> words(2);
+                           std::atomic<int> told = 0;
+                           run_to_the_end(job, 2, {Start::kAdversarial, 1, true},
+                                          [&](const std::shared_ptr<Communicator>& comm) {
+                                            const int me = comm->rank();
+                                            std::vector<float> one(1);
+                                            // Whoever is the second may learn that the other has given up the lane.
+                                            try {
+                                              const std::shared_ptr<Communicator> lanes[2] = {
+                                                  comm->subgroup({0, 1}, "up"), comm->subgroup({0, 1}, "down")};
+                                              CHECK(error_of(*lanes[me]->send(view_of(one), 1 - me)).has_value());
+                                            } catch (const Error& error) {
+                                              words[static_cast<std::size_t>(me)] = error.what();
+                                              told += contains(error.what(), "NCCL connects ranks in the call") ? 1 : 0;
+                                            }
+                                          });
+                           return told >= 1 ? "" : "nobody was told: " + words[0] + words[1];
+                         }),
+           "");
 }
 
 TEST(emulated_orders_that_differ_between_ranks_hang_in_one_slot) {

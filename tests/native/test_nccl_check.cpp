@@ -159,52 +159,72 @@ TEST(nccl_checks_go_on_after_a_call_that_one_rank_refused) {
 }
 
 TEST(nccl_close_waits_for_a_check) {
-  const NcclJob job(2);
-  job.run_threads([&](int rank) {
-    const auto world = checked(job, rank);
-    if (rank == 0) {
-      std::optional<Error> told;
-      std::thread issuer([&] {
-        DeviceVector<float> values(rank, 4, 1.0F);
-        told = error_of_issue([&] { return world->all_reduce(values.view(), ReduceOp::kSum); });
-        if (!told) {
-          world->stream().synchronize();
-          CHECK_EQ(values[0], 3.0F);
-        }
-      });
-      std::this_thread::sleep_for(50ms);
-      world->close();
-      issuer.join();
-      CHECK(!told);
-    } else {
-      std::this_thread::sleep_for(150ms);
-      DeviceVector<float> values(rank, 4, 2.0F);
-      world->all_reduce(values.view(), ReduceOp::kSum)->wait();
-      world->close();
-    }
-  });
+  // With patience: the other thread has to be at its check within the limit, after which this one closes.
+  CHECK_EQ(with_patience(50ms,
+                         [](milliseconds limit) {
+                           const NcclJob job(2);
+                           std::vector<std::string> wrong(2);
+                           job.run_threads([&](int rank) {
+                             const auto world = checked(job, rank);
+                             std::optional<Error> told;
+                             if (rank == 0) {
+                               std::thread issuer([&] {
+                                 DeviceVector<float> values(rank, 4, 1.0F);
+                                 told =
+                                     error_of_issue([&] { return world->all_reduce(values.view(), ReduceOp::kSum); });
+                                 if (!told) {
+                                   world->stream().synchronize();
+                                   CHECK_EQ(values[0], 3.0F);
+                                 }
+                               });
+                               std::this_thread::sleep_for(limit);
+                               world->close();
+                               issuer.join();
+                             } else {
+                               std::this_thread::sleep_for(3 * limit);
+                               DeviceVector<float> values(rank, 4, 2.0F);
+                               told = error_of_issue([&] { return world->all_reduce(values.view(), ReduceOp::kSum); });
+                               world->close();
+                             }
+                             wrong[static_cast<std::size_t>(rank)] = told ? told->what() : "";
+                           });
+                           return wrong[0] + wrong[1];
+                         }),
+           "");
 }
 
 TEST(nccl_check_names_the_rank_that_does_not_come) {
-  const NcclJob job(3);
-  std::atomic<int> left = 3;
-  job.run_threads([&](int rank) {
-    const auto world = checked(job, rank);
-    require_usable(*world);
-    if (rank != 1) {
-      DeviceVector<float> values(rank, 4);
-      OpOptions hasty;
-      hasty.timeout = 300ms;
-      const auto error = error_of_issue([&] { return world->all_reduce(values.view(), ReduceOp::kSum, hasty); });
-      // Whoever is told of the other's time-out before its own raises that.
-      CHECK(error && (error->kind() == ErrorKind::kTimedOut || error->kind() == ErrorKind::kPeerError));
-      CHECK(error && contains(error->what(), "took longer than its time-out: rank 1 did not come in time"));
-      CHECK(world->aborted().has_value());
-    }
-    --left;
-    CHECK(eventually([&] { return left == 0; }));
-    world->close();
-  });
+  // With patience: ranks 0 and 2 have to meet within the limit.
+  CHECK_EQ(with_patience(
+               300ms,
+               [](milliseconds limit) {
+                 const NcclJob job(3);
+                 std::atomic<int> left = 3;
+                 std::vector<std::string> wrong(3);
+                 job.run_threads([&](int rank) {
+                   const auto world = checked(job, rank);
+                   require_usable(*world);
+                   if (rank != 1) {
+                     DeviceVector<float> values(rank, 4);
+                     OpOptions hasty;
+                     hasty.timeout = limit;
+                     const auto error =
+                         error_of_issue([&] { return world->all_reduce(values.view(), ReduceOp::kSum, hasty); });
+                     // Whoever is told of the other's time-out before its own raises that.
+                     CHECK(error && (error->kind() == ErrorKind::kTimedOut || error->kind() == ErrorKind::kPeerError));
+                     const std::string text = error ? error->what() : "no error";
+                     if (!contains(text, "took longer than its time-out: rank 1 did not come in time")) {
+                       wrong[static_cast<std::size_t>(rank)] = text;
+                     }
+                     CHECK(world->aborted().has_value());
+                   }
+                   --left;
+                   CHECK(eventually([&] { return left == 0; }));
+                   world->close();
+                 });
+                 return wrong[0] + wrong[2];
+               }),
+           "");
 }
 
 TEST(nccl_check_ends_with_an_abort) {

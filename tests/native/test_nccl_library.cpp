@@ -135,7 +135,7 @@ TEST(nccl_options_are_checked) {
 }
 
 TEST(nccl_ranks_that_want_different_things_are_told) {
-  NcclJob job(2, {}, 5000ms);
+  NcclJob job(2);
   job.run_threads([&](int rank) {
     NcclOptions options;
     options.max_ctas = 4 + rank;

@@ -330,21 +330,27 @@ TEST(shm_a_wait_whose_yields_are_vain_sleeps) {
 
 // Of a message whose pieces come: whoever slept before each would be woken for each.
 TEST(shm_a_wait_that_gets_on_does_not_sleep) {
+  // With patience: where this thread is stopped for as long, nothing gets on.
   for (const bool gets_on : {true, false}) {
-    shm::Bell bell;
-    shm::WaitPolicy policy;
-    policy.yields = 100ms;
-    std::atomic<std::uint64_t> progress{0};
-    const Deadline end = Clock::now() + policy.yields + 30ms;
-    bool slept = false;
-    const auto look = [&] {
-      slept = slept || bell.sleepers.load(std::memory_order_seq_cst) > 0;
-      progress.fetch_add(gets_on ? 1 : 0, std::memory_order_relaxed);
-      return Clock::now() >= end;
-    };
-    const shm::Patience patience{Clock::now() + 60s, nullptr, nullptr, nullptr, nullptr, &end, &progress};
-    CHECK(shm::wait_on(bell, policy, patience, look) == shm::Waited::kReady);
-    CHECK_EQ(slept, !gets_on);
+    CHECK_EQ(with_patience(100ms,
+                           [gets_on](milliseconds limit) {
+                             shm::Bell bell;
+                             shm::WaitPolicy policy;
+                             policy.yields = limit;
+                             std::atomic<std::uint64_t> progress{0};
+                             const Deadline end = Clock::now() + policy.yields + limit * 3 / 10;
+                             bool slept = false;
+                             const auto look = [&] {
+                               slept = slept || bell.sleepers.load(std::memory_order_seq_cst) > 0;
+                               progress.fetch_add(gets_on ? 1 : 0, std::memory_order_relaxed);
+                               return Clock::now() >= end;
+                             };
+                             const shm::Patience patience{Clock::now() + 60s, nullptr, nullptr, nullptr, nullptr, &end,
+                                                          &progress};
+                             CHECK(shm::wait_on(bell, policy, patience, look) == shm::Waited::kReady);
+                             return std::string(slept == !gets_on ? "" : slept ? "it slept" : "it did not sleep");
+                           }),
+             "");
   }
 }
 

@@ -354,55 +354,63 @@ TEST(shm_messages_that_may_be_read_where_they_are_do_not_wait_for_a_receive) {
 }
 
 TEST(shm_messages_that_may_be_read_where_they_are_do_not_wait_for_who_sleeps) {
-  const ShmJob job(2);
-  std::atomic<int> done = 0;
-  job.run([&](Communicator& world) {
-    const auto mailbox = world.mailbox();
-    const int peer = 1 - world.rank();
-    auto out = letter(world.rank(), 1, 8192);
-    std::vector<std::int64_t> in(out.size());
-    std::vector<std::int64_t> last(1);
-    OpOptions awaited;
-    awaited.awaited = true;
-    auto least = Clock::duration::max();
-    for (int round = 0; round < 8; ++round) {
-      // Until they go that way: rank 0 decides for both, and says so in its message.
-      const std::uint64_t reads = job.neighbourhood(0)->reads();
-      std::int64_t ends = 0;
-      for (int i = 0; ends == 0; ++i) {
-        ends = world.rank() == 0 && (i == 5000 || job.neighbourhood(0)->reads() > reads) ? 1 : 0;
-        out[0] = ends;
-        world.sendrecv(view_of(out), peer, view_of(in), peer, {})->wait();
-        ends = world.rank() == 0 ? ends : in[0];
-      }
-      out[0] = letter(world.rank(), 1, 1)[0];
-      if (world.rank() != round % 2) {
-        CHECK(eventually([&] { return done.load() > round; }, 20s));  // it does not look at its messages
-        mailbox->recv(view_of(in), peer, 1)->wait();
-        check_letter(in, peer, 1);
-        std::vector<std::int64_t> word = {round};
-        mailbox->send(view_of(word), peer, 9)->wait();
-        continue;
-      }
-      std::atomic<bool> waits = false;
-      // Asleep when the message is sent, and the thread that drives leaves it all to it.
-      std::thread sleeper([&] {
-        const MailPtr mail = mailbox->recv(view_of(last), peer, 9, awaited);
-        waits = true;
-        mail->wait();
-      });
-      CHECK(eventually([&] { return waits.load(); }, 20s));
-      std::this_thread::sleep_for(2ms);
-      const Deadline since = Clock::now();
-      const MailPtr sent = mailbox->send(view_of(out), peer, 1);
-      CHECK(eventually([&] { return sent->done(); }, 20s));  // there is room for it
-      least = std::min(least, Clock::now() - since);
-      ++done;
-      sleeper.join();
-      CHECK_EQ(last[0], round);
-    }
-    CHECK(least < 25ms);  // who sleeps does so for 50
-  });
+  // With patience, and no longer limits: who sleeps does so for 50 ms.
+  CHECK_EQ(with_patience(
+               25ms,
+               [](milliseconds) {
+                 const ShmJob job(2);
+                 std::atomic<bool> late = false;
+                 std::atomic<int> done = 0;
+                 job.run([&](Communicator& world) {
+                   const auto mailbox = world.mailbox();
+                   const int peer = 1 - world.rank();
+                   auto out = letter(world.rank(), 1, 8192);
+                   std::vector<std::int64_t> in(out.size());
+                   std::vector<std::int64_t> last(1);
+                   OpOptions awaited;
+                   awaited.awaited = true;
+                   auto least = Clock::duration::max();
+                   for (int round = 0; round < 8; ++round) {
+                     // Until they go that way: rank 0 decides for both, and says so in its message.
+                     const std::uint64_t reads = job.neighbourhood(0)->reads();
+                     std::int64_t ends = 0;
+                     for (int i = 0; ends == 0; ++i) {
+                       ends = world.rank() == 0 && (i == 5000 || job.neighbourhood(0)->reads() > reads) ? 1 : 0;
+                       out[0] = ends;
+                       world.sendrecv(view_of(out), peer, view_of(in), peer, {})->wait();
+                       ends = world.rank() == 0 ? ends : in[0];
+                     }
+                     out[0] = letter(world.rank(), 1, 1)[0];
+                     if (world.rank() != round % 2) {
+                       CHECK(eventually([&] { return done.load() > round; }, 20s));  // it does not look at its messages
+                       mailbox->recv(view_of(in), peer, 1)->wait();
+                       check_letter(in, peer, 1);
+                       std::vector<std::int64_t> word = {round};
+                       mailbox->send(view_of(word), peer, 9)->wait();
+                       continue;
+                     }
+                     std::atomic<bool> waits = false;
+                     // Asleep when the message is sent, and the thread that drives leaves it all to it.
+                     std::thread sleeper([&] {
+                       const MailPtr mail = mailbox->recv(view_of(last), peer, 9, awaited);
+                       waits = true;
+                       mail->wait();
+                     });
+                     CHECK(eventually([&] { return waits.load(); }, 20s));
+                     std::this_thread::sleep_for(2ms);
+                     const Deadline since = Clock::now();
+                     const MailPtr sent = mailbox->send(view_of(out), peer, 1);
+                     CHECK(eventually([&] { return sent->done(); }, 20s));  // there is room for it
+                     least = std::min(least, Clock::now() - since);
+                     ++done;
+                     sleeper.join();
+                     CHECK_EQ(last[0], round);
+                   }
+                   late = late || least >= 25ms;
+                 });
+                 return std::string(late ? "it waited for who sleeps" : "");
+               }),
+           "");
 }
 
 TEST(shm_messages_that_the_kernel_may_not_read_come_through_the_ring) {

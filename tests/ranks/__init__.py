@@ -47,8 +47,8 @@ def run(
 ) -> list[Any]:
     """Calls ``fn(*args)`` in ``world_size`` ranks and returns what they returned, by rank.
 
-    When a rank fails, the others get two seconds to fail as well, then they are killed, and the first failure is raised
-    here with its traceback. At the deadline all ranks are killed and their Python stacks are raised.
+    When a rank fails, the others get four seconds to fail as well, then they are killed, and the first failure is
+    raised here with its traceback. At the deadline all ranks are killed and their Python stacks are raised.
 
     Args:
         fn: a function at the top of a test module.

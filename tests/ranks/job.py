@@ -115,7 +115,7 @@ class Job:
     def wait(self, *, stop_at_failure: bool = False) -> list[Outcome]:
         """Waits until all ranks have ended, and says how, by rank.
 
-        With ``stop_at_failure``, ranks that still run two seconds after the first failure are killed.
+        With ``stop_at_failure``, ranks that still run :data:`GRACE` seconds after the first failure are killed.
 
         Raises:
             RankError: the deadline passed; the message has the Python stacks of the ranks that had not ended.
@@ -203,7 +203,7 @@ class Job:
         if self._socket.fileno() < 0:
             return
         self._socket.shutdown(socket.SHUT_WR)
-        self._socket.settimeout(10.0)
+        self._socket.settimeout(60.0)
         while message := self._socket.recv(1 << 20):
             parsed = json.loads(message)
             if "failed" in parsed:  # sent while we were deciding to stop
