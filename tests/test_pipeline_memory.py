@@ -122,3 +122,19 @@ def released() -> None:
 
 def test_a_step_leaves_neither_its_batch_nor_its_outputs() -> None:
     ranks.run(1, released)
+
+
+def copies() -> int:
+    with hpcomm.init(dp=2) as mesh:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))).double()
+        pipe = hpcomm.Pipeline(model, mesh=mesh, num_microbatches=1, loss_fn=loss_fn, reduce="eager")
+        for _ in range(2):
+            pipe.zero_grad()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+                pipe.step(batch(1))
+        return sum(event.count for event in seen.key_averages() if event.key == "aten::clone")
+
+
+def test_a_gradient_that_nobody_shares_is_not_copied() -> None:
+    assert max(ranks.run(2, copies)) < 6  # the loss, for one, and none of twelve gradients

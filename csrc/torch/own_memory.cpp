@@ -51,9 +51,15 @@ void own_gradients(const std::vector<at::Tensor>& parameters, const std::vector<
   }
 }
 
-void own_gradient(const at::Tensor& param, std::size_t others) {
+void own_gradient(const at::Tensor& param, const at::Tensor& incoming) {
   at::Tensor& gradient = param.mutable_grad();
-  if (has_storage(gradient) && gradient.storage().use_count() > 1 + others) {
+  std::size_t known = 1;
+  if (share_memory(gradient, incoming)) {
+    ++known;  // the engine holds it until its hooks have run
+    // A view, as the gradient of a transposed weight, holds what it is a view of; nobody else should.
+    known += incoming.is_view() && incoming._base().use_count() == 1 ? 1 : 0;
+  }
+  if (has_storage(gradient) && gradient.storage().use_count() > known) {
     take_copy(gradient);
   }
 }

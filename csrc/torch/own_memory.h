@@ -17,7 +17,8 @@ namespace hpcomm {
 // A copy in place of the .grad of those `parameters` where it lies in memory of `tensors`.
 void own_gradients(const std::vector<at::Tensor>& parameters, const std::vector<at::Tensor>& tensors);
 
-// A copy in place of the .grad of `param` where its memory has other holders than it and `others` more.
-void own_gradient(const at::Tensor& param, std::size_t others);
+// In a hook behind an accumulator, which got `incoming`: a copy in place of the .grad of `param` where others than the
+// two hold its memory.
+void own_gradient(const at::Tensor& param, const at::Tensor& incoming);
 
 }  // namespace hpcomm

@@ -55,8 +55,8 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
       const at::Tensor param(std::move(locked));
       try {
         if (!had_->at(static_cast<std::size_t>(index_))) {
-          // What is reduced is written from here on. The engine holds the gradient that came until its hooks have run.
-          own_gradient(param, !inputs.empty() && share_memory(inputs[0], param.grad()) ? 1 : 0);
+          own_gradient(param,
+                       inputs.empty() ? at::Tensor() : inputs.front());  // what is reduced is written from here on
         }
         mark_param(*reducer, index_, param);
       } catch (...) {
