@@ -34,7 +34,7 @@ from hpcomm.communicator import (
     start_control,
 )
 from hpcomm.devices import pick_device
-from hpcomm.errors import Closed, InvalidArgument, PeerError, RankFailed, TimedOut, TransportError, failures_told
+from hpcomm.errors import Closed, InvalidArgument, PeerError, RankFailed, TimedOut, TransportError
 from hpcomm.rendezvous import interruptible, own_store
 
 if TYPE_CHECKING:
@@ -117,7 +117,6 @@ class Mesh:
         self._owns_group = owns_group
         self._closed = False
         self._process = os.getpid()
-        self._told_before = failures_told()
         world = math.prod(sizes.values())
         self.rank = rank
         self.size = world
@@ -210,7 +209,8 @@ class Mesh:
         In a forked child it does nothing: the parent has not left.
 
         Raises:
-            RankFailed, PeerError: the job has failed, and nothing has raised that yet. Once; the mesh stays open.
+            RankFailed, PeerError, TimedOut: operations on a GPU ended without a result, and nothing has raised that
+                yet. Once; the mesh stays open.
         """
         if self._closed or os.getpid() != self._process:
             return
@@ -267,15 +267,11 @@ class Mesh:
                 getattr(communicator, end)()
 
     def _raise_unseen(self) -> None:
-        """Raises what the job failed of, if this program knows of no failure: it may have waited for nothing since, and
-        what it holds is not what the ranks agreed on.
+        """Raises what operations on a GPU were lost of, if this program knows of no failure: it may have waited for
+        nothing since, and what it holds is not what the ranks agreed on. On a CPU the waits have told.
         """
-        reason = self.control.failure()
-        if reason is None or failures_told() != self._told_before:
-            return
-        _C.check_lost_operations()
-        if not reason.startswith("this rank gave up"):  # else the program told the others itself
-            self.control.check()
+        if self.control.failure() is not None:
+            _C.check_lost_operations()
 
     def _row(self, axis: str) -> list[int]:
         stride = math.prod(list(self._sizes.values())[list(self._sizes).index(axis) + 1 :])

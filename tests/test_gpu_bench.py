@@ -530,7 +530,9 @@ def test_the_command_in_the_results_is_one_that_make_takes() -> None:
     assert gpu_command.as_called("test", ["-x"]) == "make gpu-test PYTEST_ARGS=-x"
     given = ["tests/cuda/test_x.py", "-k", "one or two$"]
     called = shlex.split(gpu_command.as_called("test", given))
-    done = subprocess.run([*called, "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [*called, "--dry-run", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
     assert shlex.split(done.stdout.splitlines()[-1])[-4:] == ["test", *given]
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import atexit
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +22,6 @@ from hpcomm import nccl_variables
 from hpcomm.mesh import axis_sizes
 
 _PEER = 10  # a Control channel of these tests
-_left_open: list[hpcomm.Mesh] = []  # of a rank that leaves it to the exit of Python to close them
 
 
 def test_axis_sizes() -> None:
@@ -263,65 +260,6 @@ def closed_by_ctrl_c() -> None:
 
 def test_ctrl_c_ends_the_wait_for_what_was_issued_and_the_mesh_stays() -> None:
     ranks.run(2, closed_by_ctrl_c)
-
-
-def close_at_last(mesh: hpcomm.Mesh) -> None:
-    try:
-        raise ValueError("its own")
-    finally:
-        mesh.close()
-
-
-def ends_after_a_peer_died(how: str) -> None:
-    mesh = hpcomm.init(dp=2, timeout=20.0)
-    mesh.barrier()
-    if mesh.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    deadline = time.monotonic() + 20.0
-    while mesh.control.failure() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    if how == "with":
-        with mesh:
-            pass
-    elif how == "close":
-        try:
-            mesh.close()
-        finally:
-            mesh.close()  # once is enough
-            with pytest.raises(hpcomm.Closed):
-                mesh.barrier()
-    elif how == "caught":
-        with pytest.raises(hpcomm.RankFailed):
-            mesh.barrier()
-        with mesh:
-            pass
-    elif how == "own error":
-        with pytest.raises(ValueError, match="its own"), mesh:
-            raise ValueError("its own")
-        with pytest.raises(hpcomm.RankFailed):  # which it has not heard of
-            mesh.close()
-        mesh.close()
-    elif how == "at exit":
-        _left_open.append(mesh)
-    elif how == "finally":
-        with pytest.raises(ValueError, match="its own") as caught:
-            close_at_last(mesh)
-        assert caught.value.__context__ is None
-
-
-@pytest.mark.parametrize("how", ["with", "close", "at exit"])
-def test_a_mesh_ends_with_the_failure_that_nobody_has_seen(how: str) -> None:
-    outcome, _ = ranks.run(2, ends_after_a_peer_died, how, expect_failure=True, full_exit=True)
-    assert outcome.exit_code == 1 or outcome.exception == "RankFailed", outcome
-    assert ("rank 1" in outcome.message) == (how != "at exit")
-    if how == "at exit":
-        assert outcome.exit_code == 1
-
-
-@pytest.mark.parametrize("how", ["caught", "own error", "finally"])
-def test_a_failure_that_the_program_knows_is_not_raised_again(how: str) -> None:
-    outcome, _ = ranks.run(2, ends_after_a_peer_died, how, expect_failure=True, full_exit=True)
-    assert outcome.ok, outcome
 
 
 LOSES = """
