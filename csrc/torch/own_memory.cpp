@@ -1,6 +1,8 @@
 // By counting who holds a storage: that costs a load for each tensor, where nothing is shared.
 #include "torch/own_memory.h"
 
+#include <ATen/core/grad_mode.h>
+
 #include <algorithm>
 #include <unordered_set>
 
