@@ -93,7 +93,7 @@ COMMA := ,
 SANITIZED = build/$(subst $(COMMA),-,$(SANITIZE))
 
 sanitize-build: $(MADE_TOOLS)
-	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B $(SANITIZED) -G Ninja -DHPCOMM_BUILD_TESTS=ON -DHPCOMM_SANITIZE=$(SANITIZE)
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B $(SANITIZED) -G Ninja -DHPCOMM_BUILD_TESTS=ON -DHPCOMM_UNITY=ON -DHPCOMM_SANITIZE=$(SANITIZE)
 	$(BIN)/cmake --build $(SANITIZED) --target hpcomm_native_tests $(if $(MAX_JOBS),--parallel $(MAX_JOBS))
 
 sanitize: sanitize-build ## run the C++ tests under SANITIZE=thread|address|undefined, without torch

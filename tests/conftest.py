@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,10 @@ from hypothesis import HealthCheck, settings
 # A shell that starts a job in the background makes it ignore Ctrl-C, and all that it starts: tests send it to ranks.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Thousands of processes import hpcomm and tests: the first compiles them, whatever the shell says of writing bytecode.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # How long an example takes is a matter of what else runs on the machine.
 settings.register_profile(

@@ -130,10 +130,12 @@ def test_a_module_that_is_not_built(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert capsys.readouterr().err.startswith("hpcomm: ")
 
 
-def test_arguments_that_cannot_be() -> None:
-    for arguments in (("--ranks", "0"), ("--timeout", "-1"), ("--timeout", "nan")):
-        status, output = run(*arguments)
-        assert (status, output) == (2, "")
+@pytest.mark.parametrize("arguments", [("--ranks", "0"), ("--timeout", "-1"), ("--timeout", "nan")])
+def test_arguments_that_cannot_be(arguments: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *arguments]) == 2
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert written.err.startswith(f"hpcomm: {' '.join(arguments)}: expected ")
 
 
 def test_too_few_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,6 @@ namespace hpcomm {
 
 namespace {
 
-// How often a wait looks whether it is still wanted.
-constexpr auto kSlice = std::chrono::milliseconds(20);
 // How often one that waits for several looks at all of them.
 constexpr auto kShortSlice = std::chrono::milliseconds(1);
 
@@ -99,10 +97,10 @@ Agreement::Results Agreement::exchange(const std::vector<Issued>& issued, Deadli
       settle(i);  // a group of one
     }
   }
-  Deadline next_look = Clock::now() + kSlice;
+  Deadline next_look = Clock::now() + kWaitSlice;
   while (!awaited.empty()) {
     // The first is waited for, the rest looked at: all of them often, where there are several.
-    Deadline until = std::min(deadline, Clock::now() + (awaited.size() > 1 ? kShortSlice : kSlice));
+    Deadline until = std::min(deadline, Clock::now() + (awaited.size() > 1 ? kShortSlice : kWaitSlice));
     std::vector<Awaited> still;
     for (const Awaited& each : awaited) {
       // What comes now on a channel on which an earlier one has waited in vain is for that one.
@@ -123,7 +121,7 @@ Agreement::Results Agreement::exchange(const std::vector<Issued>& issued, Deadli
     awaited = std::move(still);
     if (Clock::now() >= next_look) {
       look();
-      next_look = Clock::now() + kSlice;
+      next_look = Clock::now() + kWaitSlice;
     }
     if (!awaited.empty() && Clock::now() >= deadline) {
       std::vector<int> missing;

@@ -27,8 +27,8 @@ class Mailbox;
 class PeerMemory;
 
 // What torch's collectives that are made of several operations are called (torch/backend_composed.cpp).
-inline constexpr std::array kComposed{"all_gather", "all_reduce",     "all_to_all", "gather",
-                                      "reduce",     "reduce_scatter", "scatter"};
+inline constexpr std::array kComposedOperations{"all_gather", "all_reduce",     "all_to_all", "gather",
+                                                "reduce",     "reduce_scatter", "scatter"};
 
 struct OpOptions {
   // Zero means the communicator's default. Counted from the moment the operation starts on its lane.
@@ -50,8 +50,8 @@ struct OpOptions {
   // making one.
   Keepalive (*keep)(const void* held) = nullptr;
   const void* held = nullptr;
-  // The ranks agree by it on a collective that is made of several operations, its place in kComposed. Transports that
-  // compare calls never match it with one that is a call of its own. Below 0: it is one.
+  // The ranks agree by it on a collective that is made of several operations, its place in kComposedOperations.
+  // Transports that compare calls never match it with one that is a call of its own. Below 0: it is one.
   std::int8_t opens_composed = -1;
   // A step of what HostCommunicator::run_in_order() runs in this thread. All else that the thread issues meanwhile
   // comes from a handler of signals, and is refused: ranks would take it for the next step.
@@ -270,6 +270,11 @@ class Communicator {
   std::map<std::string, int> children_;
   std::uint64_t splits_ = 0;
 };
+
+// The rank in the job of a rank of the communicator.
+[[nodiscard]] inline int job_rank(const Communicator& communicator, int rank) {
+  return communicator.ranks()[static_cast<std::size_t>(rank)];
+}
 
 // What `call` returns. If it throws what ended the job, of which Control tells, that ended the operation `what`.
 template <typename Call>

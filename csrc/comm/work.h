@@ -15,6 +15,9 @@
 
 namespace hpcomm {
 
+// How often a wait that nothing wakes looks whether the communicator was aborted, and calls its poll.
+inline constexpr std::chrono::milliseconds kWaitSlice{20};
+
 class Work {
  public:
   Work() = default;

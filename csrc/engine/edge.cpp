@@ -11,10 +11,6 @@ namespace hpcomm {
 
 namespace {
 
-int job_rank(const Communicator& communicator, int rank) {
-  return communicator.ranks()[static_cast<std::size_t>(rank)];
-}
-
 std::string edge_name(const Communicator& communicator, int from, int to) {
   return str("edge ", job_rank(communicator, from), "->", job_rank(communicator, to));
 }

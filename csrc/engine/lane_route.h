@@ -19,10 +19,6 @@ namespace hpcomm::lane_route {
 // Messages in one Communicator::group(), alike on both ends. Every transport takes so many.
 inline constexpr std::size_t kMostInGroup = 256;
 
-[[nodiscard]] inline int job_rank(const Communicator& communicator, int rank) {
-  return communicator.ranks()[static_cast<std::size_t>(rank)];
-}
-
 [[nodiscard]] inline BufferView bytes_at(const Communicator& communicator, void* data, std::size_t bytes) {
   return {data, bytes, bytes, DType::kUInt8, communicator.device()};
 }

@@ -114,9 +114,9 @@ void put(std::string& bytes, T value) {
   bytes.append(reinterpret_cast<const char*>(&value), sizeof value);
 }
 
-class Reader {
+class ByteReader {
  public:
-  explicit Reader(std::string_view bytes) : rest_(bytes) {}
+  explicit ByteReader(std::string_view bytes) : rest_(bytes) {}
 
   template <typename T>
   T take() {
@@ -143,7 +143,7 @@ constexpr std::uint8_t kRequiresGrad = 1;
 constexpr std::uint8_t kOrdered = 2;
 
 // Every dimension once, and not as they come: that is said by nothing.
-void take_order(Reader& reader, TensorSchema& tensor) {
+void take_order(ByteReader& reader, TensorSchema& tensor) {
   const std::size_t dimensions = tensor.shape.size();
   std::uint64_t seen = 0;
   bool own = true;
@@ -161,7 +161,7 @@ void take_order(Reader& reader, TensorSchema& tensor) {
   }
 }
 
-TensorSchema take_tensor(Reader& reader) {
+TensorSchema take_tensor(ByteReader& reader) {
   TensorSchema tensor;
   const auto dtype = dtype_from_wire(reader.take<std::uint8_t>());
   if (!dtype) {
@@ -407,7 +407,7 @@ std::string encode_schema(const Schema& schema) {
 }
 
 Schema parse_schema(std::string_view bytes) {
-  Reader reader(bytes);
+  ByteReader reader(bytes);
   Schema schema;
   schema.structure = reader.take(reader.take<std::uint32_t>());
   schema.direct_from = reader.take<std::uint64_t>();

@@ -14,10 +14,6 @@ constexpr auto kLookEvery = std::chrono::milliseconds(5);
 // Longer texts are cut: they list the leaves of a schema.
 constexpr std::size_t kMostText = 4000;
 
-int job_rank(const Communicator& communicator, int rank) {
-  return communicator.ranks()[static_cast<std::size_t>(rank)];
-}
-
 }  // namespace
 
 Refusal::Refusal(const std::shared_ptr<Communicator>& communicator, int peer, std::uint64_t edge)

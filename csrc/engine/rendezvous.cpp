@@ -9,14 +9,8 @@ namespace hpcomm {
 
 namespace {
 
-// How often a wait looks at the edge's other news.
-constexpr auto kSlice = std::chrono::milliseconds(20);
 constexpr const char* kReady = "ready";
 constexpr const char* kGo = "go";
-
-int job_rank(const Communicator& communicator, int rank) {
-  return communicator.ranks()[static_cast<std::size_t>(rank)];
-}
 
 std::string name(const ErrorContext& what) { return str(what.operation, " #", what.sequence); }
 
@@ -66,7 +60,7 @@ void Rendezvous::meet(DeviceSlot::Place& place, const ErrorContext& what, Deadli
 
 void Rendezvous::wait(const Step& step, Deadline deadline, const std::function<void()>& check,
                       const std::function<Error()>& late) {
-  while (!step(std::min(deadline, Clock::now() + kSlice))) {
+  while (!step(std::min(deadline, Clock::now() + kWaitSlice))) {
     check();
     if (Clock::now() >= deadline) {
       throw late();

@@ -3,8 +3,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "pack/fetching.h"
+#include "pack/isa.h"
 #include "pack/pack.h"
 
 namespace hpcomm::convert {
@@ -22,12 +24,16 @@ using Check = bool (*)(const void* elements, std::size_t count, double factor);
 
 // For fetching_of().
 [[nodiscard]] bool runs_on_intel() noexcept;
-// Null where no kernel casts, or multiplies.
-[[nodiscard]] Run find_run(DType from, DType to);
+// The kernels have the instruction set as an argument, at most detect_isa(): how tests reach those a machine would not
+// take. Null where no kernel casts, or multiplies.
+[[nodiscard]] Run find_run(Isa isa, DType from, DType to);
 // Between equal types, without a factor.
-[[nodiscard]] Run bytes_run();
+[[nodiscard]] Run bytes_run(Isa isa);
 // Null where there is nothing to check. As wide as the loops multiply: what is finite in double may be too large for
 // float32.
-[[nodiscard]] Check find_check(DType from, DType to);
+[[nodiscard]] Check find_check(Isa isa, DType from, DType to);
+
+// run_copies_cpu() in `isa`.
+void run_copies(Isa isa, const std::vector<CopyItem>& items, const double* factor, std::int32_t* first_bad);
 
 }  // namespace hpcomm::convert

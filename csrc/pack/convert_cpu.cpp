@@ -1,4 +1,4 @@
-// Plain loops that the compiler vectorises, one for each pair of types, in three instruction sets chosen at run time.
+// Plain loops that the compiler vectorises, one for each pair of types, in three instruction sets.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -87,15 +87,9 @@ HPCOMM_AVX512 bool is_bad_avx512(const void* elements, std::size_t count, double
   return is_bad<From, Wide>(elements, count, factor);
 }
 
-Isa isa_of_this_cpu() {
-  static const Isa isa = detect_isa();
-  return isa;
-}
-
-// The one of three that this machine runs best.
 template <typename Function>
-Function best(Function base, Function avx2, Function avx512) {
-  switch (isa_of_this_cpu()) {
+Function choose(Isa isa, Function base, Function avx2, Function avx512) {
+  switch (isa) {
     case Isa::kAvx512:
       return avx512;
     case Isa::kAvx2:
@@ -119,34 +113,34 @@ template <typename From>
 inline constexpr bool kHalf<From, Float16> = std::is_same_v<From, float> || std::is_same_v<From, Float16>;
 
 template <typename From, typename To>
-Run best_run() {
+Run choose_run(Isa isa) {
   using How = Elements<From, To>;
   if constexpr (std::is_same_v<From, float> && std::is_same_v<To, BFloat16>) {
     static const bool has_instruction = __builtin_cpu_supports("avx512bf16") != 0;
-    if (isa_of_this_cpu() == Isa::kAvx512 && has_instruction) {
+    if (isa == Isa::kAvx512 && has_instruction) {
       return run_narrow;
     }
-    return best<Run>(run_base<How>, run_avx2<HalfElements<NarrowAvx2, From, To>>, run_avx512<How>);
+    return choose<Run>(isa, run_base<How>, run_avx2<HalfElements<NarrowAvx2, From, To>>, run_avx512<How>);
   }
   if constexpr (kHalf<From, To>) {
-    return best<Run>(run_base<How>, run_avx2<HalfElements<HalfAvx2, From, To>>,
-                     run_avx512<HalfElements<HalfAvx512, From, To>>);
+    return choose<Run>(isa, run_base<How>, run_avx2<HalfElements<HalfAvx2, From, To>>,
+                       run_avx512<HalfElements<HalfAvx512, From, To>>);
   }
-  return best<Run>(run_base<How>, run_avx2<How>, run_avx512<How>);
+  return choose<Run>(isa, run_base<How>, run_avx2<How>, run_avx512<How>);
 }
 
 template <typename From, typename Wide>
-Check best_check() {
-  return best<Check>(is_bad_base<From, Wide>, is_bad_avx2<From, Wide>, is_bad_avx512<From, Wide>);
+Check choose_check(Isa isa) {
+  return choose<Check>(isa, is_bad_base<From, Wide>, is_bad_avx2<From, Wide>, is_bad_avx512<From, Wide>);
 }
 #else
 template <typename From, typename To>
-Run best_run() {
+Run choose_run(Isa) {
   return run_base<Elements<From, To>>;
 }
 
 template <typename From, typename Wide>
-Check best_check() {
+Check choose_check(Isa) {
   return is_bad_base<From, Wide>;
 }
 #endif
@@ -188,8 +182,8 @@ Answer for_floating(DType dtype, const Visit& visit) {
 }
 
 template <typename From>
-Check check_in(DType to) {
-  return to == DType::kFloat64 ? best_check<From, double>() : best_check<From, element::Wide<From, float>>();
+Check check_in(Isa isa, DType to) {
+  return to == DType::kFloat64 ? choose_check<From, double>(isa) : choose_check<From, element::Wide<From, float>>(isa);
 }
 
 }  // namespace
@@ -206,27 +200,28 @@ bool runs_on_intel() noexcept {
 #endif
 }
 
-Run find_run(DType from, DType to) {
-  return for_floating<Run>(from, [to]<typename From>(std::type_identity<From>) {
-    return for_floating<Run>(to, []<typename To>(std::type_identity<To>) { return best_run<From, To>(); });
+Run find_run(Isa isa, DType from, DType to) {
+  return for_floating<Run>(from, [isa, to]<typename From>(std::type_identity<From>) {
+    return for_floating<Run>(to, [isa]<typename To>(std::type_identity<To>) { return choose_run<From, To>(isa); });
   });
 }
 
-Run bytes_run() {
+Run bytes_run([[maybe_unused]] Isa isa) {
 #if defined(__x86_64__)
   if (runs_on_intel()) {
-    return best<Run>(run_base<Bytes<16, kCalledOnIntel>>, run_avx2<Bytes<32, kCalledOnIntel>>,
-                     run_avx512<Bytes<64, kCalledOnIntel>>);
+    return choose<Run>(isa, run_base<Bytes<16, kCalledOnIntel>>, run_avx2<Bytes<32, kCalledOnIntel>>,
+                       run_avx512<Bytes<64, kCalledOnIntel>>);
   }
-  return best<Run>(run_base<Bytes<16, kCalledElsewhere>>, run_avx2<Bytes<32, kCalledElsewhere>>,
-                   run_avx512<Bytes<64, kCalledElsewhere>>);
+  return choose<Run>(isa, run_base<Bytes<16, kCalledElsewhere>>, run_avx2<Bytes<32, kCalledElsewhere>>,
+                     run_avx512<Bytes<64, kCalledElsewhere>>);
 #else
   return run_base<Bytes<16, kCalledElsewhere>>;
 #endif
 }
 
-Check find_check(DType from, DType to) {
-  return for_floating<Check>(from, [to]<typename From>(std::type_identity<From>) { return check_in<From>(to); });
+Check find_check(Isa isa, DType from, DType to) {
+  return for_floating<Check>(from,
+                             [isa, to]<typename From>(std::type_identity<From>) { return check_in<From>(isa, to); });
 }
 
 }  // namespace hpcomm::convert

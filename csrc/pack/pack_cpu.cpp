@@ -25,7 +25,7 @@ Isa isa_of_this_cpu() {
 constexpr std::size_t kStream = std::size_t{16} << 10;
 
 // Converted within the first-level cache, then copied past it.
-void stream_converted(convert::Run run, const CopyItem& item, double scale) {
+void stream_converted(Isa isa, convert::Run run, const CopyItem& item, double scale) {
   alignas(64) std::array<unsigned char, 4096> block;
   const std::size_t source_size = size_of(item.source_dtype);
   const std::size_t target_size = size_of(item.target_dtype);
@@ -36,7 +36,7 @@ void stream_converted(convert::Run run, const CopyItem& item, double scale) {
     piece.source = static_cast<const char*>(item.source) + done * source_size;
     piece.count = std::min(per_block, item.count - done);
     (void)run(&piece, 1, convert::kAnySize, scale, convert::Fetching::kSources);
-    kernels::stream_copy(isa_of_this_cpu(), static_cast<char*>(item.target) + done * target_size, block.data(),
+    kernels::stream_copy(isa, static_cast<char*>(item.target) + done * target_size, block.data(),
                          piece.count * target_size);
   }
 }
@@ -44,7 +44,7 @@ void stream_converted(convert::Run run, const CopyItem& item, double scale) {
 // Goes through a list of items; what is done to a pair of types is looked up when they change.
 class Copier {
  public:
-  Copier(double scale, convert::Fetching fetching) : scale_(scale), fetching_(fetching) {}
+  Copier(Isa isa, double scale, convert::Fetching fetching) : isa_(isa), scale_(scale), fetching_(fetching) {}
 
   // Copies some of them, from the first one on, and returns how many. Stores past the caches need
   // kernels::stream_fence() at the end.
@@ -73,7 +73,7 @@ class Copier {
   bool checked_copy(const CopyItem& item) {
     constexpr std::size_t kPiece = 2048;  // elements
     const convert::Check check =
-        item.source == nullptr ? nullptr : convert::find_check(item.source_dtype, item.target_dtype);
+        item.source == nullptr ? nullptr : convert::find_check(isa_, item.source_dtype, item.target_dtype);
     if (check == nullptr) {
       copy(&item, 1);
       return false;
@@ -105,7 +105,7 @@ class Copier {
     target_dtype_ = item.target_dtype;
     most_ = kStream / size_of(target_dtype_);
     converts_ = source_dtype_ != target_dtype_ || (scale_ != 1.0 && is_floating(source_dtype_));
-    run_ = converts_ ? convert::find_run(source_dtype_, target_dtype_) : convert::bytes_run();
+    run_ = converts_ ? convert::find_run(isa_, source_dtype_, target_dtype_) : convert::bytes_run(isa_);
     HPCOMM_ASSERT(run_ != nullptr, "scale of ", to_string(source_dtype_));
   }
 
@@ -115,9 +115,9 @@ class Copier {
 
   void stream(const CopyItem& item) const {
     if (converts_) {
-      stream_converted(run_, item, scale_);
+      stream_converted(isa_, run_, item, scale_);
     } else {
-      kernels::stream_copy(isa_of_this_cpu(), item.target, item.source, item.count * size_of(target_dtype_));
+      kernels::stream_copy(isa_, item.target, item.source, item.count * size_of(target_dtype_));
     }
   }
 
@@ -127,6 +127,7 @@ class Copier {
     }
   }
 
+  const Isa isa_;
   const double scale_;
   const convert::Fetching fetching_;
   DType source_dtype_{};
@@ -138,13 +139,15 @@ class Copier {
 
 }  // namespace
 
-bool can_convert(DType from, DType to) noexcept { return from == to || convert::find_run(from, to) != nullptr; }
+bool can_convert(DType from, DType to) noexcept {
+  return from == to || convert::find_run(isa_of_this_cpu(), from, to) != nullptr;
+}
 
-bool can_scale(DType dtype) noexcept { return convert::find_run(dtype, dtype) != nullptr; }
+bool can_scale(DType dtype) noexcept { return convert::find_run(isa_of_this_cpu(), dtype, dtype) != nullptr; }
 
-void run_copies_cpu(const std::vector<CopyItem>& items, const double* factor, std::int32_t* first_bad) {
+void convert::run_copies(Isa isa, const std::vector<CopyItem>& items, const double* factor, std::int32_t* first_bad) {
   const double scale = factor == nullptr ? 1.0 : *factor;
-  Copier copier(scale, convert::fetching_of(items.data(), items.size(), convert::runs_on_intel()));
+  Copier copier(isa, scale, fetching_of(items.data(), items.size(), runs_on_intel()));
   // Later tensors than the first bad one do not matter.
   const std::size_t unchecked = first_bad == nullptr ? 0 : static_cast<std::size_t>(std::max(*first_bad, 0));
   std::size_t next = 0;
@@ -158,6 +161,10 @@ void run_copies_cpu(const std::vector<CopyItem>& items, const double* factor, st
     next += copier.copy(&items[next], items.size() - next);
   }
   kernels::stream_fence();
+}
+
+void run_copies_cpu(const std::vector<CopyItem>& items, const double* factor, std::int32_t* first_bad) {
+  convert::run_copies(isa_of_this_cpu(), items, factor, first_bad);
 }
 
 }  // namespace hpcomm

@@ -14,7 +14,7 @@ namespace {
 
 class Simulation {
  public:
-  Simulation(const std::vector<Task>& tasks, const std::vector<Arc>& arcs, int num_edges, int slot_depth)
+  Simulation(const std::vector<ReadyTask>& tasks, const std::vector<Arc>& arcs, int num_edges, int slot_depth)
       : tasks_(tasks),
         slot_depth_(slot_depth),
         successors_(tasks.size()),
@@ -28,7 +28,7 @@ class Simulation {
     }
     // A consumer must find the edges whose slots it frees.
     edges_of_consumer_.resize(tasks.size());
-    for (const Task& task : tasks) {
+    for (const ReadyTask& task : tasks) {
       if (task.edge != -1 && task.consumer != -1) {
         edges_of_consumer_[task.consumer].push_back(task.edge);
       }
@@ -115,7 +115,7 @@ class Simulation {
 
   using Event = std::pair<double, int>;  // ready time in seconds, task
 
-  const std::vector<Task>& tasks_;
+  const std::vector<ReadyTask>& tasks_;
   int slot_depth_;
   std::vector<std::vector<int>> successors_;
   std::vector<std::vector<int>> edges_of_consumer_;
@@ -129,7 +129,8 @@ class Simulation {
 
 }  // namespace
 
-ReadyOrder ready_order(const std::vector<Task>& tasks, const std::vector<Arc>& arcs, int num_edges, int slot_depth) {
+ReadyOrder ready_order(const std::vector<ReadyTask>& tasks, const std::vector<Arc>& arcs, int num_edges,
+                       int slot_depth) {
   return Simulation(tasks, arcs, num_edges, slot_depth).run();
 }
 

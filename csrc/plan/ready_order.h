@@ -9,7 +9,7 @@
 namespace hpcomm::plan {
 
 // Ties of the clock go to the task with the lower index.
-struct Task {
+struct ReadyTask {
   double seconds = 0;
   int edge = -1;      // a message: the edge that it takes a slot of
   int consumer = -1;  // a message: the task that frees the slot
@@ -24,7 +24,7 @@ struct ReadyOrder {
 
 // `arcs`: `to` starts when `from` has ended. At most `slot_depth` messages of an edge are sent before the
 // first of them is consumed (0: no bound); messages of one edge never overtake. n log n in tasks and arcs.
-[[nodiscard]] ReadyOrder ready_order(const std::vector<Task>& tasks, const std::vector<Arc>& arcs, int num_edges,
+[[nodiscard]] ReadyOrder ready_order(const std::vector<ReadyTask>& tasks, const std::vector<Arc>& arcs, int num_edges,
                                      int slot_depth);
 
 }  // namespace hpcomm::plan

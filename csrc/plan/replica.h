@@ -49,7 +49,7 @@ class Replica {
   const CompileSpec& spec_;
   bool has_backward_ = false;
   std::vector<Operation> operations_;
-  std::vector<Task> tasks_;  // parallel to operations_
+  std::vector<ReadyTask> tasks_;  // parallel to operations_
   std::vector<Arc> arcs_;
   std::vector<Dependency> data_;  // the arcs that carry data
   int num_edges_ = 0;

@@ -166,11 +166,11 @@ at::Tensor Reduction::prepared(const at::Tensor& tensor, bool fresh, const char*
 
 namespace {
 
-// The place of an operation in kComposed.
+// The place of an operation in kComposedOperations.
 std::int8_t place_of(const std::string& operation) {
-  const auto* const found = std::find(kComposed.begin(), kComposed.end(), operation);
-  HPCOMM_ASSERT(found != kComposed.end(), operation, " is not made of several operations");
-  return static_cast<std::int8_t>(found - kComposed.begin());
+  const auto* const found = std::find(kComposedOperations.begin(), kComposed.end(), operation);
+  HPCOMM_ASSERT(found != kComposedOperations.end(), operation, " is not made of several operations");
+  return static_cast<std::int8_t>(found - kComposedOperations.begin());
 }
 
 }  // namespace
@@ -225,10 +225,10 @@ struct Step::Description {
   std::int64_t type;  // below 0: a fingerprint of the dtypes and sizes of `count` tensors
   std::int64_t root;
   std::int64_t count;
-  std::int64_t operation;  // its place in kComposed
+  std::int64_t operation;  // its place in kComposedOperations
 
   [[nodiscard]] std::string text() const {
-    const char* what = kComposed[static_cast<std::size_t>(operation)];
+    const char* what = kComposedOperations[static_cast<std::size_t>(operation)];
     if (type < 0) {
       return str(what, " of ", count, " tensors");
     }

@@ -26,8 +26,6 @@ Issued message(int rank, int peer, bool sends, const std::string& words, long lo
   return {{rank, peer, sequence, sends ? "send" : "recv"}, peer, sends, words};
 }
 
-Deadline soon() { return Clock::now() + 20s; }
-
 std::string text_of(const std::optional<Error>& error) { return error ? error->what() : ""; }
 
 // For tests in which every rank fails by itself: nobody leaves before the others have seen why.

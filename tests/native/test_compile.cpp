@@ -413,11 +413,11 @@ TEST(compile_plans_a_cluster_of_1024_ranks) {
 
 TEST(ready_order_never_lets_messages_of_an_edge_overtake) {
   // Messages 0 and 1 share an edge of depth 1; message 1 is ready first, and its consumer 3 is slow.
-  const std::vector<Task> tasks{{.seconds = 0, .edge = 0, .consumer = 2},
-                                {.seconds = 0, .edge = 0, .consumer = 3},
-                                {.seconds = 1},
-                                {.seconds = 9},
-                                {.seconds = 5}};
+  const std::vector<ReadyTask> tasks{{.seconds = 0, .edge = 0, .consumer = 2},
+                                     {.seconds = 0, .edge = 0, .consumer = 3},
+                                     {.seconds = 1},
+                                     {.seconds = 9},
+                                     {.seconds = 5}};
   const std::vector<Arc> arcs{{0, 2}, {1, 3}, {4, 0}};
   const ReadyOrder ready = ready_order(tasks, arcs, 1, 1);
   CHECK(ready.order == (std::vector<int>{1, 3, 4, 0, 2}));

@@ -35,8 +35,6 @@ using namespace std::chrono_literals;
 
 namespace {
 
-Deadline soon() { return Clock::now() + 20s; }
-
 std::size_t count_entries(const char* folder) {
   return static_cast<std::size_t>(
       std::distance(std::filesystem::directory_iterator(folder), std::filesystem::directory_iterator{}));

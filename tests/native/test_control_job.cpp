@@ -26,8 +26,6 @@ namespace {
 
 using Controls = std::vector<std::shared_ptr<Control>>;
 
-Deadline soon() { return Clock::now() + 20s; }
-
 Controls connect_by_sockets(int size) { return connect_controls(size); }
 
 }  // namespace

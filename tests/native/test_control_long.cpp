@@ -27,8 +27,6 @@ using namespace std::chrono_literals;
 
 namespace {
 
-Deadline soon() { return Clock::now() + 20s; }
-
 std::string some_body(std::size_t bytes, unsigned seed) {
   std::string body(bytes, '\0');
   std::mt19937 random(seed);

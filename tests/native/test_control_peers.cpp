@@ -31,11 +31,9 @@ using namespace std::chrono_literals;
 
 namespace {
 
-Deadline soon() { return Clock::now() + 20s; }
-
 // Rank 0 of two; rank 1 is played by hand.
-struct Pair {
-  explicit Pair(std::chrono::milliseconds heartbeat) {
+struct BeatingPair {
+  explicit BeatingPair(std::chrono::milliseconds heartbeat) {
     ControlListener listener("127.0.0.1", 0, 2, JobToken{7});
     peer = std::make_unique<Stranger>(listener.address());
     std::thread greeting([this] { CHECK(peer->greet(1, 0)); });
@@ -115,7 +113,7 @@ TEST(control_says_that_it_is_there) {
   // would end the job. With patience: a machine that stops this rank's thread takes some of them away.
   CHECK_EQ(with_patience(200ms,
                          [](milliseconds limit) -> std::string {
-                           const Pair pair(limit);
+                           const BeatingPair pair(limit);
                            std::string heard = pair.peer->read_until(kBeat);
                            const Deadline end = Clock::now() + limit;
                            while (Clock::now() < end && count(heard, kBeat) <= 20) {
@@ -125,7 +123,7 @@ TEST(control_says_that_it_is_there) {
                            return beats >= 12 ? "" : str(beats, " beats in ", limit.count(), " ms");
                          }),
            "");
-  const Pair careless(0ms);  // has no limit, but others may have one
+  const BeatingPair careless(0ms);  // has no limit, but others may have one
   CHECK(careless.peer->read_until(kBeat).find(kBeat) != std::string::npos);
 }
 
@@ -149,7 +147,7 @@ TEST(control_idle_ranks_stay_together) {
 
 TEST(control_fails_a_rank_that_falls_silent) {
   CapturedStderr captured;
-  const Pair pair(200ms);
+  const BeatingPair pair(200ms);
   std::atomic<int> left = -1;
   (void)pair.mine->on_departure([&left](int peer) { left = peer; });
   pair.peer->say(kBeat);
@@ -164,7 +162,7 @@ TEST(control_fails_a_rank_that_falls_silent) {
 }
 
 TEST(control_waits_for_a_silent_rank_without_a_limit) {
-  const Pair pair(0ms);
+  const BeatingPair pair(0ms);
   pair.peer->say(kBeat);
   CHECK(!pair.mine->try_receive(1, 0, Clock::now() + 300ms).has_value());
   CHECK(!pair.mine->failure());
@@ -256,7 +254,7 @@ TEST(control_departures_are_told_once_each) {
 }
 
 TEST(control_a_dead_rank_has_left_after_the_failure_is_told) {
-  const Pair pair(0ms);
+  const BeatingPair pair(0ms);
   std::vector<std::string> order;
   std::atomic<bool> told = false;
   (void)pair.mine->on_departure([&](int peer) {

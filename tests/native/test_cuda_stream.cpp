@@ -33,8 +33,8 @@ using hpcomm::testing::run_ranks;
 namespace {
 
 // A foreign stream of `device` and ours over it. The calling thread's current device is the same afterwards.
-struct Lane {
-  explicit Lane(int on = 0) : device(on) {
+struct ForeignLane {
+  explicit ForeignLane(int on = 0) : device(on) {
     const OnDevice here(on);
     raw.emplace();
     stream = make_cuda_stream(raw->get(), on);
@@ -69,7 +69,7 @@ void check_no_error_is_left() { CHECK_EQ(cudaPeekAtLastError(), cudaSuccess); }
 
 // A graph captured on `lane` while `body` ran; `end` is what EndCapture says.
 template <typename Body>
-cudaGraph_t capture(const Lane& lane, const Body& body, cudaError_t end = cudaSuccess) {
+cudaGraph_t capture(const ForeignLane& lane, const Body& body, cudaError_t end = cudaSuccess) {
   CHECK_EQ(cudaStreamBeginCapture(lane.raw->get(), cudaStreamCaptureModeGlobal), cudaSuccess);
   body();
   cudaGraph_t graph = nullptr;
@@ -81,7 +81,7 @@ cudaGraph_t capture(const Lane& lane, const Body& body, cudaError_t end = cudaSu
 }
 
 // Runs a graph on `lane` and waits for it; the graph is gone afterwards.
-void replay(const Lane& lane, cudaGraph_t graph, int times, const std::function<void()>& after) {
+void replay(const ForeignLane& lane, cudaGraph_t graph, int times, const std::function<void()>& after) {
   cudaGraphExec_t executable = nullptr;
   CHECK_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
   for (int i = 0; i < times; ++i) {
@@ -102,7 +102,7 @@ TEST(cuda_stream_events_order_the_streams_of_many_threads) {
   constexpr int kThreads = 4;
   constexpr int kRounds = 60;
   fake_cuda::reset(11, 100);
-  std::deque<Lane> lanes;  // they do not move
+  std::deque<ForeignLane> lanes;  // they do not move
   for (int i = 0; i < kThreads; ++i) {
     lanes.emplace_back(i % 2);
   }
@@ -112,7 +112,7 @@ TEST(cuda_stream_events_order_the_streams_of_many_threads) {
   std::mutex mutex;
   std::vector<Event> sent{Event()};
   run_ranks(kThreads, [&](int rank) {
-    const Lane& lane = lanes[static_cast<std::size_t>(rank)];
+    const ForeignLane& lane = lanes[static_cast<std::size_t>(rank)];
     for (int round = 0; round < kRounds; ++round) {
       const auto turn = static_cast<std::size_t>(round * kThreads + rank);
       std::optional<Event> before;
@@ -140,8 +140,8 @@ TEST(cuda_stream_events_order_the_streams_of_many_threads) {
 
 TEST(cuda_stream_waiting_for_a_cuda_event_does_not_block_the_host) {
   fake_cuda::reset();
-  const Lane first;
-  const Lane second(1);
+  const ForeignLane first;
+  const ForeignLane second(1);
   int value = 0;
   const auto gate = first.gate();
   first.launch([&value] { value = 1; });
@@ -156,7 +156,7 @@ TEST(cuda_stream_waiting_for_a_cuda_event_does_not_block_the_host) {
 
 TEST(cuda_stream_waiting_for_a_host_event_blocks_the_host) {
   fake_cuda::reset();
-  const Lane lane;
+  const ForeignLane lane;
   const auto worker = make_worker_stream("host");
   int value = 0;
   worker->enqueue([&value] {
@@ -170,7 +170,7 @@ TEST(cuda_stream_waiting_for_a_host_event_blocks_the_host) {
 
 TEST(cuda_stream_host_lanes_wait_for_cuda_events) {
   fake_cuda::reset();
-  const Lane lane;
+  const ForeignLane lane;
   const auto worker = make_worker_stream("host");
   int value = 0;
   const auto gate = lane.gate();
@@ -186,7 +186,7 @@ TEST(cuda_stream_host_lanes_wait_for_cuda_events) {
 
 TEST(cuda_stream_runs_tasks_at_once_on_its_device) {
   fake_cuda::reset();
-  const Lane lane(1);
+  const ForeignLane lane(1);
   bool ran = false;
   lane.stream->enqueue([&ran] {
     int device = -1;
@@ -202,7 +202,7 @@ TEST(cuda_stream_runs_tasks_at_once_on_its_device) {
 
 TEST(cuda_stream_leaves_the_callers_device_alone) {
   fake_cuda::reset();
-  const Lane lane(1);
+  const ForeignLane lane(1);
   const auto each_call = [&lane] {
     const Event event = lane.stream->record();
     lane.stream->wait(event);
@@ -224,7 +224,7 @@ TEST(cuda_stream_leaves_the_callers_device_alone) {
 
 TEST(cuda_stream_is_idle_when_its_work_has_run) {
   fake_cuda::reset();
-  const Lane lane;
+  const ForeignLane lane;
   CHECK(lane.stream->idle());
   const auto gate = lane.gate();
   CHECK(!lane.stream->idle());
@@ -235,9 +235,9 @@ TEST(cuda_stream_is_idle_when_its_work_has_run) {
 
 TEST(cuda_caller_stream_follows_the_callers_current_stream) {
   fake_cuda::reset();
-  const Lane first;
-  const Lane second;
-  const Lane* now = &first;
+  const ForeignLane first;
+  const ForeignLane second;
+  const ForeignLane* now = &first;
   const auto caller = make_cuda_caller_stream([&now]() -> void* { return now->raw->get(); }, 0);
   const auto gate = first.gate();
   const Event behind = caller->record();
@@ -260,7 +260,7 @@ TEST(cuda_caller_stream_follows_the_callers_current_stream) {
 
 TEST(cuda_event_says_when_its_point_has_been_passed) {
   fake_cuda::reset();
-  const Lane lane;
+  const ForeignLane lane;
   auto gate = lane.gate();
   const Event event = lane.stream->record();
   CHECK(event.native_handle() != nullptr);
@@ -281,7 +281,7 @@ TEST(cuda_event_says_when_its_point_has_been_passed) {
 
 TEST(cuda_event_waits_without_burning_a_core) {
   fake_cuda::reset();
-  const Lane lane;
+  const ForeignLane lane;
   const auto gate = lane.gate();
   const Event event = lane.stream->record();
   const auto before = fake_cuda::calls("cudaEventQuery");
@@ -294,7 +294,7 @@ TEST(cuda_events_come_from_a_pool) {
   constexpr int kDevice = 9;  // nobody else's: its pool is empty
   fake_cuda::reset(1, 0);
   fake_cuda::set_device_count(16);
-  const Lane lane(kDevice);
+  const ForeignLane lane(kDevice);
   for (int i = 0; i < 500; ++i) {
     const Event one = lane.stream->record();
     const Event two = lane.stream->record();
@@ -323,9 +323,9 @@ TEST(cuda_event_that_is_used_again_does_not_free_who_waits_for_its_first_use) {
   constexpr int kDevice = 10;
   fake_cuda::reset();
   fake_cuda::set_device_count(16);
-  const Lane slow(kDevice);
-  const Lane waiter(kDevice);
-  const Lane quick(kDevice);
+  const ForeignLane slow(kDevice);
+  const ForeignLane waiter(kDevice);
+  const ForeignLane quick(kDevice);
   int value = 0;
   const auto gate = slow.gate();
   slow.launch([&value] { value = 1; });
@@ -351,8 +351,8 @@ TEST(cuda_event_that_is_used_again_does_not_free_who_waits_for_its_first_use) {
 
 TEST(cuda_stream_holds_memory_until_it_has_passed) {
   fake_cuda::reset();
-  const Lane lane;
-  const Lane::OnDevice here(0);
+  const ForeignLane lane;
+  const ForeignLane::OnDevice here(0);
   auto gate = lane.gate();
   auto memory = device_memory<int>(1000);
   const std::weak_ptr<int> watch = memory;
@@ -379,7 +379,7 @@ TEST(cuda_stream_holds_memory_until_it_has_passed) {
 
 TEST(cuda_stream_lets_go_at_records) {
   fake_cuda::reset();
-  const Lane lane;
+  const ForeignLane lane;
   const auto lets_go = [&lane](Stream& stream, const std::function<void()>& passed, const std::function<void()>& call) {
     auto memory = std::make_shared<int>(1);
     const std::weak_ptr<int> watch = memory;
@@ -406,7 +406,7 @@ TEST(cuda_stream_lets_go_at_records) {
 
 TEST(cuda_stream_holds_by_one_event_what_came_before_it) {
   fake_cuda::reset();
-  const Lane lane;
+  const ForeignLane lane;
   const auto records = [] { return fake_cuda::calls("cudaEventRecord"); };
   auto before = records();
   std::vector<std::weak_ptr<int>> watches;
@@ -434,7 +434,7 @@ TEST(cuda_stream_holds_by_one_event_what_came_before_it) {
 TEST(cuda_stream_gets_through_a_backlog) {
   // As operations of a lane: kernels hold, an event is recorded, and more is held until that.
   fake_cuda::reset(1, 0);
-  const Lane lane;
+  const ForeignLane lane;
   std::atomic<int> alive = 0;
   const auto memory = [&alive] {
     ++alive;
@@ -477,7 +477,7 @@ TEST(cuda_stream_whose_end_fails_keeps_what_waits) {
     std::weak_ptr<int> watch;
     CapturedStderr log;
     {
-      const Lane lane;
+      const ForeignLane lane;
       auto memory = std::make_shared<int>(1);
       watch = memory;
       lane.stream->hold(std::move(memory));
@@ -491,7 +491,7 @@ TEST(cuda_stream_whose_end_fails_keeps_what_waits) {
 
 TEST(cuda_stream_lets_go_oldest_first_with_few_questions_a_call) {
   fake_cuda::reset(1, 0);
-  const Lane lane;
+  const ForeignLane lane;
   std::vector<int> freed;
   const auto gate = lane.gate();
   for (int i = 0; i < 40; ++i) {
@@ -529,7 +529,7 @@ TEST(cuda_stream_lets_go_oldest_first_with_few_questions_a_call) {
 
 TEST(cuda_stream_lets_go_at_its_end_and_not_before_the_device_is_there) {
   fake_cuda::reset(1, 500);
-  const Lane::OnDevice here(0);
+  const ForeignLane::OnDevice here(0);
   const RawStream raw;
   auto memory = device_memory<int>(100);
   const std::weak_ptr<int> watch = memory;
@@ -546,7 +546,7 @@ TEST(cuda_stream_lets_go_at_its_end_and_not_before_the_device_is_there) {
 
 TEST(cuda_stream_may_be_called_by_what_it_lets_go_of) {
   fake_cuda::reset();
-  const Lane lane;
+  const ForeignLane lane;
   bool called = false;
   lane.stream->hold(std::shared_ptr<int>(new int(1), [&](int* old) {
     delete old;
@@ -561,7 +561,7 @@ TEST(cuda_stream_may_be_called_by_what_it_lets_go_of) {
 
 TEST(cuda_stream_holds_for_many_threads) {
   fake_cuda::reset(7, 50);
-  const Lane lane;
+  const ForeignLane lane;
   std::atomic<int> alive = 0;
   run_ranks(4, [&](int rank) {
     for (int i = 0; i < 200; ++i) {
@@ -589,7 +589,7 @@ TEST(cuda_stream_holds_for_many_threads) {
 
 TEST(cuda_stream_in_a_capture_asks_about_no_event) {
   fake_cuda::reset(1, 0);
-  const Lane lane;
+  const ForeignLane lane;
   auto gate = lane.gate();
   lane.stream->hold(std::make_shared<int>(0));  // something that could be asked about
   gate->open();
@@ -624,8 +624,8 @@ TEST(cuda_stream_in_a_capture_asks_about_no_event) {
 
 TEST(cuda_stream_capture_survives_waits_of_other_threads) {
   fake_cuda::reset(1, 50);
-  const Lane captured;
-  const Lane other;
+  const ForeignLane captured;
+  const ForeignLane other;
   auto gate = other.gate();
   const Event event = other.stream->record();
   std::atomic<bool> asked = false;
@@ -656,12 +656,12 @@ TEST(cuda_stream_capture_survives_waits_of_other_threads) {
 
 TEST(cuda_stream_events_are_edges_of_a_captured_graph) {
   fake_cuda::reset(1, 0);
-  const Lane compute;
-  const Lane side;
-  const Lane third;
+  const ForeignLane compute;
+  const ForeignLane side;
+  const ForeignLane third;
   std::string order;
   cudaGraph_t graph = capture(compute, [&] {
-    const auto node = [&order](const Lane& lane, char name) { lane.launch([&order, name] { order += name; }); };
+    const auto node = [&order](const ForeignLane& lane, char name) { lane.launch([&order, name] { order += name; }); };
     node(compute, 'a');
     side.stream->wait(compute.stream->record());
     node(side, 'b');
@@ -686,8 +686,8 @@ TEST(cuda_stream_events_are_edges_of_a_captured_graph) {
 
 TEST(cuda_stream_in_a_capture_refuses_events_that_have_not_happened) {
   fake_cuda::reset(1, 0);
-  const Lane lane;
-  const Lane other;
+  const ForeignLane lane;
+  const ForeignLane other;
   auto gate = other.gate();
   const Event outside = other.stream->record();
   capture(
@@ -704,8 +704,8 @@ TEST(cuda_stream_in_a_capture_refuses_events_that_have_not_happened) {
 
 TEST(cuda_stream_in_a_capture_passes_events_that_have_happened) {
   fake_cuda::reset(1, 0);
-  const Lane lane;
-  const Lane other;
+  const ForeignLane lane;
+  const ForeignLane other;
   const Event seen = other.stream->record();
   seen.wait();
   const Event unseen = other.stream->record();
@@ -722,9 +722,9 @@ TEST(cuda_stream_in_a_capture_passes_events_that_have_happened) {
 TEST(cuda_stream_keeps_what_one_of_its_captures_holds) {
   // The caller's stream changes between captured and others; only the end of the capture counts.
   fake_cuda::reset(1, 0);
-  const Lane captured;
-  const Lane plain;
-  const Lane* now = &captured;
+  const ForeignLane captured;
+  const ForeignLane plain;
+  const ForeignLane* now = &captured;
   const auto caller = make_cuda_caller_stream([&now]() -> void* { return now->raw->get(); }, 0);
   auto memory = std::make_shared<int>(1);
   const std::weak_ptr<int> watch = memory;
@@ -762,7 +762,7 @@ TEST(cuda_stream_spares_a_capture_that_the_default_stream_would_wait_for) {
 
 TEST(cuda_stream_that_ends_in_a_capture_keeps_what_it_holds) {
   fake_cuda::reset(1, 0);
-  const Lane lane;
+  const ForeignLane lane;
   auto memory = std::make_shared<int>(1);
   const std::weak_ptr<int> watch = memory;
   CapturedStderr log;
@@ -807,7 +807,7 @@ TEST(cuda_stream_turns_errors_into_exceptions) {
     fake_cuda::set_device_count(16);
     CapturedStderr quiet;  // what hold() could not follow is kept, and said so at the end
     {
-      const Lane lane(++device);
+      const ForeignLane lane(++device);
       fake_cuda::fail(each.function, 1, cudaErrorLaunchFailure);
       CHECK_THROWS(ErrorKind::kTransport, each.call(*lane.stream), "unspecified launch failure");
       check_no_error_is_left();
@@ -825,11 +825,11 @@ TEST(cuda_stream_turns_errors_into_exceptions) {
 
 TEST(cuda_stream_that_cannot_follow_memory_never_frees_it) {
   fake_cuda::reset(1, 0);
-  const Lane::OnDevice here(0);
+  const ForeignLane::OnDevice here(0);
   std::weak_ptr<int> watch;
   CapturedStderr log;
   {
-    const Lane lane;
+    const ForeignLane lane;
     const auto gate = lane.gate();
     auto memory = device_memory<int>(10);
     watch = memory;
@@ -851,7 +851,7 @@ TEST(cuda_stream_on_a_broken_device_throws_and_does_not_hang) {
   std::weak_ptr<int> watch;
   CapturedStderr log;
   {
-    const Lane lane(kDevice);
+    const ForeignLane lane(kDevice);
     const auto gate = lane.gate();
     const Event event = lane.stream->record();
     auto memory = std::make_shared<int>(1);
@@ -866,7 +866,7 @@ TEST(cuda_stream_on_a_broken_device_throws_and_does_not_hang) {
     CHECK_THROWS(ErrorKind::kTransport, lane.stream->wait(event), "illegal memory access");
     CHECK_THROWS(ErrorKind::kTransport, lane.stream->hold(std::make_shared<int>(1)), "illegal memory access");
     CHECK(!lane.stream->idle());
-    const Lane healthy(1);
+    const ForeignLane healthy(1);
     healthy.stream->synchronize();
   }
   CHECK(!watch.expired());
@@ -879,7 +879,7 @@ TEST(cuda_stream_survives_a_runtime_that_is_gone) {
   std::weak_ptr<int> watch;
   CapturedStderr log;
   {
-    const Lane lane;
+    const ForeignLane lane;
     const auto gate = lane.gate();
     auto memory = std::make_shared<int>(1);
     watch = memory;
@@ -932,7 +932,7 @@ TEST(cuda_stream_may_outlive_cuda_at_the_end_of_the_process) {
 
 TEST(cuda_stream_packs_and_unpacks_as_the_cpu_does) {
   fake_cuda::reset(13, 200);
-  const Lane::OnDevice here(0);
+  const ForeignLane::OnDevice here(0);
   const Layout layout({{1000, DType::kFloat32}, {77, DType::kFloat64}, {5, DType::kInt16}, {300, DType::kBFloat16}},
                       DType::kBFloat16);
   const auto sizes = layout.entries();
@@ -964,8 +964,8 @@ TEST(cuda_stream_packs_and_unpacks_as_the_cpu_does) {
 
   const auto cpu = make_caller_stream();
   const auto expected = run(*cpu, *cpu, {nullptr, 0.25}, nullptr).first;
-  const Lane first;
-  const Lane second;
+  const ForeignLane first;
+  const ForeignLane second;
   for (int i = 0; i < 20; ++i) {
     // The factor is known only when the kernel runs; buffer and factor belong to nobody but the streams.
     auto factor = device_memory<double>(1);

@@ -29,51 +29,28 @@
 #include "pack/reduce_kernels.h"
 #include "pack/step_math.h"
 
-// The kernel chooses its instruction set once, by asking the CPU. To see the paths that this machine would not take,
-// both files are compiled again with another answer; no hook in the product.
-#define detect_isa() kForcedIsa
-namespace base_only {
-[[maybe_unused]] constexpr hpcomm::Isa kForcedIsa = hpcomm::Isa::kBase;
-namespace hpcomm {
-using namespace ::hpcomm;
-namespace convert {
-using namespace ::hpcomm::convert;
-}
-}  // namespace hpcomm
-#include "pack/convert_cpu.cpp"
-#include "pack/pack_cpu.cpp"
-}  // namespace base_only
-namespace avx2_only {
-[[maybe_unused]] constexpr hpcomm::Isa kForcedIsa = hpcomm::Isa::kAvx2;
-namespace hpcomm {
-using namespace ::hpcomm;
-namespace convert {
-using namespace ::hpcomm::convert;
-}
-}  // namespace hpcomm
-#include "pack/convert_cpu.cpp"
-#include "pack/pack_cpu.cpp"
-}  // namespace avx2_only
-#undef detect_isa
-
 using namespace hpcomm;
 
 namespace {
 
-using Kernel = void (*)(const std::vector<CopyItem>&, const double*, std::int32_t*);
-
 struct Path {
   const char* name;
-  Kernel run;
+  Isa isa;
+
+  void run(const std::vector<CopyItem>& items, const double* factor, std::int32_t* first_bad) const {
+    convert::run_copies(isa, items, factor, first_bad);
+  }
 };
 
-// What this machine chooses by itself comes last: with AVX-512 that is the third path.
+// Those that this machine has, also the ones that it would not choose.
 std::vector<Path> paths() {
-  std::vector<Path> all{{"base", base_only::hpcomm::run_copies_cpu}};
+  std::vector<Path> all{{"base", Isa::kBase}};
   if (detect_isa() >= Isa::kAvx2) {
-    all.push_back({"avx2", avx2_only::hpcomm::run_copies_cpu});
+    all.push_back({"avx2", Isa::kAvx2});
   }
-  all.push_back({"chosen", run_copies_cpu});
+  if (detect_isa() >= Isa::kAvx512) {
+    all.push_back({"avx512", Isa::kAvx512});
+  }
   return all;
 }
 

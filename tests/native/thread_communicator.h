@@ -32,6 +32,9 @@
 
 namespace hpcomm::testing {
 
+// A deadline for what ends at once unless it is broken.
+inline Deadline soon() { return Clock::now() + std::chrono::seconds(20); }
+
 using std::chrono::milliseconds;
 
 // Runs body(0) ... body(size - 1), each in a thread of its own. An exception that leaves one fails the test.

@@ -9,13 +9,6 @@
 
 namespace hpcomm {
 
-namespace {
-
-// How often a wait looks whether the communicator was aborted.
-constexpr auto kSlice = std::chrono::milliseconds(20);
-
-}  // namespace
-
 thread_local std::map<const Connecting*, std::vector<Connecting::Half>*> Connecting::collected_;
 
 std::uint64_t Connecting::channel(const char* says, int from, int to) const {
@@ -85,7 +78,7 @@ void Connecting::wait(std::vector<Half> halves, const Wait& how) {
     return;
   }
   for (const Half& half : halves) {
-    while (!has_come(half, std::min(how.deadline, Clock::now() + kSlice))) {
+    while (!has_come(half, std::min(how.deadline, Clock::now() + kWaitSlice))) {
       if (how.interrupted) {
         return;
       }

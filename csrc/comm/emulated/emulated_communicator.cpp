@@ -20,8 +20,6 @@ namespace hpcomm {
 
 namespace {
 
-// How often a wait looks whether the communicator was aborted, where nothing wakes it; and calls its poll.
-constexpr auto kSlice = std::chrono::milliseconds(20);
 // How long each half of a sendrecv is waited for in its turn.
 constexpr auto kTurn = std::chrono::milliseconds(1);
 // What goes through Control goes in such pieces.
@@ -241,7 +239,7 @@ class EmulatedCommunicator final : public HostCommunicator, private DeviceSlot {
     EmulatedDevice& device = *emulation_.device;
     const Deadline began = Clock::now();
     for (;;) {
-      const Deadline slice = std::min(deadline, Clock::now() + kSlice);
+      const Deadline slice = std::min(deadline, Clock::now() + kWaitSlice);
       const auto outcome = device.wait_turn(ticket, label(what), slice, interrupted_);
       throw_if_aborted(what);
       if (outcome == EmulatedDevice::Outcome::kGo) {
@@ -313,7 +311,7 @@ class EmulatedCommunicator final : public HostCommunicator, private DeviceSlot {
           announce(operation, "");
           if (meet(operation, deadline)) {
             std::size_t moved = 0;
-            while (!take(operation, moved, std::min(deadline, Clock::now() + kSlice))) {
+            while (!take(operation, moved, std::min(deadline, Clock::now() + kWaitSlice))) {
               require_time(operation, deadline, "for the bytes of");
               poll(operation);
             }
@@ -378,7 +376,7 @@ class EmulatedCommunicator final : public HostCommunicator, private DeviceSlot {
 
   [[nodiscard]] bool meet(const Operation& operation, Deadline deadline) {
     for (;;) {
-      if (const auto half = try_meet(operation, std::min(deadline, Clock::now() + kSlice))) {
+      if (const auto half = try_meet(operation, std::min(deadline, Clock::now() + kWaitSlice))) {
         return *half;
       }
       if (Clock::now() >= deadline) {

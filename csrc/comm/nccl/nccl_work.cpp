@@ -7,13 +7,6 @@
 
 namespace hpcomm::nccl {
 
-namespace {
-
-// A waiting host looks this often whether the communicator was aborted: its event may then never happen.
-constexpr std::chrono::milliseconds kSlice{20};
-
-}  // namespace
-
 Error error_of_operation(const Error& why, const ErrorContext& what, const std::string& lane) {
   ErrorContext context = what;
   if (why.context().peer >= 0) {
@@ -128,7 +121,7 @@ bool NcclWork::wait_until(Deadline deadline) const {
           return false;
         }
         try {
-          (void)event_.wait_until(std::min(deadline, now + kSlice));
+          (void)event_.wait_until(std::min(deadline, now + kWaitSlice));
         } catch (const Error& error) {
           fail(error);
         }

@@ -17,8 +17,6 @@ constexpr std::size_t kAlignment = 64;
 // An arena doubles with each segment between these: few descriptors, and little waste for who asks for little.
 constexpr std::size_t kSmallestSegment = std::size_t{2} << 20;
 constexpr std::size_t kLargestSegment = std::size_t{64} << 20;
-// Large blocks begin on a page: peers copy whole pages.
-constexpr std::size_t kPage = 4096;
 
 std::size_t round_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
 
@@ -130,14 +128,14 @@ Buffer Arena::allocate(std::size_t bytes) {
   if (bytes > SIZE_MAX / 2) {
     throw Error(ErrorKind::kInvalidArgument, str("allocate: ", bytes, " bytes"));
   }
-  const std::size_t need = round_up(std::max<std::size_t>(bytes, 1), bytes >= kPage ? kPage : kAlignment);
+  const std::size_t need = round_up(std::max<std::size_t>(bytes, 1), bytes >= kPageBytes ? kPageBytes : kAlignment);
   auto place = pool_->take(need);
   if (!place) {
     std::lock_guard one_at_a_time(growing_);
     place = pool_->take(need);  // another thread may have made room meanwhile
     if (!place) {
       const std::size_t usual = std::clamp(pool_->reserved(), kSmallestSegment, kLargestSegment);
-      auto segment = Segment::create("an arena", std::max(usual, round_up(need, kPage)));
+      auto segment = Segment::create("an arena", std::max(usual, round_up(need, kPageBytes)));
       announce_(pool_->next_index(), *segment);
       place = pool_->add_and_take(std::move(segment), need);
     }

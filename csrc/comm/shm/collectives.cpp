@@ -331,7 +331,7 @@ void Collectives::broadcast(Descriptor descriptor, const BufferView& buffer, std
     return;
   }
   // Pieces small enough that the readers of one overlap the writer of the next.
-  const std::size_t eighth = (buffer.bytes / 8 + 4095) / 4096 * 4096;
+  const std::size_t eighth = (buffer.bytes / 8 + kPageBytes - 1) / kPageBytes * kPageBytes;
   const std::size_t piece = std::clamp(eighth, std::min(kSmall, steps_.slot_bytes()), steps_.slot_bytes());
   for (std::size_t begin = 0; begin < buffer.bytes; begin += piece) {
     const std::size_t bytes = std::min(piece, buffer.bytes - begin);

@@ -26,7 +26,6 @@ using control::kMeetChannel;
 using control::kReachChannel;
 constexpr std::uint64_t kPage = 0;        // names that a courier offers: the page to try,
 constexpr std::uint64_t kFirstArena = 1;  // the arena's segments, and groups' segments by hash
-constexpr std::size_t kPageBytes = 4096;
 // What ranks tell each other of how far they reach.
 constexpr char kOutOfReach = '0';
 constexpr char kShares = '1';

@@ -10,7 +10,6 @@ namespace hpcomm::shm {
 
 namespace {
 
-constexpr std::size_t kPage = 4096;
 // All slots of a group, and all its rings (and half as much for frames), stay about below these while there are few.
 constexpr std::size_t kSlotBudget = std::size_t{4} << 20;
 constexpr std::size_t kRingBudget = std::size_t{4} << 20;
@@ -27,7 +26,7 @@ struct Places {
 };
 
 Places places(const Geometry& g) {
-  const auto page = [](std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; };
+  const auto page = [](std::size_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; };
   Places at;
   at.lines = page(g.ranks * sizeof(Bell));
   at.ring_ends = at.lines + page(g.ranks * 2 * sizeof(Line));

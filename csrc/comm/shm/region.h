@@ -26,8 +26,9 @@ struct Descriptor {
   std::uint8_t dtype = 0;
   std::uint8_t op = 0;
   std::uint8_t located = 0;  // the line carries a Location; not compared
-  std::int32_t root = -1;    // of a reduction, its label; of a composed collective, its place in hpcomm::kComposed
-  std::uint64_t count = 0;   // elements of the input
+  std::int32_t root =
+      -1;  // of a reduction, its label; of a composed collective, its place in hpcomm::kComposedOperations
+  std::uint64_t count = 0;  // elements of the input
 
   [[nodiscard]] bool agrees(const Descriptor& other) const noexcept {
     // What is composed differs by what its ranks show each other, which says more, where they show as much.

@@ -10,6 +10,8 @@
 
 namespace hpcomm::shm {
 
+inline constexpr std::size_t kPageBytes = 4096;
+
 // What this process can still be given: of the machine, and of its control groups. fallocate() itself would go on until
 // the kernel kills somebody. `root` is where the file systems of the kernel are mounted.
 [[nodiscard]] std::size_t available_memory(const std::string& root = "/");

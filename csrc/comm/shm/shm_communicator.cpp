@@ -206,7 +206,7 @@ class ShmCommunicator final : public HostCommunicator {
 
   [[nodiscard]] static std::string text_of(const shm::Descriptor& descriptor) {
     if ((descriptor.kind & shm::Descriptor::kComposed) != 0) {
-      const std::string name = kComposed.at(static_cast<std::size_t>(descriptor.root));
+      const std::string name = kComposedOperations.at(static_cast<std::size_t>(descriptor.root));
       const bool has_a_namesake = name == "all_gather" || name == "all_reduce" || name == "reduce_scatter";
       return has_a_namesake ? name + " of several steps (coalesced, uneven or sparse)" : name;
     }
