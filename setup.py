@@ -150,8 +150,6 @@ def configure(folder: Path, *, editable: bool) -> None:
         "HPCOMM_PYTHON_INCLUDE_DIR": sysconfig.get_path("include"),
         "HPCOMM_MODULE_SUFFIX": sysconfig.get_config_var("EXT_SUFFIX"),
         "HPCOMM_EXTRA_RPATH": ";".join(libraries) if editable else "",
-        # Who builds in place compiles again after each change; everybody else compiles once, in two thirds of the time.
-        "HPCOMM_UNITY": "OFF" if editable else "ON",
         **cuda_settings(),
     }
     command = ["cmake", "-S", str(ROOT), "-B", str(folder), "-G", "Ninja"]

@@ -168,7 +168,7 @@ namespace {
 
 // The place of an operation in kComposedOperations.
 std::int8_t place_of(const std::string& operation) {
-  const auto* const found = std::find(kComposedOperations.begin(), kComposed.end(), operation);
+  const auto* const found = std::find(kComposedOperations.begin(), kComposedOperations.end(), operation);
   HPCOMM_ASSERT(found != kComposedOperations.end(), operation, " is not made of several operations");
   return static_cast<std::int8_t>(found - kComposedOperations.begin());
 }
