@@ -10,7 +10,9 @@ namespace hpcomm {
 
 namespace {
 
-[[noreturn]] void reject(const std::string& why) { throw Error(ErrorKind::kProtocol, "message structure " + why); }
+[[noreturn]] void reject_structure(const std::string& why) {
+  throw Error(ErrorKind::kProtocol, "message structure " + why);
+}
 
 // A node: its place, and its bytes without those of nodes below it and their number.
 struct Visited {
@@ -64,7 +66,7 @@ class Walk {
     std::string place = "message";
     visit(place, 0);
     if (!reader_.at_end()) {
-      reject("has bytes behind its end");
+      reject_structure("has bytes behind its end");
     }
     return summary_;
   }
@@ -73,7 +75,7 @@ class Walk {
   // `place` is that of the node; it is the same again afterwards.
   void visit(std::string& place, int depth) {
     if (depth > kMaxDepth) {
-      reject(str("is deeper than ", kMaxDepth, " levels"));
+      reject_structure(str("is deeper than ", kMaxDepth, " levels"));
     }
     const std::size_t begin = structure_.size() - reader_.left();
     switch (reader_.node()) {
@@ -135,7 +137,7 @@ class Walk {
         return;
       }
     }
-    reject("has an unknown kind of node");
+    reject_structure("has an unknown kind of node");
   }
 
   void note(const std::string& place, std::size_t begin) {
@@ -179,7 +181,7 @@ class Walk {
       case Node::kDataclass:
         break;
     }
-    reject("has a dict key that is neither text nor a whole number");
+    reject_structure("has a dict key that is neither text nor a whole number");
   }
 
   // No text of one key looks like the step of another, or like two.
@@ -210,7 +212,7 @@ class Walk {
 
 std::string_view StructureReader::take(std::size_t bytes) {
   if (rest_.size() < bytes) {
-    reject("is cut short");
+    reject_structure("is cut short");
   }
   const std::string_view taken = rest_.substr(0, bytes);
   rest_.remove_prefix(bytes);
@@ -223,7 +225,7 @@ std::uint32_t StructureReader::count() {
   std::uint32_t count = 0;
   std::memcpy(&count, take(sizeof count).data(), sizeof count);
   if (count > rest_.size()) {
-    reject("is cut short");
+    reject_structure("is cut short");
   }
   return count;
 }

@@ -17,7 +17,7 @@ constexpr std::size_t kLeast = std::size_t{16} << 10;
 // Goes the way that is not the habit in a trial, at most half of the copy.
 constexpr std::size_t kTried = std::size_t{16} << 10;
 // The first copies, which may be all that there are for long, and one in so many.
-constexpr std::uint32_t kFirst = 3;
+constexpr std::uint32_t kFirstCopies = 3;
 constexpr std::uint32_t kEvery = 32;
 
 void copy_by(bool past, char* target, const char* source, std::size_t bytes) noexcept {
@@ -39,7 +39,7 @@ void Handover::copy(void* target, const void* source, std::size_t bytes) noexcep
   const auto* const from = static_cast<const char*>(source);
   if (bytes < kLeast) {
     std::memcpy(to, from, bytes);
-  } else if (++copies_ <= kFirst || copies_ % kEvery == 0) {
+  } else if (++copies_ <= kFirstCopies || copies_ % kEvery == 0) {
     try_both(to, from, bytes);
   } else {
     copy_by(habit_.past(), to, from, bytes);

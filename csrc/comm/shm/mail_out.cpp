@@ -18,11 +18,11 @@ constexpr std::size_t kReferenceBytes = std::size_t{128} << 10;
 
 // The first bytes of a message are shown a few at a time, for a reader that waits has nothing else to do.
 constexpr std::size_t kFirstPieces = std::size_t{4} << 10;
-constexpr std::size_t kFirst = std::size_t{16} << 10;
+constexpr std::size_t kFirstBytes = std::size_t{16} << 10;
 
 // Of a message of which `written` are there and `left` are not: a little more than a piece goes with it.
 std::size_t next_piece(std::size_t written, std::size_t left) {
-  const std::size_t piece = written < kFirst ? kFirstPieces : kPiece;
+  const std::size_t piece = written < kFirstBytes ? kFirstPieces : kPiece;
   return left <= piece + piece / 8 ? left : piece;
 }
 
