@@ -10,7 +10,8 @@ A rank sees what it would see under torchrun: RANK, WORLD_SIZE, MASTER_ADDR, ...
 
 Why a fork server and not a pool of warm processes: `import torch` is paid once either way, but here every test begins
 in a process in which nothing has happened yet. No group, thread, environment variable or random state is left by the
-test before it, and a rank that a test killed needs no replacement. A rank costs about 40 ms.
+test before it, and a rank that a test killed needs no replacement. A rank costs some 15 ms, most of it the kernel's,
+for its fork and its exit.
 
 Who is who (each file says more):
 

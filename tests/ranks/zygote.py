@@ -16,14 +16,22 @@ import socket
 import subprocess
 import sys
 import tempfile
+import weakref
 from pathlib import Path
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 # Imported before the first fork. torch._dynamo because the first optimizer imports it, a second in every rank.
-_PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "hypothesis")
+_PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "hypothesis", "encodings.idna")
+
+# A page as large as one entry of the page table's second level, on x86-64 and ARM; madvise(2), since Linux 6.1.
+_LARGE_PAGE = 2 << 20
+_MADV_COLLAPSE = 25
+
+_finalizers: list[weakref.finalize[..., Any]] = []
 
 
 # --- In pytest --------------------------------------------------------------------------------------------------------
@@ -108,6 +116,14 @@ def adopt_orphans() -> None:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def finalize_preloaded(*, at_exit: bool) -> None:
+    """Whether what is imported here is finalized at exit: torch takes back thousands of operators, one by one."""
+    if not _finalizers:
+        _finalizers.extend(weakref.finalize._registry)  # type: ignore[attr-defined]
+    for finalizer in _finalizers:
+        finalizer.atexit = at_exit
+
+
 def checked_fork() -> int:
     """fork(), in a process that has one thread."""
     threads = len(list(Path("/proc/self/task").iterdir()))
@@ -123,9 +139,24 @@ def _preload() -> None:
     # A native module that is not built fails in the rank that wants it, with its own message.
     with contextlib.suppress(ImportError):
         importlib.import_module("hpcomm._native").load()
+        hpcomm = importlib.import_module("hpcomm")
+        for name in hpcomm.__all__:
+            getattr(hpcomm, name)
     # Children share these objects: a collection in one of them would copy every page.
     gc.collect()
     gc.freeze()
+    finalize_preloaded(at_exit=False)
+    _use_large_pages()
+
+
+def _use_large_pages() -> None:
+    """A fork copies the page table, an exit walks it: with large pages both are short. Does what the kernel can."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, rights, *_ = line.split()
+        if "w" in rights:
+            first, end = (int(address, 16) for address in addresses.split("-"))
+            for page in range(-(-first // _LARGE_PAGE) * _LARGE_PAGE, end - _LARGE_PAGE + 1, _LARGE_PAGE):
+                _libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(_LARGE_PAGE), _MADV_COLLAPSE)
 
 
 def _serve(requests: socket.socket) -> None:
