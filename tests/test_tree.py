@@ -104,6 +104,15 @@ MODULES = (
 )
 
 NO_TORCH = ("torch/", "c10/", "ATen/", "caffe2/", "pybind11/", "Python.h")
+# Of torch, those that include pybind11 (which takes each file ten seconds, used or not).
+PYTHON_HEADERS = (
+    "Python.h",
+    "torch/extension.h",
+    "torch/csrc/Dtype.h",
+    "torch/csrc/Exceptions.h",
+    "torch/csrc/autograd/python_variable.h",
+    "torch/csrc/utils/pybind.h",
+)
 MAX_LINES = 500
 
 
@@ -153,6 +162,25 @@ def hidden_torch_headers(root: Path, torch_include: Path) -> list[str]:
         for folder in (torch_include, torch_include / "torch/csrc/api/include")
         if path.parts[0] == "torch" and (folder / path).exists()
     ]
+
+
+def python_in_torch_half(root: Path) -> list[str]:
+    """Files of CMake's hpcomm_torch that reach a header with pybind11 in it, on which way."""
+    text = (root / "CMakeLists.txt").read_text()
+    (half,) = re.findall(r"add_library\(\s*hpcomm_torch OBJECT\s+([^)]*)\)", text)
+    half += " ".join(["", *re.findall(r"target_sources\(hpcomm_torch PRIVATE ([^)]*)\)", text)])
+    complaints = []
+
+    def follow(way: list[str]) -> None:
+        for name in includes(root / way[-1]):
+            if f"csrc/{name}" not in way and (root / "csrc" / name).exists():
+                follow([*way, f"csrc/{name}"])
+            elif name.startswith("pybind11/") or name in PYTHON_HEADERS:
+                complaints.append(" -> ".join([*way, name]))
+
+    for name in half.split():
+        follow([name])
+    return complaints
 
 
 def cmake_sources(root: Path) -> set[str]:
@@ -268,6 +296,10 @@ def test_includes() -> None:
     assert wrong_includes(ROOT) == []
 
 
+def test_the_half_of_torch_does_without_python() -> None:
+    assert python_in_torch_half(ROOT) == []
+
+
 def test_no_header_hides_one_of_torch() -> None:
     assert hidden_torch_headers(ROOT, Path(torch.__file__).parent / "include") == []
 
@@ -369,6 +401,22 @@ def test_a_header_that_hides_torchs_is_found(tmp_path: Path) -> None:
     torchs = tree(tmp_path / "include", {"torch/csrc/api/include/torch/utils.h": ""})
     ours = tree(tmp_path / "ours", {"csrc/torch/utils.h": "", "csrc/torch/gil.h": ""})
     assert hidden_torch_headers(ours, torchs) == ["csrc/torch/utils.h hides torch's header of that name"]
+
+
+def test_python_in_the_half_of_torch_is_found(tmp_path: Path) -> None:
+    files = {
+        "CMakeLists.txt": "add_library(hpcomm_torch OBJECT csrc/torch/a.cpp)\n"
+        "target_sources(hpcomm_torch PRIVATE csrc/torch/b.cpp)\ntarget_sources(hpcomm_C PRIVATE csrc/torch/c.cpp)",
+        "csrc/torch/a.cpp": '#include "torch/a.h"\n#include <ATen/ATen.h>\n',
+        "csrc/torch/a.h": '#include "torch/gil.h"\n#include "torch/a.h"\n',
+        "csrc/torch/gil.h": "#include <torch/csrc/Exceptions.h>\n",
+        "csrc/torch/b.cpp": "#include <pybind11/stl.h>\n",
+        "csrc/torch/c.cpp": "#include <pybind11/stl.h>\n",
+    }
+    assert python_in_torch_half(tree(tmp_path, files)) == [
+        "csrc/torch/a.cpp -> csrc/torch/a.h -> csrc/torch/gil.h -> torch/csrc/Exceptions.h",
+        "csrc/torch/b.cpp -> pybind11/stl.h",
+    ]
 
 
 def test_wrong_lists_are_found(tmp_path: Path) -> None:

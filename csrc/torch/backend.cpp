@@ -9,6 +9,7 @@
 
 #include "torch/backend_args.h"
 #include "torch/backend_issue.h"
+#include "torch/gil.h"
 #include "torch/tensor.h"
 
 namespace hpcomm {
@@ -337,7 +338,7 @@ void HpcommBackend::shutdown() {
   // also while a thread waits for a message: peers may be about to finish it.
   std::exception_ptr interrupt;
   try {
-    if (!operations().end_unattended(Clock::now() + kShutdownWait, &poll_signals)) {
+    if (!operations().end_unattended(Clock::now() + kShutdownWait, &check_signals)) {
       communicator_->abort(destroyed);
     }
   } catch (...) {  // by a signal

@@ -24,7 +24,7 @@ HpcommBackend::C10dWork HpcommBackend::issue(const Call& call, const Tensors& in
   OpOptions options = op_options(call.timeout);
   if (waits) {
     options.inline_when_idle = true;
-    options.poll = &poll_signals;
+    options.poll = &check_signals;
     // torch.distributed does without a Work when it has asked for none, except here.
     if (!profiled && !c10d::allow_inflight_collective_as_graph_input()) {
       wait_to_end(*start(sequence, options), kNoTimeout);

@@ -3,6 +3,7 @@
 
 #include "torch/backend.h"
 #include "torch/backend_issue.h"
+#include "torch/gil.h"
 #include "torch/tensor.h"
 
 namespace hpcomm {

@@ -7,6 +7,7 @@
 
 #include "torch/backend_work.h"
 #include "torch/device.h"
+#include "torch/gil.h"
 #include "torch/tensor.h"
 
 namespace hpcomm {
@@ -181,7 +182,7 @@ Step::Step(HostCommunicator& communicator, Mailbox* mailbox, const ErrorContext&
       what_(what),
       deadline_(deadline),
       // Signals are the business of the thread that waits for us, when this is the lane.
-      poll_(communicator.stream().is_current() ? nullptr : &poll_signals) {}
+      poll_(communicator.stream().is_current() ? nullptr : &check_signals) {}
 
 OpOptions Step::options() const {
   OpOptions options;

@@ -3,13 +3,11 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-#include <pybind11/pybind11.h>
 
 #include <utility>
 
 #include "torch/gil.h"
-
-namespace py = pybind11;
+#include "torch/torch_error.h"
 
 namespace hpcomm {
 
@@ -23,7 +21,7 @@ std::exception_ptr error_of(const Work& work) {
     (void)work.wait_until(Clock::now());
     return nullptr;
   } catch (const Error& error) {
-    return std::make_exception_ptr(as_c10d_error(error));
+    return as_c10d_error(error);
   } catch (...) {
     return std::current_exception();
   }
@@ -38,19 +36,12 @@ c10d::ErrorType error_type_of(const std::optional<Error>& why) {
   return why->kind() == ErrorKind::kTimedOut ? c10d::ErrorType::TIMEOUT : c10d::ErrorType::REMOTE_ERROR;
 }
 
-TorchError as_c10d_error(const Error& error) {
+std::exception_ptr as_c10d_error(const Error& error) {
   if (error.kind() != ErrorKind::kTimedOut) {
-    return TorchError(error);
+    return visible_to_torch(error);
   }
-  return TorchError(
+  return visible_to_torch(
       Error(error.kind(), str("hpcomm: Timed out waiting for other ranks: ", error.what()), error.context()));
-}
-
-void poll_signals() {
-  const py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) {
-    throw py::error_already_set();
-  }
 }
 
 void wait_to_end(const Work& work, std::chrono::milliseconds limit) {
@@ -59,7 +50,7 @@ void wait_to_end(const Work& work, std::chrono::milliseconds limit) {
   const bool limited = limit.count() > 0;
   const Deadline deadline = limited ? deadline_after(limit) : Deadline::max();
   while (!work.wait_until(std::min(deadline, Clock::now() + kSignalPoll))) {
-    poll_signals();
+    check_signals();
     if (limited && Clock::now() >= deadline) {
       const ErrorContext& what = work.what();
       throw Error(ErrorKind::kTimedOut,

@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <atomic>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -13,19 +14,15 @@
 
 #include "comm/host_communicator.h"
 #include "comm/mailbox.h"
-#include "torch/torch_error.h"
 
 namespace hpcomm {
-
-// Looks at signals (Ctrl-C); throws what they raised in Python. From any thread, with or without the GIL.
-void poll_signals();
 
 // Blocks without the GIL until `work` has ended, and looks at signals meanwhile. Throws the operation's error; with a
 // positive `limit`, kTimedOut when it has passed.
 void wait_to_end(const Work& work, std::chrono::milliseconds limit);
 
 // The error as the callers of a Backend see it: time-outs say "Timed out", which programs written for gloo look for.
-[[nodiscard]] TorchError as_c10d_error(const Error& error);
+[[nodiscard]] std::exception_ptr as_c10d_error(const Error& error);
 
 // How c10d::Backend::getError() says why a communicator was aborted, if it was.
 [[nodiscard]] c10d::ErrorType error_type_of(const std::optional<Error>& why);
@@ -36,7 +33,7 @@ auto for_torch(const Body& body) {
   try {
     return body();
   } catch (const Error& error) {
-    throw as_c10d_error(error);
+    std::rethrow_exception(as_c10d_error(error));
   }
 }
 

@@ -1,8 +1,6 @@
-// Streams, events, Work and the waiting that all of them share.
+// Streams, events and Work.
 #include <pybind11/stl.h>
 
-#include <algorithm>
-#include <cmath>
 #include <utility>
 
 #include "native_docs.h"
@@ -11,46 +9,11 @@
 #include "torch/device.h"
 #include "torch/gil.h"
 #include "torch/lost_operations.h"
+#include "torch/waiting.h"
 
 namespace py = pybind11;
 
 namespace hpcomm {
-
-Deadline in_seconds(double seconds) {
-  HPCOMM_REQUIRE(!std::isnan(seconds), "timeout: nan is no number of seconds");
-  constexpr double kForever = 1e9;  // thirty years; a Clock overflows soon after three hundred
-  const double bounded = seconds < 0 ? kForever : std::min(seconds, kForever);
-  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bounded));
-}
-
-void wait_for(const Work& work, double seconds) {
-  if (work.device().type == DeviceType::kCuda && seconds < 0) {
-    work.check();
-    compute_stream(work.device())->wait(work.event());
-    return;
-  }
-  block_on(work, seconds);
-}
-
-void block_on(const Work& work, double seconds) {
-  work.require_parent();
-  if (work.device().type == DeviceType::kCpu && work.done()) {
-    (void)work.wait_until({});  // throws its error
-    return;
-  }
-  if (!wait_in_slices(in_seconds(seconds), [&](Deadline until) { return work.wait_until(until); })) {
-    const ErrorContext& what = work.what();
-    throw Error(ErrorKind::kTimedOut, str(what.operation, " #", what.sequence, " has not ended after ", seconds, " s"),
-                what);
-  }
-}
-
-void check_signals() {
-  const py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) {
-    throw py::error_already_set();
-  }
-}
 
 void bind_base(py::module_& module) {
   module.def("check_lost_operations", &check_lost_operations);

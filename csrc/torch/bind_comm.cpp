@@ -19,6 +19,7 @@
 #include "torch/gil.h"
 #include "torch/lost_operations.h"
 #include "torch/tensor.h"
+#include "torch/waiting.h"
 
 namespace py = pybind11;
 

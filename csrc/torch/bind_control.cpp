@@ -6,6 +6,7 @@
 #include "control/control.h"
 #include "torch/bindings.h"
 #include "torch/gil.h"
+#include "torch/waiting.h"
 
 namespace py = pybind11;
 

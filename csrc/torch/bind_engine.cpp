@@ -16,6 +16,7 @@
 #include "torch/ready_hook.h"
 #include "torch/tensor.h"
 #include "torch/tensor_loss.h"
+#include "torch/waiting.h"
 
 namespace py = pybind11;
 

@@ -1,9 +1,10 @@
 // hpcomm::Error to the Python classes of hpcomm/errors.py: the one place that translates.
-#include "base/error.h"
+#include <torch/csrc/Exceptions.h>
 
 #include <new>
 #include <string_view>
 
+#include "base/error.h"
 #include "torch/bindings.h"
 #include "torch/torch_error.h"
 
@@ -12,6 +13,27 @@ namespace py = pybind11;
 namespace hpcomm {
 
 namespace {
+
+// An Error as a torch::PyTorchError, which names its Python class.
+struct TorchError final : torch::PyTorchError {
+  explicit TorchError(const Error& why) : torch::PyTorchError(why.what()), error(why) {}
+
+  // torch calls it with the GIL held, when the exception reaches Python. The module keeps the class alive.
+  PyObject* python_type() override;
+
+  Error error;
+};
+
+PyObject* TorchError::python_type() {
+  const py::module_ errors = py::module_::import("hpcomm.errors");
+  const ErrorContext& context = error.context();
+  try {
+    // torch makes the exception from its words alone, in this thread, next.
+    errors.attr("comes_through_torch")(what(), context.rank, context.peer, context.operation, context.sequence);
+  } catch (const py::error_already_set&) {  // words that are no UTF-8: the exception lacks the rest
+  }
+  return errors.attr(to_string(error.kind())).ptr();
+}
 
 void raise(const Error& error) {
   const py::object type = py::module_::import("hpcomm.errors").attr(to_string(error.kind()));
@@ -51,6 +73,18 @@ void set_python_error() noexcept {
     translate();
   } catch (py::error_already_set& error) {
     error.restore();  // the class of the error could not be found
+  }
+}
+
+std::exception_ptr visible_to_torch(const Error& error) { return std::make_exception_ptr(TorchError(error)); }
+
+std::exception_ptr visible_to_torch(std::exception_ptr error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& ours) {
+    return visible_to_torch(ours);
+  } catch (...) {
+    return error;
   }
 }
 

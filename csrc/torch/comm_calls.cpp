@@ -12,6 +12,7 @@
 #include "torch/device.h"
 #include "torch/gil.h"
 #include "torch/tensor.h"
+#include "torch/waiting.h"
 
 namespace py = pybind11;
 

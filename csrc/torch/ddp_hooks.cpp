@@ -13,9 +13,9 @@
 #include <utility>
 
 #include "base/error.h"
-#include "torch/bindings.h"
 #include "torch/ddp_reducer.h"
 #include "torch/device.h"
+#include "torch/gil.h"
 #include "torch/tensor.h"
 #include "torch/torch_error.h"
 

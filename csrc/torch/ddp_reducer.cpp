@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "base/error.h"
-#include "torch/bindings.h"
 #include "torch/device.h"
+#include "torch/gil.h"
 #include "torch/tensor.h"
 #include "torch/torch_error.h"
 

@@ -1,8 +1,6 @@
 // The GIL at the seam: released wherever another thread may have to be waited for (waits, locks, calls that issue, the
-// destruction of objects that join threads), and taken by whatever touches Python in a thread of ours.
+// destruction of objects that join threads). No header of Python: it takes a file longer to compile than all of torch.
 #pragma once
-
-#include <pybind11/pybind11.h>
 
 #include <memory>
 #include <utility>
@@ -12,17 +10,13 @@ namespace hpcomm {
 // Drops the GIL if this thread holds it. A lane that still runs may be letting go of a tensor, which takes the GIL.
 class WithoutGil {
  public:
-  WithoutGil() : state_(PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr) {}
+  WithoutGil() noexcept;
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
-  ~WithoutGil() {
-    if (state_ != nullptr) {
-      PyEval_RestoreThread(state_);
-    }
-  }
+  ~WithoutGil();
 
  private:
-  PyThreadState* state_;
+  void* state_;  // PyThreadState; null without the GIL
 };
 
 // The same object, whose last reference from Python is dropped without the GIL.
@@ -35,12 +29,7 @@ template <typename T>
   });
 }
 
-// A function of Python that a thread without the GIL may let go of.
-[[nodiscard]] inline std::shared_ptr<pybind11::function> released_with_gil(pybind11::function function) {
-  return {new pybind11::function(std::move(function)), [](pybind11::function* last) {
-            const pybind11::gil_scoped_acquire gil;
-            delete last;
-          }};
-}
+// OpOptions::poll of Python callers: takes the GIL and raises what a signal handler raised (Ctrl-C). From any thread.
+void check_signals();
 
 }  // namespace hpcomm

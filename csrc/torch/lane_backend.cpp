@@ -81,7 +81,7 @@ LaneBackend::C10dWork LaneBackend::issue_all(const Call& call, Tensors results, 
   auto held = std::make_shared<std::vector<c10::Storage>>();
   OpOptions options;
   options.timeout = call.timeout.count() > 0 ? call.timeout : timeout_;
-  options.poll = &poll_signals;
+  options.poll = &check_signals;
   options.keepalive = held;
   lane.wait(communicator_->compute()->record());
   WorkPtr last;
@@ -388,7 +388,7 @@ void LaneBackend::shutdown() {
           Error(ErrorKind::kClosed, "the group was destroyed", communicator_->context("shutdown", -1, 0)));
       break;
     }
-    poll_signals();
+    check_signals();
   }
   communicator_->close();
 }

@@ -37,7 +37,7 @@ class LaneWork final : public c10d::Work {
       work_->check();
       return nullptr;
     } catch (const Error& error) {
-      return std::make_exception_ptr(as_c10d_error(error));
+      return as_c10d_error(error);
     }
   }
   bool wait(std::chrono::milliseconds timeout) override {

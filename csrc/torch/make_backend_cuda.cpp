@@ -255,7 +255,7 @@ class DeviceBackend final : public c10d::Backend {
         config.stream = config.make_stream(config.lane);
         config.compute = compute_stream(device);
         config.timeout = timeout_.count() > 0 ? timeout_ : group_.timeout;
-        config.poll = &poll_signals;
+        config.poll = &check_signals;
         // Its parts are made from the host's: see split().
         cuda_ = c10::make_intrusive<LaneBackend>(make_nccl_communicator(std::move(config), options_, false));
         device_ = device;
@@ -278,7 +278,7 @@ class DeviceBackend final : public c10d::Backend {
     const Event now = compute_stream(device)->record();
     const WithoutGil scope;
     while (!now.captured() && !now.wait_until(Clock::now() + std::chrono::milliseconds(50))) {
-      poll_signals();
+      check_signals();
     }
   }
 

@@ -8,9 +8,9 @@
 #include "engine/device_step_loss.h"
 #include "engine/step_loss.h"
 #include "pack/step_math.h"
-#include "torch/bindings.h"
 #include "torch/device.h"
 #include "torch/tensor.h"
+#include "torch/waiting.h"
 
 namespace hpcomm {
 

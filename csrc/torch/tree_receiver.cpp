@@ -13,6 +13,7 @@
 #include "torch/message_tensors.h"
 #include "torch/tensor.h"
 #include "torch/tree.h"
+#include "torch/waiting.h"
 
 namespace py = pybind11;
 

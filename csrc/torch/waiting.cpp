@@ -1,0 +1,40 @@
+// Waiting on CPUs and GPUs.
+#include "torch/waiting.h"
+
+#include <cmath>
+
+#include "base/error.h"
+#include "torch/device.h"
+
+namespace hpcomm {
+
+Deadline in_seconds(double seconds) {
+  HPCOMM_REQUIRE(!std::isnan(seconds), "timeout: nan is no number of seconds");
+  constexpr double kForever = 1e9;  // thirty years; a Clock overflows soon after three hundred
+  const double bounded = seconds < 0 ? kForever : std::min(seconds, kForever);
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bounded));
+}
+
+void wait_for(const Work& work, double seconds) {
+  if (work.device().type == DeviceType::kCuda && seconds < 0) {
+    work.check();
+    compute_stream(work.device())->wait(work.event());
+    return;
+  }
+  block_on(work, seconds);
+}
+
+void block_on(const Work& work, double seconds) {
+  work.require_parent();
+  if (work.device().type == DeviceType::kCpu && work.done()) {
+    (void)work.wait_until({});  // throws its error
+    return;
+  }
+  if (!wait_in_slices(in_seconds(seconds), [&](Deadline until) { return work.wait_until(until); })) {
+    const ErrorContext& what = work.what();
+    throw Error(ErrorKind::kTimedOut, str(what.operation, " #", what.sequence, " has not ended after ", seconds, " s"),
+                what);
+  }
+}
+
+}  // namespace hpcomm
