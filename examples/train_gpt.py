@@ -296,11 +296,13 @@ def show_result(
         faster = f"{found.speedup():.2f}x as fast (median ratio of {found.rounds} rounds)"
         print(f"stock        a step of hpcomm is {faster}")
         shares = f"{low:.0%} to {high:.0%}, nine times in ten"
-        print(f"hidden share {hidden:.0%} of {moving:.2f} ms of communication ({shares})")
+        if high - low < 1:
+            print(f"hidden share {hidden:.0%} of {moving:.2f} ms of communication ({shares})")
+            print(f"             = 1 - {exposed:.2f} ms / {moving:.2f} ms, of each the mean of its faster half")
+        else:
+            print(f"hidden share unknown: {shares}. The rounds differ by more than communication takes;")
+            print("             a quiet machine tells, or more --rounds")
         print("             = 1 - (step - step without bytes) / (step without computation - step with neither)")
-        print(f"             = 1 - {exposed:.2f} ms / {moving:.2f} ms, of each the mean of its faster half")
-        if not high - low < 1:
-            print("             which says little: the rounds differ by more than it takes; a quiet machine tells more")
         if mesh.size * args.threads > CORES and mesh.device.type == "cpu":
             print(f"             {mesh.size} ranks share {CORES} cores: while one moves bytes, it computes nothing")
 
