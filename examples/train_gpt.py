@@ -300,8 +300,7 @@ def show_result(
             print(f"hidden share {hidden:.0%} of {moving:.2f} ms of communication ({shares})")
             print(f"             = 1 - {exposed:.2f} ms / {moving:.2f} ms, of each the mean of its faster half")
         else:
-            print(f"hidden share unknown: {shares}. The rounds differ by more than communication takes;")
-            print("             a quiet machine tells, or more --rounds")
+            print(f"hidden share unknown: {shares}; the rounds differ by more than it takes")
         print("             = 1 - (step - step without bytes) / (step without computation - step with neither)")
         if mesh.size * args.threads > CORES and mesh.device.type == "cpu":
             print(f"             {mesh.size} ranks share {CORES} cores: while one moves bytes, it computes nothing")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import signal
@@ -351,9 +352,17 @@ def test_all_end_when_the_process_that_started_them_is_killed() -> None:
     assert not any(alive(pid) for pid in pids)
 
 
-def exits_in_full() -> int:
-    return my_rank()
+def finalizers_of_torch(tmp_path: Path) -> int:
+    """How many run at exit; into a file as well, once it has begun."""
+
+    def count() -> int:
+        return sum(finalizer.atexit for finalizer in zygote._finalizers)
+
+    atexit.register(lambda: (tmp_path / str(my_rank())).write_text(str(count())))
+    return count()
 
 
-def test_a_full_exit_is_possible() -> None:
-    assert ranks.run(2, exits_in_full, full_exit=True) == [0, 1]
+@pytest.mark.parametrize("full", [False, True])
+def test_what_was_imported_before_the_fork_is_finalized_at_a_full_exit_only(tmp_path: Path, *, full: bool) -> None:
+    assert ranks.run(2, finalizers_of_torch, tmp_path, full_exit=full) == [0, 0]
+    assert [int((tmp_path / str(rank)).read_text()) > 0 for rank in (0, 1)] == [full, full]

@@ -104,15 +104,6 @@ MODULES = (
 )
 
 NO_TORCH = ("torch/", "c10/", "ATen/", "caffe2/", "pybind11/", "Python.h")
-# Of torch, those that include pybind11 (which takes each file ten seconds, used or not).
-PYTHON_HEADERS = (
-    "Python.h",
-    "torch/extension.h",
-    "torch/csrc/Dtype.h",
-    "torch/csrc/Exceptions.h",
-    "torch/csrc/autograd/python_variable.h",
-    "torch/csrc/utils/pybind.h",
-)
 MAX_LINES = 500
 
 
@@ -164,22 +155,28 @@ def hidden_torch_headers(root: Path, torch_include: Path) -> list[str]:
     ]
 
 
-def python_in_torch_half(root: Path) -> list[str]:
-    """Files of CMake's hpcomm_torch that reach a header with pybind11 in it, on which way."""
+def python_in_torch_half(root: Path, torch_include: Path) -> list[str]:
+    """Files of CMake's hpcomm_torch that reach pybind11 or Python, through torch's headers as well, on which way."""
     text = (root / "CMakeLists.txt").read_text()
     (half,) = re.findall(r"add_library\(\s*hpcomm_torch OBJECT\s+([^)]*)\)", text)
     half += " ".join(["", *re.findall(r"target_sources\(hpcomm_torch PRIVATE ([^)]*)\)", text)])
+    precompiled = re.findall(r"target_precompile_headers\(hpcomm_torch PRIVATE\s+([^)]*)\)", text)
+    folders = (root / "csrc", torch_include, torch_include / "torch/csrc/api/include")
+    seen: set[str] = set()
     complaints = []
 
-    def follow(way: list[str]) -> None:
-        for name in includes(root / way[-1]):
-            if f"csrc/{name}" not in way and (root / "csrc" / name).exists():
-                follow([*way, f"csrc/{name}"])
-            elif name.startswith("pybind11/") or name in PYTHON_HEADERS:
+    def follow(way: list[str], names: list[str]) -> None:
+        for name in names:
+            if name.startswith("pybind11/") or name == "Python.h":
                 complaints.append(" -> ".join([*way, name]))
+            elif name not in seen:
+                seen.add(name)
+                found = [folder / name for folder in folders if (folder / name).exists()]
+                follow([*way, name], includes(found[0]) if found else [])
 
-    for name in half.split():
-        follow([name])
+    for source in half.split():
+        follow([source], includes(root / source))
+    follow(["CMakeLists.txt"], re.findall(r"<(.+?)>", " ".join(precompiled)))
     return complaints
 
 
@@ -297,7 +294,7 @@ def test_includes() -> None:
 
 
 def test_the_half_of_torch_does_without_python() -> None:
-    assert python_in_torch_half(ROOT) == []
+    assert python_in_torch_half(ROOT, Path(torch.__file__).parent / "include") == []
 
 
 def test_no_header_hides_one_of_torch() -> None:
@@ -404,18 +401,21 @@ def test_a_header_that_hides_torchs_is_found(tmp_path: Path) -> None:
 
 
 def test_python_in_the_half_of_torch_is_found(tmp_path: Path) -> None:
+    torchs = tree(tmp_path / "include", {"torch/csrc/Exceptions.h": "#include <pybind11/pybind11.h>\n"})
     files = {
         "CMakeLists.txt": "add_library(hpcomm_torch OBJECT csrc/torch/a.cpp)\n"
-        "target_sources(hpcomm_torch PRIVATE csrc/torch/b.cpp)\ntarget_sources(hpcomm_C PRIVATE csrc/torch/c.cpp)",
+        "target_sources(hpcomm_torch PRIVATE csrc/torch/b.cpp)\ntarget_sources(hpcomm_C PRIVATE csrc/torch/c.cpp)\n"
+        "target_precompile_headers(hpcomm_torch PRIVATE\n  <vector>\n  <pybind11/stl.h>)\n",
         "csrc/torch/a.cpp": '#include "torch/a.h"\n#include <ATen/ATen.h>\n',
         "csrc/torch/a.h": '#include "torch/gil.h"\n#include "torch/a.h"\n',
         "csrc/torch/gil.h": "#include <torch/csrc/Exceptions.h>\n",
-        "csrc/torch/b.cpp": "#include <pybind11/stl.h>\n",
+        "csrc/torch/b.cpp": "#include <Python.h>\n",
         "csrc/torch/c.cpp": "#include <pybind11/stl.h>\n",
     }
-    assert python_in_torch_half(tree(tmp_path, files)) == [
-        "csrc/torch/a.cpp -> csrc/torch/a.h -> csrc/torch/gil.h -> torch/csrc/Exceptions.h",
-        "csrc/torch/b.cpp -> pybind11/stl.h",
+    assert python_in_torch_half(tree(tmp_path, files), torchs) == [
+        "csrc/torch/a.cpp -> torch/a.h -> torch/gil.h -> torch/csrc/Exceptions.h -> pybind11/pybind11.h",
+        "csrc/torch/b.cpp -> Python.h",
+        "CMakeLists.txt -> pybind11/stl.h",
     ]
 
 

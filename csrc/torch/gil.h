@@ -1,5 +1,5 @@
 // The GIL at the seam: released wherever another thread may have to be waited for (waits, locks, calls that issue, the
-// destruction of objects that join threads). No header of Python: it takes a file longer to compile than all of torch.
+// destruction of objects that join threads). No pybind11: it takes a file longer to compile than all of ATen.
 #pragma once
 
 #include <memory>

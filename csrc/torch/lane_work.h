@@ -3,6 +3,8 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <chrono>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <utility>

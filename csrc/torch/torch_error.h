@@ -1,4 +1,5 @@
 // Our errors on their way through torch: autograd and c10d translate torch's own exception types only.
+// Defined in bind_errors.cpp.
 #pragma once
 
 #include <exception>

@@ -155,6 +155,7 @@ bool has_failed(const Work& work) {
   }
 }
 
+// check_signals() without taking the GIL, for who has it: once a message.
 void raise_signals() {
   if (PyErr_CheckSignals() != 0) {
     throw py::error_already_set();

@@ -24,12 +24,12 @@ void block_on(const Work& work, double seconds);
 // deadline came first.
 template <typename Step>
 bool wait_in_slices(Deadline deadline, const Step& step) {
-  constexpr auto kSignalPoll = std::chrono::milliseconds(50);
+  constexpr auto kSlice = std::chrono::milliseconds(50);
   for (;;) {
     bool over = false;
     {
       const WithoutGil scope;
-      over = step(std::min(deadline, Clock::now() + kSignalPoll));
+      over = step(std::min(deadline, Clock::now() + kSlice));
     }
     if (over) {
       return true;

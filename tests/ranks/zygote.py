@@ -24,7 +24,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# Imported before the first fork. torch._dynamo because the first optimizer imports it, a second in every rank.
+# Imported before the first fork. torch._dynamo because the first optimizer imports it, a second in every rank;
+# encodings.idna because the first name of a host does.
 _PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "hypothesis", "encodings.idna")
 
 # A page as large as one entry of the page table's second level, on x86-64 and ARM; madvise(2), since Linux 6.1.
@@ -119,7 +120,7 @@ def adopt_orphans() -> None:
 def finalize_preloaded(*, at_exit: bool) -> None:
     """Whether what is imported here is finalized at exit: torch takes back thousands of operators, one by one."""
     if not _finalizers:
-        _finalizers.extend(weakref.finalize._registry)  # type: ignore[attr-defined]
+        _finalizers.extend(one for one in weakref.finalize._registry if one.atexit)  # type: ignore[attr-defined]
     for finalizer in _finalizers:
         finalizer.atexit = at_exit
 

@@ -2,6 +2,7 @@
 #include "comm/shm/arena.h"
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <utility>
