@@ -6,9 +6,11 @@
 #include <csignal>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 
+#include "base/error.h"
 #include "base/fork.h"
 
 namespace hpcomm {
@@ -39,12 +41,16 @@ class Thread {
  public:
   Thread() = default;  // none
 
-  // `name` shows in /proc and in debuggers (15 characters).
+  // `name` shows in /proc and in debuggers (15 characters). Throws kTransport where the process may have no more.
   template <typename Function, typename... Arguments>
   explicit Thread(const std::string& name, Function&& function, Arguments&&... arguments)
       : generation_(fork_generation()) {
     const SignalsElsewhere elsewhere;
-    thread_ = std::make_unique<std::thread>(std::forward<Function>(function), std::forward<Arguments>(arguments)...);
+    try {
+      thread_ = std::make_unique<std::thread>(std::forward<Function>(function), std::forward<Arguments>(arguments)...);
+    } catch (const std::system_error& error) {
+      throw Error(ErrorKind::kTransport, str("no thread for ", name, ": ", error.what()));
+    }
     pthread_setname_np(thread_->native_handle(), name.substr(0, 15).c_str());
   }
 

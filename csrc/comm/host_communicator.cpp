@@ -166,6 +166,13 @@ void HostCommunicator::throw_if_aborted(const ErrorContext& what) const {
 }
 
 bool HostCommunicator::idle_until(Deadline deadline) const {
+  if (!forked() && in_operation()) {  // it would wait for itself
+    throw Error(
+        ErrorKind::kInvalidArgument,
+        str("close on lane ", lane(), " was called by a signal handler while an operation of this communicator ",
+            "waits; set a flag in the handler and close afterwards"),
+        context("close", -1, 0));
+  }
   // The threads of a forked child's parent are not there.
   while (!forked() && (pending_.load(std::memory_order_acquire) != 0 || !stream().idle())) {
     if (Clock::now() >= deadline) {
@@ -193,6 +200,10 @@ WorkPtr HostCommunicator::follow(const WorkPtr& operation, ErrorContext what, Ke
 
 void HostCommunicator::close() {
   if (forked()) {
+    return;
+  }
+  if (in_operation()) {  // by a signal handler, which has aborted it: it ends when the handler has returned
+    closed_.store(true, std::memory_order_release);
     return;
   }
   // First what was issued: some of its tasks issue operations themselves when their turn comes (the receipt of a

@@ -49,13 +49,13 @@ class HostCommunicator : public Communicator {
   void require_parent(const ErrorContext& what) const;
   // Throws why the communicator was aborted, if it was, with `what` in front.
   void throw_if_aborted(const ErrorContext& what) const;
+  // True when this thread already runs an operation of this communicator.
+  [[nodiscard]] bool in_operation() const noexcept;
 
  private:
   // How an operation came to run here: issued from outside; by a task of the lane; inside another operation.
   enum class Place { kCounted, kLane, kNested };
 
-  // True when this thread already runs an operation of this communicator.
-  [[nodiscard]] bool in_operation() const noexcept;
   // Takes a place in the order; true when nothing is before it and the caller shall run it itself. No lock then.
   [[nodiscard]] bool enter(const ErrorContext& what, const OpOptions& options, const std::function<void()>& enqueue);
   // What `body` threw, if it did.

@@ -7,6 +7,8 @@
 #include <optional>
 #include <utility>
 
+#include "base/fork.h"
+
 namespace hpcomm {
 
 namespace {
@@ -67,9 +69,16 @@ SlotPool::Slot SlotPool::acquire(std::size_t bytes) {
   lent.buffer.view = slot->buffer.view;
   lent.buffer.view.bytes = lent.buffer.view.count = bytes;
   lent.lease_ = lease;
-  // The deleter owns the slot; what `owner` points at is only an identity.
-  lent.buffer.owner = Keepalive(slot->buffer.view.data, [state = state_, buffer = std::move(slot->buffer),
-                                                         lease](const void*) { state->take_back(buffer, *lease); });
+  // The deleter owns the slot; what `owner` points at is only an identity. A forked child has a copy of it, of the lock
+  // (another thread of the parent may have had it) and of the memory, which is the parent's: it keeps them.
+  lent.buffer.owner = Keepalive(slot->buffer.view.data, [state = state_, buffer = std::move(slot->buffer), lease,
+                                                         process = fork_generation()](const void*) {
+    if (process == fork_generation()) {
+      state->take_back(buffer, *lease);
+    } else {
+      (void)new Buffer(buffer);
+    }
+  });
   return lent;
 }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/fork.h"
 
 namespace hpcomm::shm {
 
@@ -142,8 +143,12 @@ Buffer Arena::allocate(std::size_t bytes) {
     }
   }
   void* data = pool_->address(place->first, place->second);
-  const Keepalive owner(
-      data, [pool = pool_, place = *place, need](void*) { pool->give_back(place.first, place.second, need); });
+  // A forked child has copies of what its parent lent, and the lock as it was: another thread may have had it.
+  const Keepalive owner(data, [pool = pool_, place = *place, need, process = fork_generation()](void*) {
+    if (process == fork_generation()) {
+      pool->give_back(place.first, place.second, need);
+    }
+  });
   return {{data, bytes, bytes, DType::kUInt8, {}}, owner};
 }
 

@@ -277,16 +277,24 @@ void MailOut::take_refusal(const Frame& frame) {
   const MailSetup& setup = desk_.setup();
   const int receiver = desk_.name_of(to_);
   const ErrorContext what{setup.members[setup.rank], receiver, static_cast<long long>(frame.number) - 1, "send"};
-  const Error error(ErrorKind::kSchemaMismatch,
+  const auto reference = references_.find(frame.number);
+  const auto of_large = offers_.find(frame.number);
+  const Mail* const sent = reference != references_.end() ? reference->second.get()
+                           : of_large != offers_.end()    ? of_large->second.mail.get()
+                                                          : nullptr;
+  const bool as_sent =
+      sent != nullptr && sent->view.count == frame.count && static_cast<std::uint8_t>(sent->view.dtype) == frame.dtype;
+  const Error error(as_sent ? ErrorKind::kPeerError : ErrorKind::kSchemaMismatch,
                     str("send #", what.sequence, " on lane ", setup.lane, ": rank ", receiver,
-                        " refused it: it expected ", elements_of(frame.count, frame.dtype)),
+                        as_sent ? " could not take it; its own error says why"
+                                : str(" refused it: it expected ", elements_of(frame.count, frame.dtype))),
                     what);
-  if (const auto reference = references_.find(frame.number); reference != references_.end()) {
+  if (reference != references_.end()) {
     desk_.end(reference->second, std::make_exception_ptr(error));
     references_.erase(reference);
-  } else if (const auto offer = offers_.find(frame.number); offer != offers_.end()) {
-    offer->second.mail->error = std::make_exception_ptr(error);
-    offer->second.rest_sent = true;  // nobody wants it
+  } else if (of_large != offers_.end()) {
+    of_large->second.mail->error = std::make_exception_ptr(error);
+    of_large->second.rest_sent = true;  // nobody wants it
     settle(frame.number);
   } else if (!outgoing_.empty() && outgoing_.front().begun && outgoing_.front().mail &&
              outgoing_.front().frame.number == frame.number) {

@@ -6,7 +6,6 @@
 
 #include <cerrno>
 #include <cstring>
-#include <system_error>
 #include <utility>
 
 #include "base/error.h"
@@ -30,9 +29,9 @@ void MailPump::start(const std::string& lane, std::function<void()> run) {
         run();
       }
     });
-  } catch (const std::system_error& error) {
+  } catch (const Error& error) {
     timer_ = {};
-    throw Error(ErrorKind::kTransport, str("messages on lane ", lane, ": a thread: ", error.what()));
+    throw Error(error.kind(), str("messages on lane ", lane, ": ", error.what()));
   }
 }
 

@@ -284,13 +284,14 @@ std::shared_ptr<Segment> Neighbourhood::share(const std::string& name, const std
       segment = Segment::create(name, bytes);
       courier_->publish(key, segment->descriptor());
     });
+    // Also where a wait below ends by an error: the memory would stay for as long as the neighbourhood.
+    const std::shared_ptr<const void> offered(nullptr, [this, key](const void*) { courier_->withdraw(key); });
     tell(trouble);
     if (trouble.empty()) {
       for (const int member : members) {
         const std::string heard = member != leader ? hear(member) : "";
         trouble = trouble.empty() ? heard : trouble;
       }
-      courier_->withdraw(key);
       tell(trouble);
     }
   } else {
@@ -338,6 +339,7 @@ std::shared_ptr<char> Neighbourhood::hold(int rank, const Location& location, st
     segment = segment_of(job_[static_cast<std::size_t>(rank)], location.segment, deadline);
   } catch (const Error&) {
     require_alive(rank, deadline);
+    require_stays(rank);
     throw;
   }
   if (location.offset > segment->size() || bytes > segment->size() - location.offset) {
@@ -355,10 +357,7 @@ bool Neighbourhood::read(int rank, std::uint64_t address, char* target, std::siz
     const Copied copied = copy_from(neighbour, address + done, target + done, part);
     if (copied == Copied::kStranger) {
       require_alive(rank, deadline);
-      if (control_->has_left(rank)) {
-        throw Error(ErrorKind::kRankFailed, str("rank ", rank, " has left the job"),
-                    {control_->rank(), rank, -1, "recv"});
-      }
+      require_stays(rank);
     }
     if (copied != Copied::kAll) {
       refusals_.fetch_add(1, std::memory_order_relaxed);
@@ -414,6 +413,12 @@ void Neighbourhood::require_alive(int rank, Deadline deadline) const {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   control_->check();
+}
+
+void Neighbourhood::require_stays(int rank) const {
+  if (control_->has_left(rank)) {
+    throw Error(ErrorKind::kRankFailed, str("rank ", rank, " has left the job"), {control_->rank(), rank, -1, "recv"});
+  }
 }
 
 }  // namespace hpcomm::shm

@@ -79,6 +79,8 @@ class Neighbourhood {
   // Throws the job's failure where that is why `rank` does not answer, or has given up what it was at: Control may hear
   // of it a moment later, for which this waits.
   void require_alive(int rank, Deadline deadline) const;
+  // Throws kRankFailed where it has left in order.
+  void require_stays(int rank) const;
 
   // Does `rank` read() what this one has? Found out by trying: Yama, seccomp or a container may forbid it.
   [[nodiscard]] bool is_read_by(int rank) const;

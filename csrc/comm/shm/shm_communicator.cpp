@@ -72,6 +72,12 @@ class ShmCommunicator final : public HostCommunicator {
 
   ~ShmCommunicator() override { end(); }
 
+  void close() override {
+    HostCommunicator::close();
+    if (!forked() && !in_operation()) {
+      mailbox_->flush_answers();
+    }
+  }
   [[nodiscard]] const char* transport() const noexcept override { return "shm"; }
   [[nodiscard]] bool can_poll() const noexcept override { return true; }
   [[nodiscard]] bool averages_well() const noexcept override { return true; }
@@ -165,6 +171,7 @@ class ShmCommunicator final : public HostCommunicator {
     control().remove_listener(departures_);
     shut_down();
     if (!forked()) {
+      mailbox_->flush_answers();
       mailbox_->close_open();
       // A message that nobody waited for ends here: whoever has yet to read it where it lies must not trust it.
       collectives_->steps().leave(mailbox_->shows_memory() ? shm::Gone::kGivenUp : shm::Gone::kClosed);

@@ -14,6 +14,7 @@ namespace {
 
 // How often whoever drives looks for mails that nobody waits for, but whose time is up or whose peer has gone.
 constexpr auto kRound = std::chrono::milliseconds(50);
+constexpr auto kLastAnswers = std::chrono::seconds(2);  // for peers that take nothing to have room again
 
 }  // namespace
 
@@ -441,6 +442,23 @@ void ShmMailbox::fail(const Error& why) noexcept {
     }
   }
   ring_always(bell_);
+}
+
+void ShmMailbox::flush_answers() {
+  const auto owes = [this] {
+    const Turn turn(*this);
+    bool any = false;
+    for (std::size_t r = 0; r < pairs_.size() && !failed_; ++r) {
+      if (pairs_[r] && !pairs_[r]->is_over()) {
+        pairs_[r]->out.push();
+        any = pairs_[r]->out.owes_answers() || any;
+      }
+    }
+    return any;
+  };
+  for (const Deadline end = Clock::now() + kLastAnswers; owes() && Clock::now() < end;) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
 }
 
 void ShmMailbox::close_open() {

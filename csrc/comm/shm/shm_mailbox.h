@@ -37,6 +37,9 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   void fail(const Error& why) noexcept;
   // `rank` sends and takes nothing more: what only it could end fails with kRankFailed. From any thread.
   void depart(std::size_t rank);
+  // Answers that have found no room go to those whose messages have been received here, if these take what is before it
+  // within a moment: without it they would take a rank that leaves for lost.
+  void flush_answers();
   // What was sent and nobody reads yet goes through the ring, as far as there is room: this rank is about to leave.
   void close_open();
   // Whether memory of this rank is what a peer reads, or writes, for a message that is under way.
