@@ -114,6 +114,7 @@ void bind_ddp(py::module_& module) {
       .def("ready_order", &DdpReducer::ready_order, WithoutLock())
       .def("memory", &DdpReducer::memory, py::arg("bucket"), WithoutLock())
       .def("used_by", &DdpReducer::used_by, WithoutLock())
+      .def("has_accumulated", &DdpReducer::has_accumulated, WithoutLock())
       .def("graph_static", &DdpReducer::graph_static)
       .def_property_readonly("stats",
                              [](const DdpReducer& reducer) {

@@ -150,7 +150,7 @@ void DdpReducer::carry(int param, const at::Tensor& incoming) {
   const auto [index, entry] = places_[number];
   const Layout::Entry& place = plan_.buckets[index].layout.entries()[entry];
   at::Tensor& gradient = params_[number].mutable_grad();
-  if (!gradient.defined() || gradient.layout() != at::kStrided || gradient.requires_grad() ||
+  if (!gradient.defined() || gradient.layout() != at::kStrided || gradient.requires_grad() || !has_memory(gradient) ||
       gradient.numel() != kinds_[number].numel || gradient.device() != params_[number].device() ||
       gradient.scalar_type() != params_[number].scalar_type() || place.wire != place.dtype) {
     return;
@@ -234,7 +234,8 @@ Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const 
     return {nullptr, nullptr, true};
   }
   ++counts_.packed;
-  if (!is_laid_out_as(gradient, param) || is_shared(number)) {
+  // A wrapper without memory, as functional collectives return, is copied as torch does it.
+  if (!has_memory(gradient) || !is_laid_out_as(gradient, param) || is_shared(number)) {
     const at::NoGradGuard guard;
     slot.fates[entry] = Fate::kStaged;
     void* const copy = staged();

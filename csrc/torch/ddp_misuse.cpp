@@ -78,4 +78,14 @@ std::string DdpReducer::unready() const {
              "\nParameter indices which did not receive grad for rank ", communicator_->rank(), ": ", indices, more);
 }
 
+bool DdpReducer::has_accumulated() const {
+  std::lock_guard lock(mutex_);
+  for (std::size_t i = 0; options_.find_unused && i < params_.size(); ++i) {
+    if (used_.data_ptr<std::int32_t>()[i] != 0 && params_[i].grad().defined()) {
+      return true;
+    }
+  }
+  return false;
+}
+
 }  // namespace hpcomm

@@ -221,7 +221,8 @@ void DdpReducer::issue_bucket(std::size_t index, bool in_caller) {
   reduction.reducer_id = options_.number;
   reduction.poll = in_caller ? check_signals : nullptr;
   slot.work = issue(*communicator_, reduction, index, &slot.checks);
-  if (slot.work->done()) {
+  // On a GPU that would be a query of an event that was recorded a moment ago.
+  if (communicator_->device().type == DeviceType::kCpu && slot.work->done()) {
     if (times_ != nullptr) {
       times_->at(index).reduced = now();
     }

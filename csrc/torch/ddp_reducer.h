@@ -111,6 +111,8 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   [[nodiscard]] Stats stats() const;
   // Of the parameters, on how many ranks they received a gradient in the last backward; with `find_unused`.
   [[nodiscard]] at::Tensor used_by() const;
+  // With `find_unused`: parameters have gradients that they received since the last reduction.
+  [[nodiscard]] bool has_accumulated() const;
   // False once prepare() has found other unused parameters than the time before.
   [[nodiscard]] bool graph_static() const noexcept { return graph_static_; }
   // Seconds of a steady clock, by bucket, of the last backward: complete; begun on the lane; packed; reduced.

@@ -154,6 +154,7 @@ class Attendance:
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(before_the_first)  # type: ignore[no-untyped-call]
             for parameter in parameters
+            if parameter.requires_grad  # else it has no place for a hook, and no gradient
         ]
 
     def __del__(self) -> None:

@@ -236,7 +236,17 @@ class NativeReducer:
         return bucket
 
     def reset(self) -> None:
-        """Drops what was begun."""
+        """Drops what was begun.
+
+        Raises:
+            InvalidArgument: with ``find_unused_parameters``: it knows which parameters backwards in no_sync() have
+                reached, and the reducer that comes after it would take these for unused.
+        """
+        if self._native.has_accumulated():
+            raise InvalidArgument(
+                "DistributedDataParallel: a hook, join() or static_graph would change the reducer between a backward "
+                "in no_sync() and the one that reduces; with find_unused_parameters=True call it before both"
+            )
         self._native.reset()
 
     @property

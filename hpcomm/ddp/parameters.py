@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -53,3 +54,16 @@ def require_nothing_left_out(frozen: Sequence[Named]) -> None:
                 "requires a gradient now: nobody would average it. Wrap the model again, or make the wrapper with "
                 "find_unused_parameters=True, which keeps a place for what is frozen"
             )
+
+
+@contextmanager
+def trained(parameters: Iterable[Named]) -> Iterator[None]:
+    """Inside, all of them require a gradient: torch's reducer, made there, has a place for each."""
+    frozen = [parameter for _, parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_()
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)

@@ -17,15 +17,9 @@ from hpcomm.ddp.choice import Choice, Under, choose_lane, choose_reducer, has_sp
 from hpcomm.ddp.countdown import Countdown
 from hpcomm.ddp.lane import agree_among, backend_name, group_of, lane_of_copy, lane_over, next_wrapper_channel
 from hpcomm.ddp.meeting import Attendance, Meeting
-from hpcomm.ddp.module import (
-    describe_parameters,
-    device_of,
-    ignoring,
-    require_initialized,
-    to_ignore,
-)
+from hpcomm.ddp.module import describe_parameters, device_of, ignoring, require_initialized, to_ignore
 from hpcomm.ddp.native import NativeReducer
-from hpcomm.ddp.parameters import for_reducer, require_nothing_left_out
+from hpcomm.ddp.parameters import for_reducer, require_nothing_left_out, trained
 from hpcomm.ddp.sharded import ShardedParameters
 from hpcomm.ddp.sizes import sizes_for
 from hpcomm.errors import InvalidArgument
@@ -238,12 +232,18 @@ class DistributedDataParallel(_StockDDP):
         """Torch's reducer from now on, made anew as when a wrapper is unpickled (local)."""
         self._require_no_native_option(choice)
         before, before_reducer = self._hpcomm_choice, self.__dict__.get("reducer")
+        if before is not None and before.under is Under.HOOK and choice.under is Under.HOOK:
+            return  # one join() after another: the reducer knows what it has seen
         if before is not None and before.under is not Under.TORCH:
             if isinstance(self.reducer, NativeReducer):
                 self.reducer.reset()
-            parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
-            names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
-            self._ddp_init_helper(parameters, sparse, names, self.static_graph)  # type: ignore[no-untyped-call]
+            with trained(self._hpcomm_trained if self.find_unused_parameters else ()):  # it has a place for all of them
+                parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
+                names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
+                self._ddp_init_helper(parameters, sparse, names, self.static_graph)  # type: ignore[no-untyped-call]
+            # What torch's forward remembers of the reducer before.
+            self._has_rebuilt_buckets = False
+            self._static_graph_delay_allreduce_enqueued = False
             if self.static_graph:
                 self.reducer._set_static_graph()
         if before is None or before.under is not Under.TORCH:
