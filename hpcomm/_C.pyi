@@ -136,6 +136,9 @@ from hpcomm._C_engine import (
     pack as pack,
 )
 from hpcomm._C_engine import (
+    part_gradients as part_gradients,
+)
+from hpcomm._C_engine import (
     register_ddp_hook as register_ddp_hook,
 )
 from hpcomm._C_engine import (

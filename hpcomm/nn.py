@@ -217,7 +217,9 @@ class _Recv(torch.autograd.Function):
     def backward(ctx: FunctionCtx, *gradients: torch.Tensor | None) -> tuple[None, ...]:
         channel, number = ctx.channel, ctx.number  # type: ignore[attr-defined]
         wanted = [g for g, is_wanted in zip(gradients, ctx.wanted, strict=True) if is_wanted]  # type: ignore[attr-defined]
-        wanted = [g.to_dense() if g is not None and g.layout != torch.strided else g for g in wanted]
+        # Copies: they may be on their way when the program goes on, and autograd may have made the same memory the
+        # .grad of a parameter (of one that was added to what came, through a view), which is clipped then, or zeroed.
+        wanted = [None if g is None else g.clone() if g.layout == torch.strided else g.to_dense() for g in wanted]
         reached = [g is not None for g in wanted]
         if ctx.__dict__.get("reached", reached) != reached:
             raise InvalidArgument(

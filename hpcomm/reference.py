@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpcomm import _C
 from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import InvalidArgument, NumericsMismatch
-from hpcomm.pipeline.chain import run_alone
+from hpcomm.pipeline.chain import run_alone, trains
 from hpcomm.pipeline.microbatch import split
 from hpcomm.pipeline.randomness import generator_of, kept
 from hpcomm.tree import flatten, unflatten
@@ -100,10 +101,11 @@ def _reference_step(
     """Backward of the global loss through the whole model, one microbatch at a time, as step ``number``."""
     parts = pipe.num_microbatches
     model.zero_grad()
+    parameters = list(model.parameters())
     sums, weights = [], []
     with kept(generator_of(pipe.mesh.device)):
         for replica, (shard, shard_target, shard_keywords) in enumerate(_gather((x, target, keywords), pipe.mesh.dp)):
-            draws = pipe.draws(number, replica) if model.training else None
+            draws = pipe.draws(number, replica) if trains(model) else None
             cut = zip(
                 split(shard, parts, "input"),
                 split(shard_target, parts, "target"),
@@ -114,10 +116,11 @@ def _reference_step(
                 output = run_alone(model, (part,), part_keywords, draws, microbatch)
                 loss = pipe.loss_of(output, part_target)
                 loss.weighted.backward()  # type: ignore[no-untyped-call]
+                _C.part_gradients(parameters)  # or what is added later would be added to both
                 sums.append(loss.weighted.detach())
                 weights.append(loss.weight)
     weight = sum(weights)
-    for parameter in model.parameters():
+    for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad /= weight
     return float(torch.stack(sums).double().sum()) / weight

@@ -181,6 +181,43 @@ def test_a_sum_of_several_steps_is_formed_apart_from_gradients_that_were_there(d
     ranks.run(2, on_top, dropped)
 
 
+def two_pipelines_of_one_model() -> None:
+    """With other numbers of microbatches."""
+    with hpcomm.init(dp=2) as mesh:
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(2, 2, 8, 4, dtype=torch.float64, generator=generator)  # by step and replica
+        y = torch.randint(0, 3, (2, 2, 8), generator=generator)
+        model, loss_fn = small(), nn.functional.cross_entropy
+        first, second = (
+            hpcomm.Pipeline(model, mesh=mesh, num_microbatches=number, loss_fn=loss_fn) for number in (2, 4)
+        )
+        mine = mesh.coordinate["dp"]
+
+        def step(pipe: hpcomm.Pipeline, number: int, **options: Any) -> None:
+            pipe.step(x[number, mine], target=y[number, mine], **options)
+
+        step(first, 0)
+        step(second, 1)  # on top of what has been reduced
+        plain = small()
+        for number in (0, 1):
+            loss_fn(plain(x[number].flatten(0, 1)), y[number].flatten()).backward()
+        for parameter, other in zip(first.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad)
+        first.zero_grad()
+        step(first, 0, reduce=False)
+        torch.optim.SGD(first.parameters()).zero_grad()
+        step(second, 1)  # nothing is left of the sum
+        second.zero_grad()
+        step(first, 0, reduce=False)
+        mesh.barrier()
+        with pytest.raises(hpcomm.InvalidArgument, match="another Pipeline of the same model"):
+            step(second, 1)
+
+
+def test_steps_of_two_pipelines_of_one_model_add_up_unless_one_is_in_a_sum() -> None:
+    ranks.run(2, two_pipelines_of_one_model)
+
+
 def unused_on_top() -> None:
     """An expert that has a gradient from before, and none in the steps that accumulate."""
     with hpcomm.init() as mesh:

@@ -105,6 +105,7 @@ void bind_engine(py::module_& module) {
   bind_deferred(module);
   module.def("are_held_elsewhere", &are_held_elsewhere, py::arg("tensors"));
   module.def("own_gradients", &own_gradients, py::arg("parameters"), py::arg("tensors"));
+  module.def("part_gradients", &part_gradients, py::arg("parameters"));
 
   py::class_<BucketPlan>(module, "BucketPlan")
       .def(py::init([](const std::vector<at::Tensor>& params, std::size_t first_bytes, std::size_t cap_bytes) {
@@ -183,10 +184,7 @@ void bind_engine(py::module_& module) {
           py::arg("param"), py::arg("gradient"))
       .def("finish", [](Reducer& reducer) {
         const py::gil_scoped_release release;
-        reducer.finish([](const Work& work) {
-          const py::gil_scoped_acquire gil;
-          wait_for(work, -1);
-        });
+        reducer.finish([](const Work& work) { wait_for(work, -1); });
       });
 
   py::class_<ReadyHooks>(module, "ReadyHooks")

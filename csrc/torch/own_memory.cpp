@@ -4,7 +4,10 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 namespace hpcomm {
 
@@ -15,6 +18,18 @@ bool has_storage(const at::Tensor& tensor) { return tensor.defined() && tensor.h
 void take_copy(at::Tensor& gradient) {
   const at::NoGradGuard no_graph;
   gradient = gradient.clone();
+}
+
+// Between these addresses it lies, perhaps with gaps.
+using Extent = std::pair<std::uintptr_t, std::uintptr_t>;
+
+Extent extent_of(const at::Tensor& tensor) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
+  std::int64_t last = 0;
+  for (std::int64_t i = 0; i < tensor.dim(); ++i) {
+    last += (tensor.size(i) - 1) * tensor.stride(i);
+  }
+  return {begin, tensor.numel() == 0 ? begin : begin + (static_cast<std::size_t>(last) + 1) * tensor.element_size()};
 }
 
 }  // namespace
@@ -49,6 +64,24 @@ void own_gradients(const std::vector<at::Tensor>& parameters, const std::vector<
     at::Tensor& gradient = parameter.mutable_grad();
     if (has_storage(gradient) && taken.count(gradient.storage().unsafeGetStorageImpl()) > 0) {
       take_copy(gradient);
+    }
+  }
+}
+
+void part_gradients(const std::vector<at::Tensor>& parameters) {
+  std::unordered_map<const c10::StorageImpl*, std::vector<Extent>> taken;
+  for (const at::Tensor& parameter : parameters) {
+    at::Tensor& gradient = parameter.mutable_grad();
+    if (!has_storage(gradient) || gradient.storage().use_count() == 1) {
+      continue;
+    }
+    const Extent mine = extent_of(gradient);
+    std::vector<Extent>& others = taken[gradient.storage().unsafeGetStorageImpl()];
+    if (std::any_of(others.begin(), others.end(),
+                    [&mine](const Extent& other) { return mine.first < other.second && other.first < mine.second; })) {
+      take_copy(gradient);
+    } else {
+      others.push_back(mine);
     }
   }
 }

@@ -17,6 +17,10 @@ namespace hpcomm {
 // A copy in place of the .grad of those `parameters` where it lies in memory of `tensors`.
 void own_gradients(const std::vector<at::Tensor>& parameters, const std::vector<at::Tensor>& tensors);
 
+// A copy in place of the .grad of those `parameters` that lies in memory of another one's: two that are added to one
+// tensor, each through a view, may get views of one gradient. Views of a program's own that lie apart stay.
+void part_gradients(const std::vector<at::Tensor>& parameters);
+
 // In a hook behind an accumulator, which got `incoming`: a copy in place of the .grad of `param` where others than the
 // two hold its memory.
 void own_gradient(const at::Tensor& param, const at::Tensor& incoming);

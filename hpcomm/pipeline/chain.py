@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
+_CHECKPOINTED = "_checkpoint_wrapped_module"  # torch.distributed.algorithms' wrapper's
+
 
 class Chain(torch.nn.Sequential):
     """An ``nn.Sequential`` whose layers may also take outputs of earlier ones, and keyword arguments.
@@ -149,7 +151,14 @@ def layers_of(stage: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 
 def keywords_of(layer: torch.nn.Module, positional: int) -> frozenset[str] | None:
-    """Names that the layer's ``forward`` takes by keyword, behind ``positional`` arguments; None for any name."""
+    """Names that the layer's ``forward`` takes by keyword, behind ``positional`` arguments; None for any name. Of what
+    torch.compile and checkpoint_wrapper have wrapped those of the layer inside, of a chain those of its layers.
+    """
+    while isinstance(inner := getattr(layer, "_orig_mod", getattr(layer, _CHECKPOINTED, None)), torch.nn.Module):
+        layer = inner
+    if isinstance(layer, (Chain, Section)):
+        of_each = [call.keywords for call in calls_of(layer, 1, skips_of(layer))]
+        return None if None in of_each else frozenset[str]().union(*(names or () for names in of_each))
     try:
         parameters = list(inspect.signature(layer.forward).parameters.values())
     except (TypeError, ValueError):  # written in C, without a signature
@@ -173,6 +182,11 @@ class Call(NamedTuple):
     required: frozenset[str]  # those that it may not leave out
     draws: bool  # random numbers, in training
     is_first: bool  # of the model: takes the positional arguments of the step
+
+
+def trains(layer: torch.nn.Module) -> bool:
+    """Whether a part of it is in training: one whose dropout alone is draws."""
+    return any(module.training for module in layer.modules())
 
 
 def calls_of(stage: torch.nn.Module, first: int, skips: Mapping[str, Sequence[str]]) -> list[Call]:
@@ -218,7 +232,7 @@ def run(
         draws: seeds for layers that draw random numbers in training; None to leave the generator alone.
     """
     for name, layer, place, skips, accepted, defaults, _, is_random, is_first in calls:
-        if draws is not None and is_random and layer.training:
+        if draws is not None and is_random and trains(layer):
             draws.enter(microbatch, place)
         mine = {k: item for k, item in keywords.items() if accepted is None or k in accepted} if keywords else {}
         if defaults:

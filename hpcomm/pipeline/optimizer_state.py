@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
+# What a group has of its parameters, as many as there are; with names where they were given by named_parameters().
+_OF_GROUPS = ("params", "param_names")
+
 
 def by_name(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
     """Of each parameter its state, the options of its group, and whether it has a state at all. One that has had no
@@ -30,7 +33,7 @@ def by_name(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[
     _require_known(optimizer, names)
     found = {}
     for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key != "params"}
+        options = {key: value for key, value in group.items() if key not in _OF_GROUPS}
         for parameter in group["params"]:
             state = dict(optimizer.state.get(parameter) or {})
             has_state = bool(state)
@@ -53,12 +56,14 @@ def load(optimizer: torch.optim.Optimizer, names: Mapping[int, str], state: Mapp
         mine = [names[id(parameter)] for parameter in group["params"]]
         if missing := [name for name in mine if name not in state]:
             raise InvalidArgument(f"load_optimizer_state_dict(): no state of parameter {missing[0]}")
-        options = state[mine[0]]["options"] if mine else {k: v for k, v in group.items() if k != "params"}
-        for name in mine:
-            if state[name]["options"] != options:
+        # A state of an older version has the names.
+        of_each = [{k: v for k, v in state[name]["options"].items() if k not in _OF_GROUPS} for name in mine]
+        options = of_each[0] if mine else {k: v for k, v in group.items() if k not in _OF_GROUPS}
+        for name, own in zip(mine, of_each, strict=True):
+            if own != options:
                 raise InvalidArgument(
                     f"load_optimizer_state_dict(): {mine[0]} and {name} are in one group of this optimizer, and were "
-                    f"in two with {options} and {state[name]['options']}"
+                    f"in two with {options} and {own}"
                 )
         places = range(number, number + len(mine))
         number += len(mine)

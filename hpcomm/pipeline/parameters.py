@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
+from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline.checks import is_extra
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ class Sums:
         self._aside.clear()
         self._parts.clear()
         self.is_open = False
+        _open.discard(self)
 
     def keeps(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
         """Whether parts of a sum are still there: an optimizer's ``zero_grad()`` may have dropped them since."""
@@ -40,8 +43,18 @@ class Sums:
 
     @contextmanager
     def step(self, module: torch.nn.Module, *, reduce: bool) -> Iterator[None]:
-        """A step on the gradients of ``module``: inside, they are of the sum alone."""
+        """A step on the gradients of ``module``: inside, they are of the sum alone.
+
+        Raises:
+            InvalidArgument: some of them are parts of a sum of another Pipeline.
+        """
         trained = [p for p in module.parameters() if p.requires_grad]
+        for other in _open:
+            if other is not self and any(map(other._is_kept, trained)):
+                raise InvalidArgument(
+                    "step(): gradients of these parameters are parts of a sum that another Pipeline of the same model "
+                    "has begun with reduce=False; end it there, with a step that reduces or zero_grad()"
+                )
         kept = {id(p) for p in trained if self.is_open and self._is_kept(p)}
         made = [(p, p.grad) for p in trained if id(p) not in kept and p.grad is not None]
         self._aside = [(p, before) for p, before in self._aside if id(p) in kept] + made
@@ -58,6 +71,7 @@ class Sums:
                     parameter.grad = before if parameter.grad is None else _sum(before, parameter.grad)
                 self._aside = []
             self.is_open = ended and not reduce
+            (_open.add if self.is_open else _open.discard)(self)
         if self.is_open:
             for parameter, before in self._aside:
                 if parameter.grad is None:  # so that who drops it is noticed
@@ -70,6 +84,10 @@ class Sums:
             return False  # dropped; another one may have been made since
         # One that was written to meanwhile may have been set to zero.
         return gradient._version == part[1] or bool(gradient.count_nonzero())
+
+
+# Those of all Pipelines: a model may have several, say with other numbers of microbatches.
+_open: weakref.WeakSet[Sums] = weakref.WeakSet()
 
 
 def _sum(before: torch.Tensor, made: torch.Tensor) -> torch.Tensor:

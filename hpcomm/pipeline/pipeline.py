@@ -346,6 +346,7 @@ class Pipeline(LocalModel):
         recorder = self._runner.recorder
         self._runner = self._new_runner()
         self._runner.recorder = recorder  # which goes on
+        self._evaluation = None if self._schedule.trains else self._runner
         return self.plan
 
     def materialize(self, model: Model) -> torch.nn.Module:

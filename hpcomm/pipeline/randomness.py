@@ -43,9 +43,15 @@ def seed_of(seed: int, step: int, microbatch: int, layer: int) -> int:
 
 
 def may_draw(layer: torch.nn.Module) -> bool:
-    """Whether the layer may draw random numbers: it does not when it is made of torch's own layers without dropout."""
+    """Whether the layer may draw random numbers: it does not when it is made of torch's own layers without dropout,
+    and without code of the program's around them.
+    """
     return any(
-        isinstance(module, _RANDOM) or not type(module).__module__.startswith("torch.nn.modules.")
+        isinstance(module, _RANDOM)
+        or not type(module).__module__.startswith("torch.nn.modules.")
+        or module._forward_pre_hooks
+        or module._forward_hooks
+        or "forward" in vars(module)
         for module in layer.modules()
     )
 

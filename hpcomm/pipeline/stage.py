@@ -53,7 +53,9 @@ def evaluate(loss_fn: LossFn, output: Any, target: Any) -> Loss:
             _warn_of_weight(weight.device)
         return Loss(total, float(weight))
     weight = samples(target) or samples(output)
-    return Loss(total * weight, float(weight))
+    # 65,504 is all that float16 holds.
+    wide = total.float() if total.dtype in (torch.float16, torch.bfloat16) else total
+    return Loss(wide * weight, float(weight))
 
 
 @functools.cache  # once is enough, and no text for every microbatch
@@ -105,6 +107,7 @@ class Stage:
         )
         self._divided = frozenset(divided)
         self._deferral = deferred.Deferral(module) if divided else None
+        self._parameters = list(module.parameters())
         self._tapes: dict[int, _Tape] = {}
         self._looked = False  # at the leaves of a graph
         self._pending: dict[int, _C.Deferred] = {}
@@ -112,7 +115,7 @@ class Stage:
     @property
     def draws(self) -> bool:
         """Whether a layer may draw random numbers, as things stand."""
-        return any(call.draws and call.layer.training for call in self._calls)
+        return any(call.draws and chain.trains(call.layer) for call in self._calls)
 
     def refresh(self) -> None:
         """Takes up layers that were added to the stage, or taken from it, since the last step."""
@@ -120,6 +123,7 @@ class Stage:
             first = self._calls[0].place if self._calls else 0
             skips = {call.name: call.skips for call in self._calls}
             self._calls = chain.calls_of(self.module, first, skips)
+            self._parameters = list(self.module.parameters())
 
     def forward(
         self,
@@ -208,9 +212,10 @@ class Stage:
         }
         # What travels on, and what came, in memory that others may use again: a parameter's .grad may be a view of it.
         passing = [*seeds, *(gradient for each in messages.values() for gradient in each if gradient is not None)]
+        own = self._deferral.others if self._deferral is not None and tape.pending is not None else self._parameters
         if _C.are_held_elsewhere(passing):
-            deferral = self._deferral if tape.pending is not None else None
-            _C.own_gradients(deferral.others if deferral else list(self.module.parameters()), passing)
+            _C.own_gradients(own, passing)
+        _C.part_gradients(own)
         return messages
 
     def weight_gradients(self, microbatch: int, done: Callable[[torch.Tensor], None] | None) -> None:

@@ -79,8 +79,10 @@ def first_microbatches(table: Table, num_microbatches: int) -> Table:
 
 
 def draw(table: Table) -> str:
-    """One row per pipeline rank, as ``parse`` reads it; the stage stands in front where a rank holds several."""
-    several = any(len({action.stage for action in actions}) > 1 for actions in table)
+    """One row per pipeline rank, as ``parse`` reads it; the stage stands in front where a rank holds several, or
+    another than that of its own number.
+    """
+    several = any(action.stage != rank for rank, actions in enumerate(table) for action in actions)
     rows = (" ".join(f"{a.stage if several else ''}{a}" for a in actions) for actions in table)
     return "\n".join(f"rank {rank} | {row}".rstrip() for rank, row in enumerate(rows))
 
