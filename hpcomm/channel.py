@@ -263,7 +263,7 @@ class Channel:
             all messages up to it. A receiver on shared memory has none: it reads the sender's.
         max_bytes: the largest message as it travels, where each tensor takes a multiple of 64 bytes; 0 for 64 GiB. A
             larger one is refused before memory is taken.
-        direct_from: bytes from which a tensor is not packed; 0 for what was measured.
+        direct_from: bytes from which a tensor is not packed; 0 for what was measured (2 MB, over gloo 256 KB).
 
     Making a Channel is collective over the two ranks. A rank with several makes them in ascending order of their peers:
     in a ring, all would otherwise wait for the next one. Each direction has a lane of its own, so sending first on both

@@ -24,6 +24,8 @@ DDP_AIMS = {
     (4, "4 x Linear(2048), batch 8"): 1.6,
     (4, "200 x Linear(64), batch 16"): 1.25,
 }
+# Bytes from which tensors of a message travel as they are, by default: csrc/engine/edge.cpp.
+DIRECT_FROM = {"shm": 2 << 20, "c10d": 256 << 10}
 MICROSECOND, MILLISECOND = 1e-6, 1e-3
 
 
@@ -244,6 +246,23 @@ def headers(document: Document) -> Section:
         aims.append(Aim(f"header of {row['case']}, both sides", both, span(header), header < 4e-6))
         aims.append(Aim(f"another schema of {row['case']}", "under 20 us", span(schema), schema < 20e-6))
     return Section(rows(["", "a header, both sides", "another schema, beyond that"], body), aims, [])
+
+
+def tune(document: Document) -> Section:
+    """benchmarks.p2p --tune: 8 tensors of a size, packed and as they are; the default packs those below DIRECT_FROM."""
+    transport = document["environment"]["transport"]
+    body, losses = [], []
+    for row in document["rows"]:
+        packed, direct = row["seconds"]["packed"], row["seconds"]["as they are"]
+        ratio = by_rounds(direct, packed)
+        body.append([f"8 x {size(row['bytes'])}", span(statistics.median(packed)), span(statistics.median(direct)),
+                     f"{ratio:.2f}"])  # fmt: skip
+        losses.append((1 / ratio if row["bytes"] < DIRECT_FROM[transport] else ratio, row["bytes"]))
+    worst, at = max(losses)
+    over = {"shm": "shared memory", "c10d": "gloo"}[transport]
+    aim = Aim(f"the default way of 8 tensors of a size, over {over}", "at most 1.15 times as long as the other",
+              f"{worst:.2f} at worst ({size(at)})", worst <= 1.15)  # fmt: skip
+    return Section(rows(["", "packed", "as they are", "as they are / packed"], body), [aim], [])
 
 
 def _share(row: Mapping[str, Any], name: str) -> str:

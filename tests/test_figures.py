@@ -24,7 +24,7 @@ def test_the_readmes_say_what_the_results_say(capsys: pytest.CaptureFixture[str]
 
 def test_every_file_of_results_is_made_by_a_command_and_shown() -> None:
     made = {file.name for file in cpu_figures.FILES} | {"plan-scale"}  # `python -m benchmarks.plan` draws its own
-    there = {path.stem for path in cpu_figures.RESULTS.glob("*.json") if not path.stem.startswith("gpu-")}
+    there = {path.stem for path in cpu_figures.RESULTS.rglob("*.json") if not path.stem.startswith("gpu-")}
     assert there == made
 
 
@@ -62,6 +62,10 @@ def test_what_misses_its_aim_is_said() -> None:
     assert [aim.met for aim in cpu_tables.pack({"rows": [{"case": "x", "shares": shares}]}).aims] == [False, True]
     spread = {"case": "x", "shares": shares, "quartiles": {"pack": (0.7, 0.85)}}
     assert "79% (70%-85%) | 80%" in "\n".join(cpu_tables.pack({"rows": [spread]}).table)
+    ways = [(1 << 20, 2e-3, 2.1e-3), (2 << 20, 2e-3, 2.4e-3)]  # bytes, packed, as they are
+    tuned = {"environment": {"transport": "shm"},
+             "rows": [{"bytes": n, "seconds": {"packed": [a], "as they are": [b]}} for n, a, b in ways]}  # fmt: skip
+    assert [(aim.met, aim.got) for aim in cpu_tables.tune(tuned).aims] == [(False, "1.20 at worst (2 MB)")]
     step = {"stock": [0.02, 0.03], "hpcomm": [0.02, 0.03], "compute only": [0.01, 0.02],
             "floor: pack and reduce": [0.006, 0.006]}  # fmt: skip
     ddp = cpu_tables.ddp({"arguments": {"ranks": 2}, "seconds": {"8 x Linear(1024), batch 32": step}})

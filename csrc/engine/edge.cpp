@@ -48,6 +48,13 @@ EdgeConfig checked(EdgeConfig config) {
 
 }  // namespace
 
+// What travels as it is goes out while what comes behind it is packed, if there is anything to pack, and is read where
+// it will lie. Over a socket that counts for more than the messages that are saved.
+std::uint64_t usual_direct_from(const Communicator& communicator) {
+  constexpr std::uint64_t kOverSockets = std::uint64_t{256} << 10;
+  return std::string_view(communicator.transport()) == "c10d" ? kOverSockets : kDirectFrom;
+}
+
 std::string message_name(const std::string& edge, std::uint64_t sequence, int microbatch) {
   return str(edge, ", message #", sequence, microbatch < 0 ? "" : str(", microbatch ", microbatch));
 }

@@ -39,6 +39,10 @@ struct EdgeConfig {
   bool movable = false;
 };
 
+// Schema::direct_from where nobody says it: by what carries the communicator. Measured by `python -m benchmarks.p2p
+// --tune`; both ends need not have the same.
+[[nodiscard]] std::uint64_t usual_direct_from(const Communicator& communicator);
+
 // A tensor in host memory that is no dense block: what its owner copies straight to where it travels from.
 class StridedSource {
  public:

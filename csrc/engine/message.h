@@ -33,7 +33,7 @@ struct TensorSchema {
   friend bool operator==(const TensorSchema&, const TensorSchema&) = default;
 };
 
-// Measured by `python -m benchmarks.p2p --tune`, over shared memory and over gloo.
+// Measured by `python -m benchmarks.p2p --tune`; edge.h has what else was.
 inline constexpr std::uint64_t kDirectFrom = std::uint64_t{2} << 20;
 
 // Shape of a message: its tensors, and the structure around them, which csrc/torch/tree.cpp writes.

@@ -173,7 +173,7 @@ class TreeSender {
  public:
   TreeSender(EdgeConfig config, std::uint64_t direct_from)
       : edge_(config, std::make_shared<CommunicatorAllocator>(config.communicator)),
-        direct_from_(direct_from == 0 ? kDirectFrom : direct_from) {}
+        direct_from_(direct_from == 0 ? usual_direct_from(*config.communicator) : direct_from) {}
 
   WorkPtr send(py::handle tree, int microbatch, py::handle wire) {
     const FlatTree flat = flatten(tree);
