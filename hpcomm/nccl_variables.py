@@ -6,6 +6,7 @@ is set later changes nothing, and NCCL does not say what it read. What the user 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import sys
@@ -25,6 +26,11 @@ DEFAULTS = {
     GRAPH_REGISTER: "0",
 }
 
+# The driver's CUDA, as 12030 for 12.3, from which on NCCL lets a kernel wait for the start of the one before it. With
+# an older one it waits for the end (by NCCL's source, `getImplicitOrder` in enqueue.cc): nothing overlaps, and two
+# ranks that both send on one lane before they receive on another wait for ever. hpcomm's events are better there.
+STARTS_IN_ORDER = 12030
+
 
 def set_defaults() -> bool:
     """Sets them; whether NCCL is asked for the order, and was before the process could have used it."""
@@ -32,9 +38,28 @@ def set_defaults() -> bool:
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     unused = cuda is None or not cuda.is_initialized()
+    driver = driver_version()
+    is_old = 0 < driver < STARTS_IN_ORDER
+    if is_old and _says_yes(os.environ.get(ORDER, "0")):
+        print(
+            f"hpcomm: with {ORDER}=1 and a driver for CUDA {driver // 1000}.{driver % 1000 // 10} NCCL runs its "
+            "kernels one after the other, and ranks that both send before they receive may wait for ever. Unset it, or "
+            "use a driver for CUDA 12.3 or newer",
+            file=sys.stderr,
+        )
     for name, value in DEFAULTS.items():
-        os.environ.setdefault(name, value)
+        os.environ.setdefault(name, "0" if is_old and name == ORDER else value)
     return _says_yes(os.environ[ORDER]) and (unused or _says_yes(_at_the_start(ORDER)))
+
+
+def driver_version() -> int:
+    """The newest CUDA that the driver knows, as 12030 for 12.3; 0 without a driver. Initialises nothing."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return 0
+    return version.value
 
 
 def _at_the_start(name: str) -> str:

@@ -14,6 +14,18 @@ from hpcomm import nccl_variables
 # As a process in which torch has used the GPU; nobody has one here.
 _CUDA_IN_USE = "import torch; torch.cuda.is_initialized = lambda: True\n"
 
+# As where there is a driver, for CUDA 12.2.
+_OLD_DRIVER = """
+import ctypes
+class Driver:
+    def __init__(self, name):
+        assert name == "libcuda.so.1"
+    def cuDriverGetVersion(self, version):
+        version._obj.value = 12020
+        return 0
+ctypes.CDLL = Driver
+"""
+
 
 def found(program: str, **variables: str) -> list[str]:
     """What a program prints that was started with these variables."""
@@ -48,6 +60,23 @@ def test_what_the_program_sets_late_is_not_believed() -> None:
     late = "import os; os.environ['NCCL_LAUNCH_ORDER_IMPLICIT'] = '1'\n"
     assert found(_CUDA_IN_USE + late + "from hpcomm import nccl_variables\n") == ["False", "1"]
     assert found(late + "from hpcomm import nccl_variables\n") == ["True", "1"]
+
+
+def test_an_old_driver_is_not_asked_for_the_order() -> None:
+    """NCCL would let each kernel wait for the end of the one before it."""
+    program = _OLD_DRIVER + "from hpcomm import nccl_variables\nassert nccl_variables.driver_version() == 12020\n"
+    assert found(program) == ["False", "0"]
+    assert found(program, NCCL_LAUNCH_ORDER_IMPLICIT="1") == ["True", "1"]  # the user's
+
+
+def test_who_asks_an_old_driver_for_the_order_is_told() -> None:
+    program = textwrap.dedent(_OLD_DRIVER) + "from hpcomm import nccl_variables\n"
+    for wish, warns in (("1", True), ("0", False)):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "NCCL_LAUNCH_ORDER_IMPLICIT": wish}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True
+        )
+        assert ("a driver for CUDA 12.2 NCCL runs its kernels one after the other" in done.stderr) == warns
 
 
 def test_to_import_hpcomm_is_enough() -> None:

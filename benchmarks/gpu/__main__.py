@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.gpu.harness import write_json
+from benchmarks.gpu.harness import LEAST_EXIT, write_json
 from benchmarks.launch import JobFailed, run_ranks
 
 HOW = "docs/how-to/check-a-gpu.md"
@@ -154,7 +154,7 @@ def job(arguments: argparse.Namespace, entries: list[Entry], end: float, folder:
     }
     error = ""
     try:
-        run_ranks(ranks, ["-m", "benchmarks.gpu.rank", json.dumps(order)], mpiexec=None, deadline=end,
+        run_ranks(ranks, ["-m", "benchmarks.gpu.rank", json.dumps(order)], mpiexec=None, deadline=end + LEAST_EXIT,
                   extra={**dict(entries[0].environment), **(arguments.of_several if ranks > 1 else {})})  # fmt: skip
     except JobFailed as failure:
         error = str(failure)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 Step = Callable[[], object]
 
 DEVICE, WALL, ISSUE = "device", "wall", "issue"  # how a block is timed, see Clock
+LEAST_EXIT = 10.0  # seconds that a process has for its end, also where the time is up
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ def record(job: Job, step: Step) -> list[Event]:
     job.synchronize()
     job.meet()
     with torch.profiler.profile(activities=activities) as profile:
+        job.meet()  # a profiler takes its time to start: one rank's kernels would wait for the other's, not for bytes
         step()
         job.synchronize()
     with tempfile.TemporaryDirectory() as folder:
