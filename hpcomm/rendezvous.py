@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import logging
+import os
 import secrets
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +26,26 @@ Look = Callable[[], None]
 
 # Seconds between two looks.
 _LONGEST_PAUSE = 0.05
+
+
+_left: list[threading.Thread] = []  # by interruptible()
+
+
+@atexit.register
+def _end_beside_threads() -> None:
+    """A thread that comes back from torch while Python is being taken apart ends the process by SIGABRT, behind the
+    error that the program ended with. Registered early, so that it runs late.
+    """
+    error = getattr(sys, "last_value", None)  # none that nobody caught: the program's own exit code is not known here
+    if error is None or not any(thread.is_alive() for thread in _left):
+        return
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if isinstance(error, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(1)
 
 
 def nothing() -> None:
@@ -143,9 +168,14 @@ def interruptible(make: Callable[[], T], look: Look = nothing) -> T:
         finally:
             over.set()
 
-    threading.Thread(target=body, name="hpcomm:start", daemon=True).start()
-    while not over.wait(_LONGEST_PAUSE):
-        look()
+    thread = threading.Thread(target=body, name="hpcomm:start", daemon=True)
+    thread.start()
+    try:
+        while not over.wait(_LONGEST_PAUSE):
+            look()
+    except BaseException:
+        _left.append(thread)
+        raise
     if failed:
         _ask_once_more(look)
         raise failed[0]

@@ -189,6 +189,8 @@ def test_ranks_that_do_not_start_are_named_by_the_one_that_keeps_the_store() -> 
 def test_rank_0_does_not_start() -> None:
     done = run_alone("import hpcomm; hpcomm.init(timeout=1.0)", **start_of(1, 2, port := unused_port()))
     assert f"TimedOut: rank 0 did not come within 1 s: no store of torch's answers at 127.0.0.1:{port}" in done.stderr
+    assert done.returncode == 1
+    assert "terminate called" not in done.stderr  # by the thread that still waits in torch
 
 
 def test_a_stranger_on_the_port_where_ranks_meet_holds_up_nobody() -> None:
@@ -196,6 +198,7 @@ def test_a_stranger_on_the_port_where_ranks_meet_holds_up_nobody() -> None:
         port = int(stranger.getsockname()[1])
         done = run_alone("import hpcomm; hpcomm.init(timeout=1.0)", **start_of(1, 2, port))
         assert "TimedOut: rank 0 did not come within 1 s" in done.stderr
+        assert done.returncode == 1
         done = run_alone("import hpcomm; hpcomm.init(timeout=1.0)", **start_of(0, 2, port))
     assert f"TransportError: rank 0 cannot listen at 127.0.0.1:{port}, where ranks meet" in done.stderr
 
