@@ -431,7 +431,15 @@ def gloo_group(
     options._devices = [_gloo_device(store, rank, size, timeout, look)]
     options._threads = threads
     options._timeout = timedelta(seconds=timeout)
-    return interruptible(lambda: ProcessGroupGloo(store, rank, size, options), look)
+
+    def make() -> ProcessGroupGloo:
+        group = ProcessGroupGloo(store, rank, size, options)
+        # A rank whose own connections stand may find others still making theirs to it: were it to drop the group now,
+        # or to leave, they would fail.
+        group.barrier().wait()  # type: ignore[attr-defined]
+        return group
+
+    return interruptible(make, look)
 
 
 class _GlooFactory:

@@ -142,6 +142,8 @@ class Mesh:
         self._rows = {axis: self._row(axis) for axis in sizes}
         self._communicators = {axis: self._axis(axis, row) for axis, row in self._rows.items()}
         self._groups = {axis: self._new_group(row) for axis, row in self._rows.items()}
+        # Others may still be connecting to this rank, and would fail if it left now.
+        agree(self.control, "groups of the mesh", [], timeout=timeout)
         self._watch_exit()
 
     @property
