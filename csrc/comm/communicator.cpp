@@ -95,7 +95,8 @@ ErrorContext Communicator::context(const char* operation, int peer, std::uint64_
 
 Error Communicator::ended_by(const Error& why, const ErrorContext& what) const {
   const bool is_of_job = why.kind() == ErrorKind::kRankFailed || why.kind() == ErrorKind::kPeerError;
-  if (!is_of_job || why.context().operation == what.operation) {
+  const bool is_of_a_wait = why.kind() == ErrorKind::kTimedOut && why.context().operation.empty();
+  if ((!is_of_job && !is_of_a_wait) || why.context().operation == what.operation) {
     return why;
   }
   ErrorContext context = what;

@@ -204,7 +204,8 @@ class Communicator {
   virtual void require_open(const ErrorContext& what) const = 0;
   // "all_reduce #12 on lane gradient" with the job's ranks: for messages.
   [[nodiscard]] ErrorContext context(const char* operation, int peer, std::uint64_t sequence) const;
-  // `why` as the end of the operation `what`: the failure of a job says which rank is gone, not what that stopped.
+  // `why` as the end of the operation `what`: the failure of a job says which rank is gone, not what that stopped, and
+  // a wait inside an operation not which one.
   [[nodiscard]] Error ended_by(const Error& why, const ErrorContext& what) const;
   // A Control channel for the next edge from one member to another. Both ends call it for their edges in the same
   // order.

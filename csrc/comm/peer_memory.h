@@ -26,9 +26,10 @@ class PeerMemory {
   // Where such memory lies; nothing for any other.
   [[nodiscard]] virtual std::optional<Place> locate(const void* data, std::size_t bytes) const = 0;
   // `bytes` at a place that `peer`, a rank of the communicator, named. They stay readable while the pointer lives, also
-  // without the communicator and the peer. Throws kProtocol when the peer has no such place.
-  [[nodiscard]] virtual std::shared_ptr<char> map(int peer, const Place& place, std::size_t bytes,
-                                                  Deadline deadline) = 0;
+  // without the communicator and the peer. `poll`, if there is one, is called twenty times a second where that takes
+  // time, and may throw. Throws kProtocol when the peer has no such place, kTimedOut.
+  [[nodiscard]] virtual std::shared_ptr<char> map(int peer, const Place& place, std::size_t bytes, Deadline deadline,
+                                                  void (*poll)()) = 0;
   // Keeps memory that a peer may still use until this process ends.
   virtual void park(Keepalive memory) = 0;
 };

@@ -210,7 +210,8 @@ class MailRecv final : public RecvRoute {
       if (lent.offset % alignof(LoanFlag) != 0) {
         throw Error(ErrorKind::kProtocol, inbound->name() + ": lent memory is not aligned");
       }
-      const auto mapped = memory->map(inbound->peer, {lent.segment, lent.offset}, sizeof(LoanFlag) + bytes, deadline);
+      const auto mapped =
+          memory->map(inbound->peer, {lent.segment, lent.offset}, sizeof(LoanFlag) + bytes, deadline, poll);
       auto* const flag = reinterpret_cast<LoanFlag*>(mapped.get());
       char* const payload = mapped.get() + sizeof(LoanFlag);
       Borrowed block{flag, payload, nullptr, kept->fetch_add(1, std::memory_order_relaxed) >= most_kept};

@@ -160,9 +160,9 @@ TEST(shm_memory_of_a_rank_that_is_gone_cannot_be_mapped_and_the_error_says_why) 
       (void)control->receive(1, 1, ShmJob::soon());
       control->send(1, 1, "");
       if (told) {
-        CHECK_THROWS(ErrorKind::kPeerError, (void)near->map(1, {0, 0}, 64, ShmJob::soon()), "enough");
+        CHECK_THROWS(ErrorKind::kPeerError, (void)near->map(1, {0, 0}, 64, {ShmJob::soon()}), "enough");
       } else {
-        CHECK_THROWS(ErrorKind::kTransport, (void)near->map(1, {0, 0}, 64, ShmJob::soon()), "the peer");
+        CHECK_THROWS(ErrorKind::kTransport, (void)near->map(1, {0, 0}, 64, {ShmJob::soon()}), "the peer");
         control->send(1, 1, "");
       }
     });

@@ -106,11 +106,13 @@ std::vector<char*> Collectives::map_all(const void* own, std::size_t bytes, cons
   std::vector<char*> buffers(steps_.ranks());
   for (std::size_t r = 0; r < steps_.ranks(); ++r) {
     require_present(r);
-    buffers[r] = r == steps_.rank()
-                     ? const_cast<char*>(static_cast<const char*>(own))
-                     : neighbourhood_->map(members_[r], steps_.line(r).location, bytes, patience.deadline);
+    buffers[r] = r == steps_.rank() ? const_cast<char*>(static_cast<const char*>(own)) : map(r, bytes, patience);
   }
   return buffers;
+}
+
+char* Collectives::map(std::size_t rank, std::size_t bytes, const Patience& patience) {
+  return neighbourhood_->map(members_[rank], steps_.line(rank).location, bytes, steps_.with(rank, patience));
 }
 
 void Collectives::require_present(std::size_t rank) const {
@@ -323,8 +325,7 @@ void Collectives::broadcast(Descriptor descriptor, const BufferView& buffer, std
   if (steps_.line(root).descriptor.located != 0) {
     if (!sends) {
       require_present(root);
-      const char* source =
-          neighbourhood_->map(members_[root], steps_.line(root).location, buffer.bytes, patience.deadline);
+      const char* source = map(root, buffer.bytes, patience);
       copy(buffer.data, source, buffer.bytes, buffer.bytes);
     }
     finish(patience);

@@ -9,6 +9,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
@@ -200,28 +201,42 @@ void Courier::answer(const control::Fd& connection) {
   (void)!::sendmsg(connection.get(), &message, MSG_NOSIGNAL);
 }
 
-control::Fd Courier::fetch(const std::string& address, const KeyWord& key_word, std::uint64_t name, Deadline deadline) {
-  const control::Fd connection = open_socket(0);
-  if (!connection.valid()) {
+Errand::Errand(const std::string& address, const KeyWord& key_word, std::uint64_t name)
+    : address_(address), key_word_(key_word), name_(name), connection_(open_socket(SOCK_NONBLOCK)) {
+  if (!connection_.valid()) {
     give_up("a Unix socket", errno);
   }
-  limit(connection.get(), std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()));
-  sockaddr_un target;
-  if (address.size() + 1 > sizeof target.sun_path) {
+  if (address.size() + 1 > sizeof sockaddr_un{}.sun_path) {
     give_up("the peer's address", ENAMETOOLONG);
   }
-  const socklen_t length = fill(target, address);
-  const auto connect = [&] { return ::connect(connection.get(), reinterpret_cast<const sockaddr*>(&target), length); };
-  if (uninterrupted(deadline, connect) != 0) {
+}
+
+// False as long as too many others wait for that courier.
+bool Errand::ask() {
+  sockaddr_un target;
+  const socklen_t length = fill(target, address_);
+  if (::connect(connection_.get(), reinterpret_cast<const sockaddr*>(&target), length) != 0) {
+    if (errno == EAGAIN || errno == EINTR) {
+      return false;
+    }
     give_up("connecting to the peer", errno);
   }
-  if (!same_user(connection.get())) {
+  if (!same_user(connection_.get())) {
     give_up("the peer belongs to another user", EPERM);
   }
-  const Request request{key_word, name};
-  const auto ask = [&] { return ::send(connection.get(), &request, sizeof request, MSG_NOSIGNAL); };
-  if (uninterrupted(deadline, ask) != sizeof request) {
+  const Request request{key_word_, name_};
+  if (::send(connection_.get(), &request, sizeof request, MSG_NOSIGNAL) != sizeof request) {
     give_up("asking the peer", errno);
+  }
+  return true;
+}
+
+control::Fd Errand::take() {
+  if (!asked_.load(std::memory_order_relaxed)) {
+    if (!ask()) {
+      return {};
+    }
+    asked_.store(true, std::memory_order_relaxed);
   }
   char found = 0;
   iovec part{&found, 1};
@@ -231,7 +246,10 @@ control::Fd Courier::fetch(const std::string& address, const KeyWord& key_word, 
   message.msg_iovlen = 1;
   message.msg_control = ancillary.bytes;
   message.msg_controllen = sizeof ancillary.bytes;
-  const ssize_t got = uninterrupted(deadline, [&] { return ::recvmsg(connection.get(), &message, MSG_CMSG_CLOEXEC); });
+  const ssize_t got = ::recvmsg(connection_.get(), &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  if (got < 0 && (errno == EAGAIN || errno == EINTR)) {
+    return {};
+  }
   if (got <= 0) {
     give_up("the peer's answer", got == 0 ? ECONNRESET : errno);
   }
@@ -245,6 +263,16 @@ control::Fd Courier::fetch(const std::string& address, const KeyWord& key_word, 
   int descriptor = -1;
   std::memcpy(&descriptor, CMSG_DATA(header), sizeof descriptor);
   return control::Fd::open([descriptor] { return descriptor; });
+}
+
+void Errand::wait(Deadline until) const {
+  constexpr auto kNextTry = std::chrono::milliseconds(1);
+  if (!asked_.load(std::memory_order_relaxed)) {
+    return std::this_thread::sleep_until(std::min(until, Clock::now() + kNextTry));
+  }
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now());
+  pollfd fd{connection_.get(), POLLIN, 0};
+  (void)::poll(&fd, 1, static_cast<int>(std::max<long>(0, static_cast<long>(left.count()))));
 }
 
 }  // namespace hpcomm::shm

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -34,10 +35,6 @@ class Courier {
   void publish(std::uint64_t name, int descriptor);
   void withdraw(std::uint64_t name);
 
-  // The descriptor that the courier at `address` offers under `name`. Throws kTransport with the reason.
-  [[nodiscard]] static control::Fd fetch(const std::string& address, const KeyWord& key_word, std::uint64_t name,
-                                         Deadline deadline);
-
  private:
   void serve();
   void answer(const control::Fd& connection);
@@ -51,6 +48,27 @@ class Courier {
   std::mutex mutex_;
   std::map<std::uint64_t, control::Fd> offered_;
   Thread thread_;  // last: it starts when everything above exists
+};
+
+// A descriptor on its way from the courier at an address, whose process may be stopped, and go on. Throws kTransport
+// with the reason where it does not come.
+class Errand {
+ public:
+  Errand(const std::string& address, const KeyWord& key_word, std::uint64_t name);
+
+  // The descriptor, once, or an invalid one as long as it is not here. One thread at a time.
+  [[nodiscard]] control::Fd take();
+  // Until it may be here, or `until`. From any thread.
+  void wait(Deadline until) const;
+
+ private:
+  [[nodiscard]] bool ask();
+
+  const std::string address_;
+  const KeyWord key_word_;
+  const std::uint64_t name_;
+  const control::Fd connection_;
+  std::atomic<bool> asked_ = false;
 };
 
 }  // namespace hpcomm::shm

@@ -31,6 +31,9 @@ void MailIn::pull() {
   if (desk_.is_cut()) {
     return;
   }
+  if (!unmapped_.empty()) {
+    copy_unmapped();
+  }
   bool moved = false;
   for (;;) {
     if (!incoming_ && !pull_frame()) {
@@ -325,6 +328,14 @@ void MailIn::expire(Deadline now) {
   for (const auto& early : early_) {
     break_by(early->taker);
   }
+  unmapped_.remove_if([this, now](const Unmapped& message) {
+    const bool late = message.mail->deadline <= now;
+    if (late) {  // nothing of it was read: it is as if it had come in vain
+      out_.answer(FrameKind::kRefusal, message.frame, &message.mail->view);
+      desk_.end(message.mail, std::make_exception_ptr(desk_.late(*message.mail)));
+    }
+    return late;
+  });
 }
 
 void MailIn::end_half(std::vector<Held>& gone) {
@@ -335,6 +346,10 @@ void MailIn::end_half(std::vector<Held>& gone) {
     gone.push_back(std::move(promise.mail));
   }
   promises_.clear();
+  for (Unmapped& message : unmapped_) {
+    gone.push_back(std::move(message.mail));
+  }
+  unmapped_.clear();
   if (!incoming_) {
     return;
   }

@@ -55,7 +55,7 @@ class MailIn {
   [[nodiscard]] bool prefers_open(std::size_t size) const noexcept { return choices_[size].second(); }
   // Whether memory of this rank is what the peer writes for a message that is under way.
   [[nodiscard]] bool shows_memory() const noexcept;
-  // What is late here is so in the midst of it.
+  // What is late here is so in the midst of it, unless it waits for the peer's memory.
   void expire(Deadline now);
   // The peer sends nothing more: moves what nothing will end to `gone`. What came whole stays.
   void end_half(std::vector<Held>& gone);
@@ -92,6 +92,11 @@ class MailIn {
     std::uint32_t shown = 0;  // of its offer
     std::optional<LargeClass> learns;
   };
+  // A message in the peer's arena whose memory the peer has not handed over yet: it is stopped, perhaps.
+  struct Unmapped {
+    Frame frame;
+    Held mail;
+  };
   using LargeChoices = std::array<Choice, kLargeClasses>;
 
   [[nodiscard]] bool is_wanted() const;
@@ -106,6 +111,9 @@ class MailIn {
   void learn(const LargeClass& about, std::uint32_t shown, bool read);
   [[nodiscard]] bool read_open(char* target);
   void take_reference(const Held& mail, const Frame& frame);
+  // False where its memory is not here by `until`.
+  [[nodiscard]] bool copy_reference(const Held& mail, const Frame& frame, Deadline until);
+  void copy_unmapped();
   void take_offer(const Held& mail, const Frame& frame);
   [[nodiscard]] static LargeChoices make_large_choices() noexcept;
   [[nodiscard]] Choice& choice_of(const LargeClass& of) noexcept;
@@ -126,6 +134,7 @@ class MailIn {
   std::optional<Incoming> incoming_;
   std::list<std::shared_ptr<Early>> early_;
   std::map<std::uint64_t, Promise> promises_;
+  std::list<Unmapped> unmapped_;
   std::vector<Held> cut_;  // matched, and copied in part: the mailbox is about to fail
   // By size: through the ring, or read where they are.
   std::array<Choice, kSizeClasses> choices_;

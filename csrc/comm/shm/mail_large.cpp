@@ -16,8 +16,23 @@ constexpr std::size_t kRefused = 1024;
 }  // namespace
 
 void MailIn::take_reference(const Held& mail, const Frame& frame) {
-  (void)take_whole(mail, frame, FrameKind::kAck, [&](int sender) {
-    const char* source = desk_.neighbourhood().map(sender, frame.location, frame.bytes, mail->deadline);
+  const Deadline until = unmapped_.empty() ? std::min(mail->deadline, Clock::now() + kHandOver) : Clock::now();
+  if (!copy_reference(mail, frame, until)) {
+    unmapped_.push_back({frame, mail});
+  }
+}
+
+void MailIn::copy_unmapped() {
+  unmapped_.remove_if(
+      [this](const Unmapped& message) { return copy_reference(message.mail, message.frame, Clock::now()); });
+}
+
+bool MailIn::copy_reference(const Held& mail, const Frame& frame, Deadline until) {
+  return take_whole(mail, frame, FrameKind::kAck, [&](int sender) {
+    const char* source = desk_.neighbourhood().find(sender, frame.location, frame.bytes, {until});
+    if (source == nullptr) {
+      return Copied::kCannot;
+    }
     return copy_once(desk_, static_cast<char*>(mail->view.data), source, frame.bytes) ? Copied::kAll : Copied::kCut;
   });
 }

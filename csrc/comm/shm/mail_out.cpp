@@ -311,7 +311,11 @@ void MailOut::deposit(std::uint64_t number, const Frame& place) {
   Mail& mail = *offer.mail;
   const std::size_t head = head_of(offer.attached);
   try {
-    char* target = desk_.neighbourhood().map(desk_.name_of(to_), place.location, mail.view.bytes, mail.deadline);
+    char* target = desk_.neighbourhood().find(desk_.name_of(to_), place.location, mail.view.bytes,
+                                              {std::min(mail.deadline, Clock::now() + kHandOver)});
+    if (target == nullptr) {
+      return send_rest(number);  // it is stopped, perhaps
+    }
     if (!copy_once(desk_, target + head, static_cast<const char*>(mail.view.data) + head, mail.view.bytes - head)) {
       return;  // it ends with the mailbox
     }

@@ -41,6 +41,8 @@ inline constexpr std::size_t kPiece = std::size_t{32} << 10;
 [[nodiscard]] bool copy_once(const MailDesk& desk, char* target, const char* source, std::size_t bytes);
 // So much is copied between two looks: in some milliseconds, where the memory is touched for the first time as well.
 inline constexpr std::size_t kCopiedBetweenLooks = std::size_t{32} << 20;
+// So long the mutex is held for a peer that is asked for its arena. It takes microseconds, unless that peer is stopped.
+inline constexpr auto kHandOver = std::chrono::milliseconds(100);
 
 class MailOut {
  public:

@@ -1,22 +1,19 @@
 // Two rounds over Control: who offers what, then who could read whom.
 #include "comm/shm/neighbourhood.h"
 
-#include <sched.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <exception>
-#include <fstream>
 #include <thread>
 #include <utility>
 
 #include "base/error.h"
 #include "base/hash.h"
+#include "comm/shm/greeting.h"
 #include "control/channels.h"
 
 namespace hpcomm::shm {
@@ -32,71 +29,9 @@ constexpr char kOutOfReach = '0';
 constexpr char kShares = '1';
 constexpr char kAttaches = '2';                            // shares, and reads other memory of that process as well
 constexpr std::size_t kReadAtOnce = std::size_t{1} << 30;  // Linux reads 2 GB less a page in a call
-constexpr auto kPatience = std::chrono::seconds(5);
+constexpr auto kLook = std::chrono::milliseconds(50);
 // Between the end of a process and what Control says of it.
 constexpr auto kNews = std::chrono::milliseconds(200);
-
-// Read once: later the process may open no more files.
-const std::string& boot_id() {
-  static const std::string& the = *new std::string([] {
-    std::ifstream file("/proc/sys/kernel/random/boot_id");
-    std::string id;
-    std::getline(file, id);
-    return id;
-  }());
-  return the;
-}
-
-// Abstract sockets, by which neighbours hand memory to each other, do not leave it.
-std::string network() {
-  std::array<char, 64> name{};
-  const ssize_t length = ::readlink("/proc/self/ns/net", name.data(), name.size());
-  return {name.data(), static_cast<std::size_t>(std::max<ssize_t>(length, 0))};
-}
-
-// Of this process, as one '1' or '0' for each core of the host.
-std::string allowed_cores() {
-  cpu_set_t allowed;
-  CPU_ZERO(&allowed);
-  if (::sched_getaffinity(0, sizeof allowed, &allowed) != 0) {  // a host with more cores than the set has places
-    return std::string(std::max(1U, std::thread::hardware_concurrency()), '1');
-  }
-  std::string cores;
-  for (int core = 0; core < CPU_SETSIZE; ++core) {
-    cores += CPU_ISSET(core, &allowed) ? '1' : '0';
-  }
-  return cores.substr(0, cores.find_last_of('1') + 1);
-}
-
-std::string text_of(const KeyWord& word) { return {word.begin(), word.end()}; }
-
-// Length-prefixed fields: what is in them does not matter.
-std::string join(const std::vector<std::string>& fields) {
-  std::string body;
-  for (const std::string& field : fields) {
-    const auto length = static_cast<std::uint32_t>(field.size());
-    body.append(reinterpret_cast<const char*>(&length), sizeof length).append(field);
-  }
-  return body;
-}
-
-std::vector<std::string> split(const std::string& body) {
-  std::vector<std::string> fields;
-  for (std::size_t at = 0; at < body.size();) {
-    std::uint32_t length = 0;
-    if (body.size() - at < sizeof length) {
-      throw Error(ErrorKind::kProtocol, "a neighbour's greeting is cut short");
-    }
-    std::memcpy(&length, body.data() + at, sizeof length);
-    at += sizeof length;
-    if (body.size() - at < length) {
-      throw Error(ErrorKind::kProtocol, "a neighbour's greeting is cut short");
-    }
-    fields.push_back(body.substr(at, length));
-    at += length;
-  }
-  return fields;
-}
 
 std::uint64_t hash_of(const std::string& name) {
   Fingerprint hash;
@@ -137,52 +72,59 @@ std::shared_ptr<Neighbourhood> Neighbourhood::discover(std::shared_ptr<Control> 
 
 void Neighbourhood::meet(const std::string& host, const std::vector<int>& all, Deadline deadline, void (*poll)()) {
   const int self = control_->rank();
-  const std::string page = text_of(random_key_word());
+  Greeting mine = Greeting::from_here(host);
+  mine.page = random_key_word();
   std::shared_ptr<Segment> offered;
   if (obstacle_.empty()) {
     try {
       offered = Segment::create("a page that neighbours try to read", kPageBytes);
-      std::memcpy(offered->data(), page.data(), page.size());
+      std::memcpy(offered->data(), mine.page.data(), mine.page.size());
       courier_->publish(kPage, offered->descriptor());
     } catch (const Error& error) {
       obstacle_ = error.what();
     }
   }
-  const std::string greeting =
-      join({boot_id(), host, courier_ ? courier_->address() : "", courier_ ? text_of(courier_->key_word()) : "", page,
-            obstacle_, allowed_cores(), scheduler_group(), str(attach_ == Attach::kNever ? 0 : ::getpid()),
-            str(reinterpret_cast<std::uintptr_t>(mark_.data())), text_of(mark_), network()});
-  const std::vector<std::string> greetings = control_->exchange(all, kMeetChannel, greeting, deadline, poll);
+  if (courier_ != nullptr) {
+    mine.courier = courier_->address();
+    mine.key_word = courier_->key_word();
+  }
+  mine.obstacle = obstacle_;
+  mine.process = attach_ == Attach::kNever ? 0 : ::getpid();
+  mine.mark_address = reinterpret_cast<std::uintptr_t>(mark_.data());
+  mine.mark = mark_;
+  std::vector<Greeting> greetings;
+  for (const std::string& body : control_->exchange(all, kMeetChannel, mine.encode(), deadline, poll)) {
+    try {
+      greetings.push_back(Greeting::decode(body));
+    } catch (const Error& error) {
+      throw Error(error.kind(), str("rank ", all[greetings.size()], " ", error.what()));
+    }
+  }
   job_.resize(static_cast<std::size_t>(control_->size()));
   for (Neighbour& neighbour : job_) {
     neighbour.obstacle = "the job has no such rank";
   }
   std::string reach(all.size(), '0');  // as greetings, by place among the ranks
   for (std::size_t i = 0; i < all.size(); ++i) {
-    const std::vector<std::string> fields = split(greetings[i]);
+    const Greeting& its = greetings[i];
     const int r = all[i];
     Neighbour& neighbour = job_[static_cast<std::size_t>(r)];
-    if (fields.size() != 12 || fields[10].size() != std::tuple_size_v<KeyWord> ||
-        (fields[5].empty() && fields[3].size() != std::tuple_size_v<KeyWord>)) {
-      throw Error(ErrorKind::kProtocol, str("rank ", r, " greets its neighbours in another version"));
-    }
-    neighbour.address = fields[2];
-    neighbour.process = static_cast<pid_t>(std::strtol(fields[8].c_str(), nullptr, 10));
-    neighbour.mark_address = std::strtoull(fields[9].c_str(), nullptr, 10);
-    std::copy_n(fields[10].begin(), neighbour.mark.size(), neighbour.mark.begin());
-    std::copy_n(fields[3].begin(), std::min(fields[3].size(), neighbour.key_word.size()), neighbour.key_word.begin());
-    if (fields[0] != boot_id()) {
+    neighbour.address = its.courier;
+    neighbour.key_word = its.key_word;
+    neighbour.process = its.process;
+    neighbour.mark_address = its.mark_address;
+    neighbour.mark = its.mark;
+    if (its.boot_id != mine.boot_id) {
       neighbour.obstacle = "it runs on another host";
-    } else if (fields[1] != host) {
-      neighbour.obstacle = str("HPCOMM_HOST is '", fields[1], "' there and '", host, "' here");
-    } else if (fields[11] != network()) {
+    } else if (its.host != host) {
+      neighbour.obstacle = str("HPCOMM_HOST is '", its.host, "' there and '", host, "' here");
+    } else if (its.network != mine.network) {
       neighbour.obstacle = "it runs in another network namespace, that of a container perhaps";
     } else {
       neighbour.is_near = true;
-      neighbour.obstacle = !obstacle_.empty() ? str("here: ", obstacle_)
-                           : !fields[5].empty()
-                               ? str("there: ", fields[5])
-                               : try_to_read(neighbour, fields[4], std::min(deadline, Clock::now() + kPatience));
+      neighbour.obstacle = !obstacle_.empty()      ? str("here: ", obstacle_)
+                           : !its.obstacle.empty() ? str("there: ", its.obstacle)
+                                                   : try_to_read(r, its.page, {deadline, nullptr, nullptr, poll});
     }
     reach[i] = !neighbour.obstacle.empty() && r != self ? kOutOfReach
                : r != self && attaches_to(neighbour)    ? kAttaches
@@ -200,17 +142,15 @@ void Neighbourhood::meet(const std::string& host, const std::vector<int>& all, D
     return row;
   };
   const auto own_place = static_cast<std::size_t>(std::find(all.begin(), all.end(), self) - all.begin());
-  const std::string mine = mutual(own_place);
+  const std::string own_row = mutual(own_place);
   std::vector<bool> usable;
-  const std::string own_group = scheduler_group();
   for (std::size_t i = 0; i < all.size(); ++i) {
     std::string& obstacle = job_[static_cast<std::size_t>(all[i])].obstacle;
-    if (all[i] == self || (mine[i] == kShares && mutual(i) == mine)) {
+    if (all[i] == self || (own_row[i] == kShares && mutual(i) == own_row)) {
       ranks_.push_back(all[i]);
       job_[static_cast<std::size_t>(all[i])].reads_us = reaches[i][own_place] == kAttaches;
-      const std::vector<std::string> fields = split(greetings[i]);
-      const std::string& cores = fields[6];
-      one_group_ = one_group_ && fields[7] == own_group;
+      const std::string& cores = greetings[i].cores;
+      one_group_ = one_group_ && greetings[i].scheduler_group == mine.scheduler_group;
       usable.resize(std::max(usable.size(), cores.size()));
       for (std::size_t core = 0; core < cores.size(); ++core) {
         usable[core] = usable[core] || cores[core] == '1';
@@ -225,12 +165,13 @@ void Neighbourhood::meet(const std::string& host, const std::vector<int>& all, D
   }
 }
 
-std::string Neighbourhood::try_to_read(Neighbour& neighbour, const std::string& page, Deadline deadline) const {
+std::string Neighbourhood::try_to_read(int rank, const KeyWord& page, const Patience& patience) const {
   try {
-    const auto segment = Segment::adopt(Courier::fetch(neighbour.address, neighbour.key_word, kPage, deadline));
+    const auto segment = Segment::adopt(fetch(rank, kPage, patience));
     const bool same = segment->size() >= page.size() && std::memcmp(segment->data(), page.data(), page.size()) == 0;
     return same ? "" : "its memory shows other contents here";
   } catch (const Error& error) {
+    control_->check();  // a rank that is gone is no obstacle
     return error.what();
   }
 }
@@ -297,7 +238,7 @@ std::shared_ptr<Segment> Neighbourhood::share(const std::string& name, const std
   } else {
     trouble = hear(leader);
     if (trouble.empty()) {
-      attempt([&] { segment = adopt(name, leader, bytes, deadline); });
+      attempt([&] { segment = adopt(name, leader, bytes, {deadline, nullptr, nullptr, poll}); });
       control_->send(leader, key, trouble);
       trouble = hear(leader);
     }
@@ -312,9 +253,8 @@ std::shared_ptr<Segment> Neighbourhood::share(const std::string& name, const std
 }
 
 std::shared_ptr<Segment> Neighbourhood::adopt(const std::string& name, int leader, std::size_t bytes,
-                                              Deadline deadline) const {
-  const Neighbour& neighbour = job_[static_cast<std::size_t>(leader)];
-  auto segment = Segment::adopt(Courier::fetch(neighbour.address, neighbour.key_word, hash_of(name), deadline));
+                                              const Patience& patience) const {
+  auto segment = Segment::adopt(fetch(leader, hash_of(name), patience));
   if (segment->size() < bytes) {
     throw Error(ErrorKind::kSchemaMismatch,
                 str(name, ": rank ", leader, " shares ", segment->size(), " bytes, this rank expects ", bytes,
@@ -328,19 +268,36 @@ void Neighbourhood::park(Keepalive memory) {
   parked_.push_back(std::move(memory));
 }
 
-char* Neighbourhood::map(int rank, const Location& location, std::size_t bytes, Deadline deadline) {
-  return hold(rank, location, bytes, deadline).get();
+char* Neighbourhood::map(int rank, const Location& location, std::size_t bytes, const Patience& patience) {
+  return hold(rank, location, bytes, patience).get();
 }
 
-std::shared_ptr<char> Neighbourhood::hold(int rank, const Location& location, std::size_t bytes, Deadline deadline) {
+std::shared_ptr<char> Neighbourhood::hold(int rank, const Location& location, std::size_t bytes,
+                                          const Patience& patience) {
+  auto memory = look_up(rank, location, bytes, patience);
+  if (memory == nullptr) {
+    throw late(rank);
+  }
+  return memory;
+}
+
+char* Neighbourhood::find(int rank, const Location& location, std::size_t bytes, const Patience& patience) {
+  return look_up(rank, location, bytes, patience).get();
+}
+
+std::shared_ptr<char> Neighbourhood::look_up(int rank, const Location& location, std::size_t bytes,
+                                             const Patience& patience) {
   HPCOMM_ASSERT(rank >= 0 && static_cast<std::size_t>(rank) < job_.size(), "rank ", rank);
   std::shared_ptr<Segment> segment;
   try {
-    segment = segment_of(job_[static_cast<std::size_t>(rank)], location.segment, deadline);
+    segment = segment_of(rank, location.segment, patience);
   } catch (const Error&) {
-    require_alive(rank, deadline);
+    require_alive(rank, patience.deadline);
     require_stays(rank);
     throw;
+  }
+  if (segment == nullptr) {
+    return nullptr;
   }
   if (location.offset > segment->size() || bytes > segment->size() - location.offset) {
     throw Error(ErrorKind::kProtocol, str("rank ", rank, " named ", bytes, " bytes that are not in its arena"));
@@ -391,17 +348,83 @@ Neighbourhood::Copied Neighbourhood::copy_from(const Neighbour& neighbour, std::
   return copied == static_cast<ssize_t>(mark.size() + bytes) ? Copied::kAll : Copied::kRefused;
 }
 
-std::shared_ptr<Segment> Neighbourhood::segment_of(Neighbour& neighbour, std::uint32_t index, Deadline deadline) {
-  std::lock_guard lock(mutex_);
-  auto known = neighbour.segments.find(index);
-  if (known == neighbour.segments.end()) {
-    // Others wait for the lock meanwhile, so a neighbour that is stopped may not hold it for long.
-    auto segment = Segment::adopt(Courier::fetch(neighbour.address, neighbour.key_word, kFirstArena + index,
-                                                 std::min(deadline, Clock::now() + kPatience)));
-    segment->close_descriptor();
-    known = neighbour.segments.emplace(index, std::move(segment)).first;
+template <typename Take, typename Wait>
+bool Neighbourhood::await(int rank, const Patience& patience, const Take& take, const Wait& wait) const {
+  for (;;) {
+    if (take()) {
+      return true;
+    }
+    const Deadline now = Clock::now();
+    if (now >= patience.deadline) {
+      return false;
+    }
+    wait(std::min(patience.deadline, now + kLook));
+    control_->check();
+    if (patience.interrupted != nullptr && patience.interrupted->load(std::memory_order_seq_cst)) {
+      throw Error(ErrorKind::kClosed, "the communicator was aborted", {control_->rank(), rank, -1, ""});
+    }
+    const Gone gone = patience.gone == nullptr ? Gone::kNo : patience.gone->load(std::memory_order_seq_cst);
+    if (gone != Gone::kNo) {
+      throw Error(ErrorKind::kPeerError, str("rank ", rank, " ", to_string(gone)), {control_->rank(), rank, -1, ""});
+    }
+    if (patience.poll != nullptr) {
+      patience.poll();
+    }
   }
-  return known->second;
+}
+
+control::Fd Neighbourhood::fetch(int rank, std::uint64_t name, const Patience& patience) const {
+  const Neighbour& neighbour = job_[static_cast<std::size_t>(rank)];
+  Errand errand(neighbour.address, neighbour.key_word, name);
+  control::Fd descriptor;
+  const auto take = [&] {
+    descriptor = errand.take();
+    return descriptor.valid();
+  };
+  if (!await(rank, patience, take, [&errand](Deadline until) { errand.wait(until); })) {
+    throw late(rank);
+  }
+  return descriptor;
+}
+
+// Others wait for the lock, so it is not held while a neighbour is waited for.
+std::shared_ptr<Segment> Neighbourhood::segment_of(int rank, std::uint32_t index, const Patience& patience) {
+  Neighbour& neighbour = job_[static_cast<std::size_t>(rank)];
+  std::shared_ptr<Segment> segment;
+  std::shared_ptr<Errand> errand;
+  const auto take = [&] {
+    const std::lock_guard lock(mutex_);
+    if (const auto known = neighbour.segments.find(index); known != neighbour.segments.end()) {
+      segment = known->second;
+      return true;
+    }
+    std::shared_ptr<Errand>& mine = neighbour.errands[index];
+    try {
+      if (mine == nullptr) {
+        mine = std::make_shared<Errand>(neighbour.address, neighbour.key_word, kFirstArena + index);
+      }
+      errand = mine;
+      control::Fd descriptor = errand->take();
+      if (!descriptor.valid()) {
+        return false;
+      }
+      segment = Segment::adopt(std::move(descriptor));
+    } catch (...) {
+      neighbour.errands.erase(index);
+      throw;
+    }
+    segment->close_descriptor();
+    neighbour.segments.emplace(index, segment);
+    neighbour.errands.erase(index);
+    return true;
+  };
+  return await(rank, patience, take, [&errand](Deadline until) { errand->wait(until); }) ? segment : nullptr;
+}
+
+Error Neighbourhood::late(int rank) const {
+  return {ErrorKind::kTimedOut,
+          str("rank ", rank, " did not hand over its memory in time; is it running?"),
+          {control_->rank(), rank, -1, ""}};
 }
 
 // A process that ended may be missed by its socket first.

@@ -70,11 +70,15 @@ class Neighbourhood {
   // Keeps `memory` for ever: an operation ended early after it had shown where its buffer lies, and a peer that is late
   // may still read or write there. Nothing else may come to lie in that place.
   void park(Keepalive memory);
-  // `bytes` at `location` of `rank`'s arena, mapped on first use. Throws kProtocol when they do not lie in it,
-  // and the job's failure where it could not be asked for it.
-  [[nodiscard]] char* map(int rank, const Location& location, std::size_t bytes, Deadline deadline);
+  // `bytes` at `location` of `rank`'s arena, mapped on first use, for which that rank has to hand it over: it may be
+  // stopped, and go on. Throws kProtocol when they do not lie in it, kTimedOut when it does not come in time, and the
+  // job's failure where it could not be asked for it. An interruption throws kClosed.
+  [[nodiscard]] char* map(int rank, const Location& location, std::size_t bytes, const Patience& patience);
   // The same for as long as the pointer lives, also without the neighbourhood.
-  [[nodiscard]] std::shared_ptr<char> hold(int rank, const Location& location, std::size_t bytes, Deadline deadline);
+  [[nodiscard]] std::shared_ptr<char> hold(int rank, const Location& location, std::size_t bytes,
+                                           const Patience& patience);
+  // As map(), but null where it does not come in time; the next call need not ask again.
+  [[nodiscard]] char* find(int rank, const Location& location, std::size_t bytes, const Patience& patience);
 
   // Throws the job's failure where that is why `rank` does not answer, or has given up what it was at: Control may hear
   // of it a moment later, for which this waits.
@@ -105,6 +109,7 @@ class Neighbourhood {
     std::string obstacle;  // why it shares no memory with us; empty when it does
     bool is_near = false;  // nothing that is known of its place is an obstacle
     std::map<std::uint32_t, std::shared_ptr<Segment>> segments;
+    std::map<std::uint32_t, std::shared_ptr<Errand>> errands;  // of segments that are not here yet
   };
 
   Neighbourhood(std::shared_ptr<Control> control, Attach attach);
@@ -120,9 +125,18 @@ class Neighbourhood {
                                         std::size_t bytes);
   // What the leader of share() has published.
   [[nodiscard]] std::shared_ptr<Segment> adopt(const std::string& name, int leader, std::size_t bytes,
-                                               Deadline deadline) const;
-  [[nodiscard]] std::string try_to_read(Neighbour& neighbour, const std::string& page, Deadline deadline) const;
-  [[nodiscard]] std::shared_ptr<Segment> segment_of(Neighbour& neighbour, std::uint32_t index, Deadline deadline);
+                                               const Patience& patience) const;
+  // Can `rank` be read, and has it `page`? In words, empty ones if so.
+  [[nodiscard]] std::string try_to_read(int rank, const KeyWord& page, const Patience& patience) const;
+  // Calls take() until it is true, and `wait(until)` in between. False when the time is up. `rank` is who is waited
+  // for.
+  template <typename Take, typename Wait>
+  [[nodiscard]] bool await(int rank, const Patience& patience, const Take& take, const Wait& wait) const;
+  [[nodiscard]] control::Fd fetch(int rank, std::uint64_t name, const Patience& patience) const;
+  [[nodiscard]] std::shared_ptr<Segment> segment_of(int rank, std::uint32_t index, const Patience& patience);
+  [[nodiscard]] std::shared_ptr<char> look_up(int rank, const Location& location, std::size_t bytes,
+                                              const Patience& patience);
+  [[nodiscard]] Error late(int rank) const;
 
   std::shared_ptr<Control> control_;
   std::shared_ptr<Courier> courier_;  // null when this rank cannot offer anything; `obstacle_` says why

@@ -30,9 +30,10 @@ class ShmPeerMemory final : public PeerMemory {
     const auto location = neighbourhood_->arena().locate(data, bytes);
     return location ? std::optional<Place>({location->segment, location->offset}) : std::nullopt;
   }
-  [[nodiscard]] std::shared_ptr<char> map(int peer, const Place& place, std::size_t bytes, Deadline deadline) override {
+  [[nodiscard]] std::shared_ptr<char> map(int peer, const Place& place, std::size_t bytes, Deadline deadline,
+                                          void (*poll)()) override {
     return neighbourhood_->hold(members_[static_cast<std::size_t>(peer)], {place.segment, 0, place.offset}, bytes,
-                                deadline);
+                                {deadline, nullptr, nullptr, poll});
   }
   void park(Keepalive memory) override { neighbourhood_->park(std::move(memory)); }
 
@@ -136,6 +137,7 @@ class ShmCommunicator final : public HostCommunicator {
     } catch (const shm::Disagreement& disagreement) {
       explain(operation, disagreement);
     } catch (const Error& error) {
+      throw_if_aborted(what_of(operation));  // by another thread: its reason is the one
       // A mismatch leaves all ranks at the same step; anything else may not.
       if (error.kind() != ErrorKind::kSchemaMismatch && error.kind() != ErrorKind::kInvalidArgument &&
           !is_message(operation.kind)) {

@@ -75,16 +75,20 @@ void Steps::depart(std::size_t rank) noexcept {
   wake();
 }
 
+Patience Steps::with(std::size_t rank, const Patience& patience) const noexcept {
+  Patience limits = patience;
+  limits.departed = &departed_[rank];
+  limits.gone = &region_->bell(rank).gone;
+  return limits;
+}
+
 void Steps::wait_until(std::size_t rank, std::uint64_t step, const Patience& patience) {
   const std::atomic<std::uint64_t>& published = region_->line(rank, step).step;
   if (published.load(std::memory_order_acquire) >= step) {
     return;
   }
-  Patience limits = patience;
-  limits.departed = &departed_[rank];
-  limits.gone = &region_->bell(rank).gone;
-  const Waited how =
-      wait_on(region_->bell(rank_), policy_, limits, [&] { return published.load(std::memory_order_seq_cst) >= step; });
+  const Waited how = wait_on(region_->bell(rank_), policy_, with(rank, patience),
+                             [&] { return published.load(std::memory_order_seq_cst) >= step; });
   if (how != Waited::kReady) {
     throw WaitEnded{how, step};
   }

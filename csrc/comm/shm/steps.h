@@ -48,6 +48,8 @@ class Steps {
 
   // Did `rank` publish the step in which a wait ended?
   [[nodiscard]] bool has_come(std::size_t rank, std::uint64_t step) const noexcept;
+  // `patience` with `rank`, which may leave or give up.
+  [[nodiscard]] Patience with(std::size_t rank, const Patience& patience) const noexcept;
   // `rank` has left the job: waits for it end with kInterrupted unless it has come. From any thread.
   void depart(std::size_t rank) noexcept;
   [[nodiscard]] bool has_departed(std::size_t rank) const noexcept { return departed_[rank]; }
