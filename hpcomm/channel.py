@@ -254,8 +254,8 @@ class Channel:
             texts included; later ones carry no header); the same on both ranks.
         wire_dtype: what real floating point tensors are cast to on the way, and back on arrival: a dtype, or a function
             of a tensor's place (such as ``"message['h'][0]"``) and the tensor that returns a dtype or None. Rounded to
-            nearest, ties to even. Integers, bools, complex numbers and float8 other than e4m3fn and e5m2 are never
-            cast.
+            nearest, ties to even; float64 to 8 and 16 bits by way of float32, as torch casts. Integers, bools, complex
+            numbers and float8 other than e4m3fn and e5m2 are never cast.
         slots: buffers for packed messages, as many on both ends. On shared memory the receiver reads them in place, and
             a sender that is so many messages ahead waits, as it does with so many messages of which it has made copies
             (frozen ones, and large tensors that are no dense block).

@@ -28,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         status: int = options.run(options)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # `>&-`
+            sys.stdout.flush()
     except BrokenPipeError:  # `| head`: whoever reads has seen enough
         sys.stderr.close()
         return 0

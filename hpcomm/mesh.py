@@ -75,8 +75,8 @@ def axis_sizes(world: int, sizes: dict[str, int], order: Sequence[str] = AXES) -
     if sorted(order) != sorted(AXES):
         raise InvalidArgument(f"order={tuple(order)!r}: expected each of {AXES} once")
     for axis, size in sizes.items():
-        if size < 1 and size != -1:
-            raise InvalidArgument(f"mesh axis {axis}={size}: expected a positive number of ranks, or -1 to infer it")
+        if not isinstance(size, int) or (size < 1 and size != -1):
+            raise InvalidArgument(f"mesh axis {axis}={size!r}: expected a positive number of ranks, or -1 to infer it")
     unknown = [axis for axis in order if sizes[axis] == -1]
     known = 1
     for size in sizes.values():

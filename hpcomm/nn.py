@@ -174,7 +174,7 @@ class _Send(torch.autograd.Function):
     def forward(ctx: Any, channel: Channel, number: int, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.channel = channel
         ctx.number = number
-        return torch.zeros((), device=tensors[0].device if tensors else None)
+        return torch.zeros((), dtype=torch.float32, device=tensors[0].device if tensors else None)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -185,3 +186,85 @@ def mixed_precision(folder: str) -> None:
 def test_fsdp2_in_mixed_precision_saves_while_it_goes_on() -> None:
     with tempfile.TemporaryDirectory() as folder:
         ranks.run(4, mixed_precision, folder, timeout=90)
+
+
+def operations_outlive_profiles() -> None:
+    """C10d's own events write to what went with the profile: a crash, now and then, and so with gloo."""
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with world() as (rank, size):
+        for _ in range(40):
+            value, got = torch.full((100,), 10.0**rank), torch.zeros(3)
+            if rank == 1:
+                time.sleep(0.003)  # so that the others' profiles are over
+            with torch.profiler.profile(activities=cpu):
+                works = [dist.all_reduce(value, async_op=True)]
+                works.append(dist.irecv(got, 1) if rank == 0 else dist.isend(torch.full((3,), 5.0), 0))  # type: ignore[arg-type]
+            with torch.profiler.profile(activities=cpu):  # another one
+                for work in works:
+                    work.wait()
+            assert value[0].item() == sum(10.0**r for r in range(size))
+            assert rank != 0 or torch.equal(got, torch.full((3,), 5.0))
+        with torch.profiler.profile(activities=cpu) as profile:
+            dist.all_reduce(value, async_op=True).wait()
+            dist.all_reduce(value)
+            dist.irecv(got, 1).wait() if rank == 0 else dist.isend(got, 0).wait()  # type: ignore[union-attr]
+        seen = [event for event in profile.events() if event.name.startswith("hpcomm:")]
+        assert sorted(event.name for event in seen) == [
+            "hpcomm:all_reduce",
+            "hpcomm:all_reduce",
+            "hpcomm:recv" if rank == 0 else "hpcomm:send",
+        ]
+        assert all(event.is_async and event.time_range.end >= event.time_range.start for event in seen)
+
+
+def test_operations_that_end_after_the_profile_they_began_in() -> None:
+    ranks.run(2, operations_outlive_profiles)
+
+
+def futures_of_the_first() -> None:
+    with world() as (rank, size):
+        first, second, word = torch.full((4,), 10.0**rank), torch.full((4,), 10.0**rank), torch.zeros(1)
+        total = sum(10.0**r for r in range(size))
+        if rank == 0:
+            works = [dist.all_reduce(tensor, async_op=True) for tensor in (first, second)]
+            seen: list[float] = []
+            futures = [work.get_future() for work in works]
+            chained = futures[0].then(lambda future: seen.append(future.value()[0][0].item()))
+            futures[0].wait()  # the second one cannot have begun
+            chained.wait()
+            assert seen == [total]
+            assert not works[1].is_completed()
+            dist.send(word, 1)
+            futures[1].wait()
+            assert works[1].get_future().value()[0] is not None  # of one that has ended
+        else:
+            dist.all_reduce(first)
+            dist.recv(word, 0)
+            dist.all_reduce(second)
+        assert first[0].item() == second[0].item() == total
+
+
+def test_the_future_of_an_operation_waits_for_no_later_one() -> None:
+    ranks.run(2, futures_of_the_first)
+
+
+def overlapping_results() -> None:
+    with world() as (rank, size):
+        expanded = torch.ones(1).expand(4)
+        for operation in (
+            lambda: dist.all_reduce(expanded),
+            lambda: dist.all_gather_into_tensor(torch.ones(1).expand(2 * size), torch.ones(2)),
+            lambda: dist.reduce_scatter_tensor(expanded, torch.ones(4 * size)),
+        ):
+            with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+                operation()
+        value = torch.tensor([10.0**rank])
+        dist.all_reduce(value)  # the group goes on
+        assert value.item() == sum(10.0**r for r in range(size))
+        before = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
+        dist.all_reduce(value)
+        assert dist.group.WORLD._get_sequence_number_for_group() == before + 1  # type: ignore[union-attr]
+
+
+def test_results_that_overlap_themselves_are_refused_and_the_group_goes_on() -> None:
+    ranks.run(2, overlapping_results)

@@ -32,6 +32,10 @@ def test_show_prints_draws_and_writes(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "traceEvents" in json.loads(files[1].read_text())
     assert from_json(files[2].read_text()) == plan
     assert run(capsys, "plan", "show", files[2]) == (0, str(plan))
+    for option in (["--pp", 3], ["-m", 7], ["--schedule", "gpipe"], ["--slot-depth", 1], ["--device", "cpu"]):
+        status, text = run(capsys, "plan", "verify", files[2], *option)
+        assert status == 2
+        assert f"plan.json is a plan already: {'--microbatches' if option[0] == '-m' else option[0]} makes" in text
     status, text = run(capsys, "plan", "show", files[2], "--ticks", 1)
     assert text.splitlines()[0].startswith("rank 0 | F0 F1")
 
@@ -85,6 +89,9 @@ def test_import_reads_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert status == 1
     assert "rejected: the plan cannot end" in text
     assert run(capsys, "plan", "import", drawn, "--as-it-stands")[0] == 2
+    status, text = run(capsys, "plan", "import", csv, "--as-it-stands", "--dp", 2)
+    assert status == 2
+    assert "without --dp" in text
 
 
 def test_tune_prints_the_best(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -218,3 +225,9 @@ def test_it_is_a_module() -> None:
     )
     assert result.returncode == 0
     assert result.stdout.startswith("verified: ")
+
+
+def test_a_closed_standard_output_is_no_traceback() -> None:
+    code = "import os, sys; sys.stdout = None; from hpcomm.cli import main; sys.exit(main(['plan', 'show']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

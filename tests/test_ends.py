@@ -187,3 +187,27 @@ def answers_that_found_no_room(folder: Path) -> None:
 
 def test_a_rank_that_leaves_has_answered_for_what_it_received(tmp_path: Path) -> None:
     ranks.run(2, answers_that_found_no_room, tmp_path)
+
+
+def a_forked_child_lets_go() -> None:
+    """Of a channel and a lane, whose threads it does not have."""
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        held = [hpcomm.Channel(mesh.pp, 1 - mesh.rank), mesh.world.subgroup([0, 1], "of its own")]
+        mesh.world.barrier()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)  # ends it
+            held.clear()
+            gc.collect()
+            os._exit(7)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 7
+        held[0].send(torch.full((3,), 10.0**mesh.rank))  # type: ignore[attr-defined]
+        assert held[0].recv()[0].item() == 10.0 ** (1 - mesh.rank)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "env", [{}, {"HPCOMM_CPU_TRANSPORT": "gloo"}, {"HPCOMM_CPU_TRANSPORT": "gloo", "HPCOMM_EMULATE": "nccl"}]
+)
+def test_a_forked_child_that_lets_go_of_channels_ends(env: dict[str, str]) -> None:
+    ranks.run(2, a_forked_child_lets_go, env=env, timeout=60)

@@ -138,6 +138,10 @@ def run_alone(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     [
         *(({"HPCOMM_TIMEOUT": text}, {}, "HPCOMM_TIMEOUT=") for text in ("nan", "inf", "1e300", "0", "-1", "soon")),
         *(({}, {"timeout": seconds}, r"init\(\): timeout=") for seconds in (-1, 0, float("nan"), 1e300, "soon")),
+        *(
+            ({}, {"dp": size}, "mesh axis dp=.*: expected a positive number of ranks")
+            for size in (0, -2, 2.0, "1", None)
+        ),
         ({}, {"device": "cpu:3"}, "there is one CPU device"),
         ({"HPCOMM_DEVICE": "cpu:3"}, {}, "there is one CPU device"),
         ({"RANK": "a", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, {}, "RANK='a' in the env"),

@@ -67,7 +67,7 @@ HPCOMM_HOST_DEVICE Wider widen(From value, Wider factor) noexcept {
   }
 }
 
-// Rounds to nearest, ties to even. A double goes to 8 and 16 bits by way of float32, as in torch.
+// Rounds to nearest, ties to even. A double goes to 8 and 16 bits by way of float32, as in torch: rounded twice.
 template <typename To, typename Wider>
 HPCOMM_HOST_DEVICE To narrow(Wider value) noexcept {
   if constexpr (std::is_same_v<To, double> || std::is_same_v<To, float>) {

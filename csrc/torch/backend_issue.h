@@ -1,6 +1,7 @@
 // The tail of every collective of HpcommBackend: issue, and wait or hand out a Work. Private to backend*.cpp.
 #pragma once
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -16,6 +17,13 @@ template <typename Start>
 HpcommBackend::C10dWork HpcommBackend::issue(const Call& call, const Tensors& inputs, Tensors results,
                                              const Start& start) {
   const WithoutGil scope;
+  if (call.type != c10d::OpType::BROADCAST) {  // of which one rank only reads
+    for (const at::Tensor& result : results) {
+      if (result.layout() == at::kStrided) {
+        at::assert_no_internal_overlap(result);  // before anything moves: what fails later ends the group
+      }
+    }
+  }
   const bool coalescing = coalescing_.load(std::memory_order_relaxed);
   const bool waits = !call.async && !coalescing;
   const Inside inside(waits ? inside_.get() : nullptr);  // before it is counted: who sees the number may rely on it
@@ -31,9 +39,8 @@ HpcommBackend::C10dWork HpcommBackend::issue(const Call& call, const Tensors& in
       return nullptr;
     }
   }
-  auto work = c10::make_intrusive<BackendWork>(rank_, call.type, profiled ? call.title : nullptr,
-                                               profiled ? std::make_optional(inputs) : std::nullopt, std::move(results),
-                                               sequence);
+  auto work = c10::make_intrusive<BackendWork>(rank_, call.type, profiled ? call.title : nullptr, inputs,
+                                               std::move(results), sequence);
   work->attach(start(sequence, options), communicator(), inside_);
   if (profiled && call.async) {
     communicator()->stream().enqueue([work] { work->end_event(); });  // also when nobody waits

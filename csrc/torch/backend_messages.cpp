@@ -28,8 +28,7 @@ HpcommBackend::C10dWork HpcommBackend::message(c10d::OpType type, const char* ti
     options.keepalive = keep(memory);
     const bool profiled = at::hasCallbacks();
     const bool staged = !sends && !memory.is_same(tensor);
-    auto work = c10::make_intrusive<MessageWork>(rank_, type, profiled ? title : nullptr,
-                                                 profiled ? std::make_optional(tensors) : std::nullopt, tensor,
+    auto work = c10::make_intrusive<MessageWork>(rank_, type, profiled ? title : nullptr, tensors, tensor,
                                                  staged ? memory : at::Tensor());
     const std::uint64_t full_tag = tag_in(TagSpace::kUser, static_cast<std::uint64_t>(tag));
     work->attach(sends ? mailbox_->send(view, peer, full_tag, options) : mailbox_->recv(view, peer, full_tag, options));

@@ -63,11 +63,10 @@ void wait_to_end(const Work& work, std::chrono::milliseconds limit) {
   }
 }
 
-BackendWork::BackendWork(int rank, c10d::OpType type, const char* title,
-                         const std::optional<std::vector<at::Tensor>>& inputs, std::vector<at::Tensor> results,
-                         std::uint64_t sequence)
-    : c10d::Work(rank, type, title, inputs),
-      recorded_(title != nullptr),
+BackendWork::BackendWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs,
+                         std::vector<at::Tensor> results, std::uint64_t sequence)
+    : c10d::Work(rank, type),
+      event_(title != nullptr ? ProfilerEvent::begin(title, inputs) : nullptr),
       results_(std::move(results)),
       sequence_(sequence) {}
 
@@ -79,8 +78,8 @@ void BackendWork::attach(WorkPtr work, const std::shared_ptr<HostCommunicator>& 
 }
 
 void BackendWork::end_event() {
-  if (recorded_) {
-    std::call_once(event_ended_, [this] { finish(exception()); });
+  if (event_ != nullptr) {
+    event_->end();
   }
 }
 
@@ -134,26 +133,33 @@ c10::intrusive_ptr<c10::ivalue::Future> BackendWork::getFuture() {
   const std::lock_guard lock(future_mutex_);
   if (future_ == nullptr) {
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
-    const auto communicator = communicator_.lock();
-    if (work_->done() || communicator == nullptr) {
-      settle(*future_);  // new: it has no callbacks that could call back
+    auto self = c10::intrusive_ptr<BackendWork>::unsafe_reclaim_from_nonowning(this);
+    auto complete = [self = std::move(self), future = future_] {
+      try {
+        self->end_event();
+        self->settle(*future);
+      } catch (const std::exception&) {
+        // What a callback throws is its own business; the future is complete.
+      }
+    };
+    // By the lane, which goes on when the callbacks have returned: what they issue comes before what is queued.
+    if (const auto work = std::dynamic_pointer_cast<HostWork>(work_)) {
+      work->when_done(std::move(complete));
+    } else if (const auto communicator = communicator_.lock(); communicator != nullptr && !work_->done()) {
+      communicator->stream().enqueue(std::move(complete));
     } else {
-      auto self = c10::intrusive_ptr<BackendWork>::unsafe_reclaim_from_nonowning(this);
-      communicator->stream().enqueue([self = std::move(self), future = future_] {
-        try {
-          self->settle(*future);
-        } catch (const std::exception&) {
-          // What a callback throws is its own business; the future is complete.
-        }
-      });
+      complete();  // new: it has no callbacks that could call back
     }
   }
   return future_;
 }
 
-MessageWork::MessageWork(int rank, c10d::OpType type, const char* title,
-                         const std::optional<std::vector<at::Tensor>>& inputs, at::Tensor target, at::Tensor staging)
-    : c10d::Work(rank, type, title, inputs), target_(std::move(target)), staging_(std::move(staging)) {}
+MessageWork::MessageWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs,
+                         at::Tensor target, at::Tensor staging)
+    : c10d::Work(rank, type),
+      event_(title != nullptr ? ProfilerEvent::begin(title, inputs) : nullptr),
+      target_(std::move(target)),
+      staging_(std::move(staging)) {}
 
 void MessageWork::arrived() {
   std::call_once(arrived_, [this] {
@@ -164,9 +170,8 @@ void MessageWork::arrived() {
       target_.copy_(staging_);
       staging_.reset();
     }
-    if (recordFunctionEndCallback_) {
-      recordFunctionEndCallback_();
-      recordFunctionEndCallback_ = nullptr;
+    if (event_ != nullptr) {
+      event_->end();
     }
   });
 }

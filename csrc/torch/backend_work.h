@@ -15,6 +15,7 @@
 
 #include "comm/host_communicator.h"
 #include "comm/mailbox.h"
+#include "torch/profiler_event.h"
 
 namespace hpcomm {
 
@@ -63,14 +64,14 @@ class Inside {
 class BackendWork final : public c10d::Work {
  public:
   // `title` and `inputs` are for the profiler; null when nobody looks.
-  BackendWork(int rank, c10d::OpType type, const char* title, const std::optional<std::vector<at::Tensor>>& inputs,
+  BackendWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs,
               std::vector<at::Tensor> results, std::uint64_t sequence);
 
   // Once, when the operation has been issued. `inside` counts the threads that wait for it and others.
   void attach(WorkPtr work, const std::shared_ptr<HostCommunicator>& communicator,
               std::shared_ptr<std::atomic<int>> inside);
-  // Ends the profiler's event, once. Whoever sees that the operation has ended does so before telling: the profiler
-  // may be gone a moment later.
+  // Ends the profiler's event, once. Whoever sees that the operation has ended does so before telling: the profile may
+  // be over a moment later.
   void end_event();
 
   bool isCompleted() override;
@@ -87,14 +88,14 @@ class BackendWork final : public c10d::Work {
  private:
   void settle(c10::ivalue::Future& future) const;
 
-  const bool recorded_;
+  // Not that of c10d::Work, which writes to what is gone where an operation ends after the profile.
+  const std::shared_ptr<ProfilerEvent> event_;
   WorkPtr work_;
   // The group may have been destroyed meanwhile; everything that it had issued has ended then.
   std::weak_ptr<HostCommunicator> communicator_;
   std::shared_ptr<std::atomic<int>> inside_;
   std::vector<at::Tensor> results_;
   const std::uint64_t sequence_;
-  std::once_flag event_ended_;
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
@@ -103,8 +104,8 @@ class BackendWork final : public c10d::Work {
 class MessageWork final : public c10d::Work {
  public:
   // `staging`, if defined, is what the message is received in and `target` where it belongs.
-  MessageWork(int rank, c10d::OpType type, const char* title, const std::optional<std::vector<at::Tensor>>& inputs,
-              at::Tensor target, at::Tensor staging);
+  MessageWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs, at::Tensor target,
+              at::Tensor staging);
 
   void attach(MailPtr mail) { mail_ = std::move(mail); }
 
@@ -119,6 +120,7 @@ class MessageWork final : public c10d::Work {
  private:
   void arrived();
 
+  const std::shared_ptr<ProfilerEvent> event_;  // as a collective's
   MailPtr mail_;
   at::Tensor target_;
   at::Tensor staging_;

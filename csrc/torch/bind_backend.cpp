@@ -22,6 +22,9 @@ class NamedGroup final : public c10d::ProcessGroup {
   using ProcessGroup::ProcessGroup;
 
   const std::string getBackendName() const override { return "hpcomm"; }
+  // Torch's own ask for a backend that they know.
+  void setSequenceNumberForGroup() override { getDefaultBackend()->setSequenceNumberForGroup(); }
+  std::uint64_t getSequenceNumberForGroup() override { return getDefaultBackend()->getSequenceNumberForGroup(); }
 };
 
 }  // namespace

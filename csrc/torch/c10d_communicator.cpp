@@ -55,9 +55,9 @@ class C10dCommunicator final : public HostCommunicator {
 
   ~C10dCommunicator() override {
     shut_down();
-    if (abandoned_) {
+    if (abandoned_ || forked()) {
       // A thread of the backend still waits for a peer; its destructor would join that thread for as long as the
-      // backend's own time-out. The process is about to report an error: let it.
+      // backend's own time-out. The process is about to report an error: let it. A forked child has no such thread.
       (void)backend_.release();
     }
   }

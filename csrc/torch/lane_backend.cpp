@@ -120,7 +120,8 @@ LaneBackend::C10dWork LaneBackend::issue_all(const Call& call, Tensors results, 
     all = communicator_->follow(last, what, held);
   }
   if (auto host = std::dynamic_pointer_cast<HostCommunicator>(communicator_)) {
-    auto work = c10::make_intrusive<BackendWork>(rank_, call.type, nullptr, std::nullopt, std::move(results), 0);
+    auto work =
+        c10::make_intrusive<BackendWork>(rank_, call.type, nullptr, std::vector<at::Tensor>{}, std::move(results), 0);
     work->attach(std::move(all), host, nullptr);
     return work;
   }

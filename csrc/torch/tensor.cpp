@@ -91,10 +91,13 @@ at::ScalarType scalar_type(DType dtype) noexcept {
 }
 
 bool has_memory(const at::Tensor& tensor) {
+  if (!tensor.has_storage()) {
+    return false;
+  }
   if (tensor.numel() == 0) {
     return true;
   }
-  if (!tensor.has_storage() || tensor.storage().data() == nullptr) {
+  if (tensor.storage().data() == nullptr) {
     return false;
   }
   const std::size_t end = tensor.is_contiguous()

@@ -15,6 +15,11 @@ namespace hpcomm {
 
 namespace {
 
+// Not of the node itself: some answer to every name.
+bool has_class_attribute(PyObject* node, const char* name) {
+  return PyObject_HasAttrString(reinterpret_cast<PyObject*>(Py_TYPE(node)), name) != 0;
+}
+
 // What a type's name means to the other end: "module:qualified name".
 std::string name_of(PyTypeObject* type) {
   const py::handle handle(reinterpret_cast<PyObject*>(type));
@@ -83,13 +88,13 @@ class Flattener {
     if (PyODict_CheckExact(node)) {
       return put_ordered_dict(node, depth);
     }
-    if (PyTuple_Check(node) && PyObject_HasAttrString(node, "_fields")) {
+    if (PyTuple_Check(node) && has_class_attribute(node, "_fields")) {
       put(Node::kNamedTuple);
       put_class(node, fields_text(Py_TYPE(node)));
       return put_items(node, depth);
     }
     const bool is_container = PyTuple_Check(node) || PyList_Check(node) || PyDict_Check(node) || PyType_Check(node);
-    if (!is_container && PyObject_HasAttrString(node, "__dataclass_fields__")) {
+    if (!is_container && has_class_attribute(node, "__dataclass_fields__")) {
       require_plain_object(node);
       return put_dataclass(node, depth);
     }

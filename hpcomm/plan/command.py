@@ -86,19 +86,24 @@ def _number(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
 def _add_source(parser: argparse.ArgumentParser) -> None:
     """A plan in a file, or the arguments of compile()."""
     parser.add_argument("file", nargs="?", metavar="PLAN.json", help="a plan that was written before")
-    parser.add_argument("--schedule", choices=sorted(SCHEDULES), default="1f1b")
-    parser.add_argument("--pp", type=int, default=4, help="pipeline ranks")
-    parser.add_argument("--dp", type=_number(1), default=1, help="replicas of each")
-    parser.add_argument("--tp", type=_number(1), default=1, help="shards of each replica")
-    parser.add_argument("--microbatches", "-m", type=int, default=8)
-    parser.add_argument("--stages-per-rank", type=int)
-    parser.add_argument("--buckets", type=_number(0, 100_000), default=1, help="gradient buckets of each stage")
-    parser.add_argument("--bucket-bytes", type=_number(0, 2**63 - 1), default=0)
-    parser.add_argument("--activation-bytes", type=_number(0, 2**63 - 1), default=0, help="of a message")
-    parser.add_argument("--slot-depth", type=_number(0))
-    parser.add_argument("--reduce", choices=["eager", "slack", "end"], default="slack")
-    parser.add_argument("--schema", choices=["frozen", "per_message"], default="frozen")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="where it will run: who guarantees the start order")
+    made = [
+        parser.add_argument("--schedule", choices=sorted(SCHEDULES), default="1f1b"),
+        parser.add_argument("--pp", type=int, default=4, help="pipeline ranks"),
+        parser.add_argument("--dp", type=_number(1), default=1, help="replicas of each"),
+        parser.add_argument("--tp", type=_number(1), default=1, help="shards of each replica"),
+        parser.add_argument("--microbatches", "-m", type=int, default=8),
+        parser.add_argument("--stages-per-rank", type=int),
+        parser.add_argument("--buckets", type=_number(0, 100_000), default=1, help="gradient buckets of each stage"),
+        parser.add_argument("--bucket-bytes", type=_number(0, 2**63 - 1), default=0),
+        parser.add_argument("--activation-bytes", type=_number(0, 2**63 - 1), default=0, help="of a message"),
+        parser.add_argument("--slot-depth", type=_number(0)),
+        parser.add_argument("--reduce", choices=["eager", "slack", "end"], default="slack"),
+        parser.add_argument("--schema", choices=["frozen", "per_message"], default="frozen"),
+        parser.add_argument(
+            "--device", choices=["cpu", "cuda"], help="where it will run: who guarantees the start order"
+        ),
+    ]
+    parser.set_defaults(of_a_new_plan={action.dest: action for action in made})
     parser.add_argument("--costs", metavar="FILE", help="a cost model (JSON); without one, forwards take 1 and B 2")
 
 
@@ -109,6 +114,11 @@ def _source(options: argparse.Namespace) -> tuple[StepPlan, CostModel | None]:
         if not file.exists():
             hint = f"; for the schedule write --schedule {file}" if str(file) in SCHEDULES else ""
             raise FileNotFoundError(f"there is no plan file {file}{hint}")
+        for name, action in options.of_a_new_plan.items():
+            if getattr(options, name) != action.default:
+                raise InvalidArgument(
+                    f"{file} is a plan already: {action.option_strings[0]} makes another, without a file"
+                )
         return _from_file(lambda path: from_json(path.read_text(encoding="utf-8")), file), costs
     per_rank = (
         SCHEDULES[options.schedule].stages_per_rank if options.stages_per_rank is None else options.stages_per_rank
@@ -219,6 +229,8 @@ def _import(options: argparse.Namespace) -> int:
     if options.as_it_stands:
         if not is_csv:
             raise InvalidArgument("--as-it-stands needs a .csv with communication in it")
+        if options.dp != 1:
+            raise InvalidArgument("--as-it-stands takes the CSV as it is, which is of one replica: without --dp")
         plan = _from_file(lambda path: plan_from_csv(path.read_text(encoding="utf-8")), options.table)
     else:
         read = table_from_csv if is_csv else parse
