@@ -32,7 +32,14 @@ def test_show_prints_draws_and_writes(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "traceEvents" in json.loads(files[1].read_text())
     assert from_json(files[2].read_text()) == plan
     assert run(capsys, "plan", "show", files[2]) == (0, str(plan))
-    for option in (["--pp", 3], ["-m", 7], ["--schedule", "gpipe"], ["--slot-depth", 1], ["--device", "cpu"]):
+    for option in (
+        ["--pp", 3],
+        ["--pp", 4],
+        ["-m", 7],
+        ["--schedule", "gpipe"],
+        ["--slot-depth", 1],
+        ["--device", "cpu"],
+    ):
         status, text = run(capsys, "plan", "verify", files[2], *option)
         assert status == 2
         assert f"plan.json is a plan already: {'--microbatches' if option[0] == '-m' else option[0]} makes" in text

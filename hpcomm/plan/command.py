@@ -103,7 +103,9 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
             "--device", choices=["cpu", "cuda"], help="where it will run: who guarantees the start order"
         ),
     ]
-    parser.set_defaults(of_a_new_plan={action.dest: action for action in made})
+    parser.set_defaults(of_a_new_plan=[(action, action.default) for action in made])
+    for action in made:
+        action.default = None  # not given: _source
     parser.add_argument("--costs", metavar="FILE", help="a cost model (JSON); without one, forwards take 1 and B 2")
 
 
@@ -114,12 +116,15 @@ def _source(options: argparse.Namespace) -> tuple[StepPlan, CostModel | None]:
         if not file.exists():
             hint = f"; for the schedule write --schedule {file}" if str(file) in SCHEDULES else ""
             raise FileNotFoundError(f"there is no plan file {file}{hint}")
-        for name, action in options.of_a_new_plan.items():
-            if getattr(options, name) != action.default:
+        for action, _ in options.of_a_new_plan:
+            if getattr(options, action.dest) is not None:
                 raise InvalidArgument(
                     f"{file} is a plan already: {action.option_strings[0]} makes another, without a file"
                 )
         return _from_file(lambda path: from_json(path.read_text(encoding="utf-8")), file), costs
+    for action, default in options.of_a_new_plan:
+        if getattr(options, action.dest) is None:
+            setattr(options, action.dest, default)
     per_rank = (
         SCHEDULES[options.schedule].stages_per_rank if options.stages_per_rank is None else options.stages_per_rank
     )

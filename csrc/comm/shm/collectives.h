@@ -51,9 +51,9 @@ class Collectives {
   Shown open(Descriptor descriptor, const void* data, std::size_t bytes, Shows shows, const Patience& patience);
   void require_agreement(const Descriptor& own) const;
   [[nodiscard]] bool all_located() const;
-  // After all_located(): everybody's `bytes`, mapped here.
-  // What a rank has shown in this step.
+  // What a rank has shown the place of in this step.
   [[nodiscard]] char* map(std::size_t rank, std::size_t bytes, const Patience& patience);
+  // After all_located(): everybody's `bytes`, mapped here.
   [[nodiscard]] std::vector<char*> map_all(const void* own, std::size_t bytes, const Patience& patience);
   // The end of a zero-copy operation: nobody touches this rank's buffer any more.
   void finish(const Patience& patience);
