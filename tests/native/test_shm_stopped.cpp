@@ -11,6 +11,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -72,10 +73,22 @@ class Stall {
   }
   Stall(const Stall&) = delete;
   Stall& operator=(const Stall&) = delete;
+  Stall(Stall&& other) noexcept : peers_(std::move(other.peers_)) { other.peers_.clear(); }
+  Stall& operator=(Stall&&) = delete;
 
  private:
   std::vector<int> peers_;
 };
+
+// All ranks call it; when it returns nobody hands over anything, until rank 0 lets go of it.
+std::optional<Stall> stall_by_rank_0(Communicator& world) {
+  std::optional<Stall> stall;
+  if (world.rank() == 0) {
+    stall.emplace();
+  }
+  world.barrier()->wait();
+  return stall;
+}
 
 OpOptions within(milliseconds timeout) {
   OpOptions options;
@@ -105,11 +118,7 @@ struct Shared {
 TEST(shm_collectives_wait_for_the_memory_of_a_stopped_rank) {
   ShmJob(3).run([](Communicator& world) {
     const Shared mine(world, letter(world.rank(), 1, kLarge));
-    std::optional<Stall> stall;
-    if (world.rank() == 0) {
-      stall.emplace();
-    }
-    world.barrier()->wait();
+    std::optional<Stall> stall = stall_by_rank_0(world);
     const WorkPtr sum = world.all_reduce(mine.view, ReduceOp::kSum);
     if (stall) {
       std::this_thread::sleep_for(300ms);
@@ -133,11 +142,7 @@ TEST(shm_collectives_name_the_rank_that_does_not_hand_over_its_memory) {
   run_ranks(2, [&job](int rank) {
     const auto world = job.communicator(rank);
     const Shared mine(*world, letter(rank, 1, kLarge));
-    std::optional<Stall> stall;
-    if (rank == 0) {
-      stall.emplace();
-    }
-    world->barrier()->wait();
+    const std::optional<Stall> stall = stall_by_rank_0(*world);
     const auto error = error_of(*world->all_reduce(mine.view, ReduceOp::kSum, within(rank == 0 ? 300ms : 20s)));
     CHECK(error.has_value());
     if (rank == 0) {
@@ -154,11 +159,7 @@ TEST(shm_a_wait_for_the_memory_of_a_stopped_rank_can_be_aborted) {
   run_ranks(2, [&job](int rank) {
     const auto world = job.communicator(rank);
     const Shared mine(*world, letter(rank, 1, kLarge));
-    std::optional<Stall> stall;
-    if (rank == 0) {
-      stall.emplace();
-    }
-    world->barrier()->wait();
+    const std::optional<Stall> stall = stall_by_rank_0(*world);
     const WorkPtr sum = world->all_reduce(mine.view, ReduceOp::kSum);
     std::this_thread::sleep_for(100ms);
     world->abort(Error(ErrorKind::kPeerError, "somebody has had enough"));
