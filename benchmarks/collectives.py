@@ -1,6 +1,7 @@
 """How long are collectives between the ranks of one host? nccl-tests for CPU ranks, against other libraries.
 
     python -m benchmarks.collectives --ops all_reduce --ranks 2,4 -b 4 -e 16M -f 8 -c 1 --vs gloo,mpich
+    python -m benchmarks.collectives --ops all_reduce --ranks 4 --hosts 2 --vs gloo     # two ranks on each of two hosts
 
 It starts the ranks itself, one job after the other. The same processes run every library in turn, size by size and
 round by round, so that what disturbs the machine hits all alike; medians over the rounds are printed.
@@ -8,6 +9,9 @@ round by round, so that what disturbs the machine hits all alike; medians over t
 Columns and flags are those of nccl-tests. algbw is size/time, busbw is algbw times 2(n-1)/n for all_reduce, (n-1)/n for
 all_gather, reduce_scatter and all_to_all, 1 for broadcast and sendrecv: doc/PERFORMANCE.md of nccl-tests derives them.
 Times are those of the slowest rank (nccl-tests' -a 3; its default is the average).
+
+With --hosts ranks share memory only with those of their own host, and HPCOMM_CPU_TRANSPORT is hierarchical unless it
+is set. Between hosts bytes take the loopback, which is no network: it costs the cores that compute, and has no delay.
 
 Peers: hpcomm is our communicator from Python, hpcomm-zero the same on memory from Communicator.allocate, c10d-hpcomm is
 torch.distributed with the backend "hpcomm", gloo is torch.distributed with gloo, mpich is MPICH by way of mpi4py
@@ -72,6 +76,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("-c", "--check", type=int, default=1, help="checks per size and peer; 0 for none (1)")
     parser.add_argument("--rounds", type=positive, help="blocks of each peer per size (7; 4 with --wait)")
     parser.add_argument("--ranks", default="2", help="of each job, such as 2,4,8")
+    parser.add_argument("--hosts", type=positive, default=1, help="that the ranks pretend to be on, by HPCOMM_HOST (1)")
     parser.add_argument("--cores", type=cores, help="of the ranks, such as 0,0,1,1 (the scheduler's choice)")
     parser.add_argument("--ops", default="all_reduce", help=f"of {','.join(OPERATIONS)}; or all")
     parser.add_argument("--vs", default="hpcomm-zero,c10d-hpcomm,gloo,mpich", help=f"peers, of {','.join(PEERS)}")
@@ -91,6 +96,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--ranks: {error}")
     if arguments.cores and any(len(arguments.cores) != ranks for ranks in arguments.ranks):
         parser.error(f"--cores: {len(arguments.cores)} cores for --ranks {arguments.ranks}")
+    if any(ranks % arguments.hosts for ranks in arguments.ranks):
+        parser.error(f"--hosts: {arguments.hosts} hosts with equally many of --ranks {arguments.ranks}")
     arguments.ops = list(OPERATIONS) if arguments.ops == "all" else arguments.ops.split(",")
     arguments.peers = list(dict.fromkeys([arguments.baseline, *filter(None, arguments.vs.split(","))]))
     arguments.dtype = ALIASES.get(arguments.dtype, arguments.dtype)

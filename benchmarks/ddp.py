@@ -9,7 +9,8 @@
 
 A step is zero_grad, forward, loss, backward. "compute only" is the same module without any wrapper. The floor is the
 traffic that no reduction avoids: each gradient packed once, the whole averaged once. Communication that a step does not
-hide is its time minus that of compute only, round by round. Gradients are compared before timing.
+hide is its time minus that of compute only, round by round. Gradients are compared before timing. With --hosts ranks
+share memory only on their own host, as in benchmarks.collectives.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from benchmarks.ddp_plot import draw
 from benchmarks.ddp_timeline import timelines
 from benchmarks.ddp_variants import COMPUTE, MODELS, STOCK_ON_GLOO, Model, Vector, floor_of, step_of, variants
 from benchmarks.harness import environment, keep_freed_memory, measure, save, table
-from benchmarks.launch import adopt_mpi_environment, run_ranks
+from benchmarks.launch import adopt_mpi_environment, pretend_hosts, run_ranks
 
 COUNTS = (10, 100, 1000, 10000)
 FLOOR = "floor: pack and reduce"
@@ -44,6 +45,7 @@ def main() -> None:
         prog="python -m benchmarks.ddp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--hosts", type=int, default=1, help="that they pretend to be on, by HPCOMM_HOST")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--models", help="only models whose name contains this")
     parser.add_argument("--memory", action="store_true", help="peak memory instead of times")
@@ -64,6 +66,8 @@ def main() -> None:
         if arguments.json:
             document = {"question": "ddp", "arguments": vars(arguments), **seen}
             Path(arguments.json).write_text(json.dumps(document, indent=1) + "\n")
+    elif arguments.hosts < 1 or arguments.ranks % arguments.hosts:
+        parser.error(f"--hosts: {arguments.hosts} hosts with equally many of {arguments.ranks} ranks")
     elif "RANK" not in os.environ:
         run_ranks(arguments.ranks, ["-m", "benchmarks.ddp", *sys.argv[1:]], mpiexec=None, deadline=deadline(arguments))
     else:
@@ -82,6 +86,7 @@ def rank(arguments: argparse.Namespace) -> None:
     """One rank's part, also under torchrun."""
     if "HPCOMM_BENCH_DEADLINE" in os.environ:
         adopt_mpi_environment()
+    pretend_hosts(arguments.hosts)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     mesh = hpcomm.init()
     if arguments.variant:

@@ -111,6 +111,15 @@ def adopt_mpi_environment() -> None:
     faulthandler.dump_traceback_later(max(seconds, 0.1), exit=True)
 
 
+def pretend_hosts(hosts: int) -> None:
+    """In a rank, before ``hpcomm.init()``: as many ranks on each of ``hosts`` hosts, which share no memory. What would
+    be a network between them is the loopback.
+    """
+    if hosts > 1:
+        os.environ["HPCOMM_HOST"] = f"host {int(os.environ['RANK']) * hosts // int(os.environ['WORLD_SIZE'])}"
+        os.environ.setdefault("HPCOMM_CPU_TRANSPORT", "hierarchical")
+
+
 def kill_tree(process: int) -> None:
     """Kills a process and all its descendants. mpiexec gives each rank a session: no group has them all."""
     for descendant in _tree(process):

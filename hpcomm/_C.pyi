@@ -40,6 +40,9 @@ from hpcomm._C_comm import (
     emulated_communicator as emulated_communicator,
 )
 from hpcomm._C_comm import (
+    hierarchical_communicator as hierarchical_communicator,
+)
+from hpcomm._C_comm import (
     lose_operations as lose_operations,
 )
 from hpcomm._C_comm import (

@@ -252,6 +252,10 @@ def c10d_communicator(
     factory: GlooFactory | None = None,
     neighbourhood: Neighbourhood | None = None,
 ) -> Communicator: ...
+def hierarchical_communicator(
+    config: CommunicatorConfig, factory: GlooFactory, neighbourhood: Neighbourhood
+) -> Communicator:
+    """Where all ranks share memory, or no two hosts have the same number of several, it is another transport's."""
 
 class Neighbourhood:
     """The ranks of a job that share memory with this one; found out by trying (collective over the job).

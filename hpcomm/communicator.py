@@ -164,8 +164,9 @@ def first_communicator(
     """A communicator of all ranks of ``control`` (collective). ``ranks`` are these, in the communicator's order. Over
     NCCL one that ``will_be_split`` keeps what its parts are split from.
 
-    For CPU tensors over shared memory, or gloo when the ranks span hosts; with ``HPCOMM_EMULATE`` it follows NCCL's
-    rules, and so do all that are made from it. For CUDA tensors over NCCL; ``device`` has an index then.
+    For CPU tensors over shared memory, or where the ranks span hosts gloo, or both if that was chosen; with
+    ``HPCOMM_EMULATE`` it follows NCCL's rules, and so do all that are made from it. For CUDA tensors over NCCL;
+    ``device`` has an index then.
 
     Raises:
         InvalidArgument: ``HPCOMM_CPU_TRANSPORT=shm`` and the ranks do not share memory; ``HPCOMM_EMULATE`` on a GPU.
@@ -198,6 +199,8 @@ def first_communicator(
     memory = over_shared_memory(config, neighbourhood, members, control.rank, chosen, factory)
     if memory is not None:
         return _emulated(memory)
+    if chosen == "hierarchical":
+        return _emulated(_C.hierarchical_communicator(config, factory, neighbourhood))
     gloo = factory(name, members, place)
     return _emulated(_C.c10d_communicator(config, gloo, factory, neighbourhood))
 
@@ -220,7 +223,7 @@ def over_shared_memory(
     """
     if neighbourhood.contains(ranks):
         try:
-            return _C.shm_communicator(config, neighbourhood, factory if chosen == "auto" else None)
+            return _C.shm_communicator(config, neighbourhood, None if chosen == "shm" else factory)
         except TransportError as error:
             if chosen == "shm":
                 raise
@@ -363,10 +366,12 @@ def _network() -> str:
 
 
 def cpu_transport() -> str:
-    """``HPCOMM_CPU_TRANSPORT``: auto (shared memory where it can be, gloo otherwise), shm or gloo."""
+    """``HPCOMM_CPU_TRANSPORT``: auto (shared memory where it can be, gloo otherwise), hierarchical (the same, but both
+    for a group of several ranks on each of several hosts), shm or gloo.
+    """
     chosen = os.environ.get("HPCOMM_CPU_TRANSPORT", "auto")
-    if chosen not in ("auto", "shm", "gloo"):
-        raise InvalidArgument(f"HPCOMM_CPU_TRANSPORT={chosen!r}: expected auto, shm or gloo")
+    if chosen not in ("auto", "hierarchical", "shm", "gloo"):
+        raise InvalidArgument(f"HPCOMM_CPU_TRANSPORT={chosen!r}: expected auto, hierarchical, shm or gloo")
     return chosen
 
 

@@ -311,7 +311,11 @@ def _transport_found(mesh: Mesh, hosts: Sequence[Sequence[int]], everybody: Sequ
         return Finding(NOTE, "transport", f"c10d (gloo): rank {rank} and rank {other} share no memory: {why}")
     if len(hosts) == 1:
         return Finding(NOTE, "transport", "c10d (gloo), though the ranks share a host")
-    return Finding(OK, "transport", "c10d (gloo): ranks span hosts, so the whole group is on it")
+    text = "c10d (gloo): ranks span hosts, so the whole group is on it"
+    per_host = {len(ranks) for ranks in hosts}
+    if len(per_host) == 1 and per_host.pop() > 1 and os.environ.get("HPCOMM_CPU_TRANSPORT") != "hierarchical":
+        text += "; HPCOMM_CPU_TRANSPORT=hierarchical would use memory inside hosts as well"
+    return Finding(OK, "transport", text)
 
 
 def _reads_found(mesh: Mesh, hosts: Sequence[Sequence[int]], everybody: Sequence[dict[str, Any]]) -> list[Finding]:

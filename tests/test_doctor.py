@@ -8,6 +8,8 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -90,7 +92,10 @@ def test_ranks_of_one_host_that_share_no_memory() -> None:
 @pytest.mark.parametrize(
     ("environment", "told"),
     [
-        ({"HPCOMM_CPU_TRANSPORT": "fast"}, "start +HPCOMM_CPU_TRANSPORT='fast': expected auto, shm or gloo"),
+        (
+            {"HPCOMM_CPU_TRANSPORT": "fast"},
+            "start +HPCOMM_CPU_TRANSPORT='fast': expected auto, hierarchical, shm or gloo",
+        ),
         (
             {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
             "start +rank 1, rank 2 did not come within 2 s",
@@ -150,3 +155,18 @@ def test_every_variable_of_the_reference_is_known() -> None:
     text = (ROOT / "docs/reference/environment.md").read_text()
     named = set(re.findall(r"\bHPCOMM_[A-Z0-9_]+", text))
     assert named - set(doctor.ELSEWHERE) == set(doctor.VARIABLES)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "ranks_of_hosts", "advised"),
+    [("auto", [[0, 1], [2, 3]], True), ("auto", [[0, 1], [2]], False), ("auto", [[0], [1]], False),
+     ("hierarchical", [[0, 1], [2, 3]], False)],
+)  # fmt: skip
+def test_two_levels_are_advised_where_there_are_two(
+    chosen: str, ranks_of_hosts: list[list[int]], advised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPCOMM_CPU_TRANSPORT", chosen)
+    mesh: Any = SimpleNamespace(world=SimpleNamespace(transport="c10d"))
+    everybody: list[dict[str, Any]] = [{"apart": {}} for ranks in ranks_of_hosts for _ in ranks]
+    text = doctor._transport_found(mesh, ranks_of_hosts, everybody).text
+    assert ("HPCOMM_CPU_TRANSPORT=hierarchical" in text) == advised

@@ -59,6 +59,24 @@ def test_a_step_over_two_hosts(tmp_path: Path) -> None:
     assert seen[1]["listening"] == {hosts.address(1)}
 
 
+def in_levels(folder: Path) -> tuple[str, list[float]]:
+    """Two ranks on each host."""
+    rank = int(os.environ["RANK"])
+    hosts.enter(folder, rank, rank % 2, first=rank < 2)
+    sums = []
+    with hpcomm.init(dp=-1) as mesh:
+        for count in (1, 1 << 20):
+            numbers = torch.full((count,), 10.0**rank)
+            mesh.world.all_reduce(numbers)
+            sums.append((numbers.min() + numbers.max()).item() / 2)
+        return mesh.world.transport, sums
+
+
+def test_two_levels(tmp_path: Path) -> None:
+    env = {"HPCOMM_CPU_TRANSPORT": "hierarchical"}
+    assert ranks.run(4, in_levels, tmp_path, env=env) == [("hierarchical", [1111.0, 1111.0])] * 4
+
+
 def backends(folder: Path) -> list[str]:
     rank = at_home(folder)
     dist.init_process_group("hpcomm")

@@ -15,6 +15,7 @@
 #include "torch/bindings.h"
 #include "torch/c10d_communicator.h"
 #include "torch/comm_calls.h"
+#include "torch/cpu_transports.h"
 #include "torch/device.h"
 #include "torch/gil.h"
 #include "torch/lost_operations.h"
@@ -68,6 +69,11 @@ C10dBackendFactory to_factory(py::function function) {
     const py::gil_scoped_acquire gil;
     return (*shared)(name, ranks, rank, why_not_memory).cast<C10dBackend>();
   };
+}
+
+std::shared_ptr<CpuTransports> transports_of(py::function factory, std::shared_ptr<shm::Neighbourhood> neighbourhood,
+                                             AcrossHosts across = AcrossHosts::kWhole) {
+  return std::make_shared<CpuTransports>(to_factory(std::move(factory)), std::move(neighbourhood), across);
 }
 
 }  // namespace
@@ -210,10 +216,9 @@ void bind_comm(py::module_& module) {
       "c10d_communicator",
       [](const CommunicatorConfig& config, C10dBackend backend, std::optional<py::function> factory,
          std::shared_ptr<shm::Neighbourhood> neighbourhood) {
-        C10dBackendFactory make = factory ? to_factory(std::move(*factory)) : nullptr;
+        auto transports = factory ? transports_of(std::move(*factory), std::move(neighbourhood)) : nullptr;
         const WithoutGil scope;
-        return released_without_gil(
-            make_c10d_communicator(config, std::move(backend), std::move(make), std::move(neighbourhood)));
+        return released_without_gil(make_c10d_communicator(config, std::move(backend), std::move(transports)));
       },
       py::arg("config"), py::arg("backend"), py::arg("factory") = py::none(), py::arg("neighbourhood") = py::none());
 
@@ -254,11 +259,20 @@ void bind_comm(py::module_& module) {
       "shm_communicator",
       [](const CommunicatorConfig& config, std::shared_ptr<shm::Neighbourhood> neighbourhood,
          std::optional<py::function> factory) {
-        ShmFallback instead = factory ? c10d_instead(to_factory(std::move(*factory)), neighbourhood) : nullptr;
+        ShmFallback instead =
+            factory ? transports_of(std::move(*factory), neighbourhood)->instead_of_memory() : nullptr;
         const WithoutGil scope;
         return released_without_gil(make_shm_communicator(config, std::move(neighbourhood), std::move(instead)));
       },
       py::arg("config"), py::arg("neighbourhood"), py::arg("factory") = py::none());
+  module.def(
+      "hierarchical_communicator",
+      [](const CommunicatorConfig& config, py::function factory, std::shared_ptr<shm::Neighbourhood> neighbourhood) {
+        const auto transports = transports_of(std::move(factory), std::move(neighbourhood), AcrossHosts::kLevels);
+        const WithoutGil scope;
+        return released_without_gil(transports->make(config));
+      },
+      py::arg("config"), py::arg("factory"), py::arg("neighbourhood"));
 }
 
 }  // namespace hpcomm

@@ -11,9 +11,9 @@
 
 #include "comm/agreement.h"
 #include "comm/host_communicator.h"
-#include "comm/shm/shm_communicator.h"
 #include "comm/solo/solo_communicator.h"
 #include "torch/c10d_reduce_op.h"
+#include "torch/cpu_transports.h"
 #include "torch/tensor.h"
 
 namespace hpcomm {
@@ -37,12 +37,8 @@ struct Settled {
 
 class C10dCommunicator final : public HostCommunicator {
  public:
-  C10dCommunicator(CommunicatorConfig config, C10dBackend backend, C10dBackendFactory factory,
-                   std::shared_ptr<shm::Neighbourhood> neighbourhood)
-      : HostCommunicator(std::move(config)),
-        backend_(std::move(backend)),
-        factory_(std::move(factory)),
-        neighbourhood_(std::move(neighbourhood)) {
+  C10dCommunicator(CommunicatorConfig config, C10dBackend backend, std::shared_ptr<const CpuTransports> transports)
+      : HostCommunicator(std::move(config)), backend_(std::move(backend)), transports_(std::move(transports)) {
     if (checks()) {
       agreement_.emplace(*this);
     }
@@ -108,15 +104,9 @@ class C10dCommunicator final : public HostCommunicator {
   }
 
   [[nodiscard]] std::shared_ptr<Communicator> make_child(CommunicatorConfig child) override {
-    if (child.ranks.size() == 1) {
-      return make_solo_communicator(std::move(child));
-    }
-    if (neighbourhood_ != nullptr && neighbourhood_->contains(child.ranks)) {
-      return make_shm_or(factory_ ? c10d_instead(factory_, neighbourhood_) : nullptr, std::move(child), neighbourhood_);
-    }
-    HPCOMM_REQUIRE(factory_ != nullptr, "this communicator wraps a backend that it did not make and cannot divide it");
-    C10dBackend backend = factory_(child.name, child.ranks, child.rank, "");
-    return make_c10d_communicator(std::move(child), std::move(backend), factory_, neighbourhood_);
+    HPCOMM_REQUIRE(transports_ != nullptr || child.ranks.size() == 1,
+                   "this communicator wraps a backend that it did not make and cannot divide it");
+    return transports_ != nullptr ? transports_->make(std::move(child)) : make_solo_communicator(std::move(child));
   }
 
   void execute(const Operation& operation, Deadline deadline) override {
@@ -474,8 +464,7 @@ class C10dCommunicator final : public HostCommunicator {
   }
 
   C10dBackend backend_;
-  C10dBackendFactory factory_;
-  std::shared_ptr<shm::Neighbourhood> neighbourhood_;
+  std::shared_ptr<const CpuTransports> transports_;
   std::optional<Agreement> agreement_;  // with HPCOMM_CHECK=1
   std::mutex mutex_;
   std::vector<Message> transfers_;  // that the lane waits for, under mutex_
@@ -490,10 +479,8 @@ thread_local C10dCommunicator::Group* C10dCommunicator::Group::current = nullptr
 }  // namespace
 
 std::shared_ptr<Communicator> make_c10d_communicator(CommunicatorConfig config, C10dBackend backend,
-                                                     C10dBackendFactory factory,
-                                                     std::shared_ptr<shm::Neighbourhood> neighbourhood) {
-  return std::make_shared<C10dCommunicator>(std::move(config), std::move(backend), std::move(factory),
-                                            std::move(neighbourhood));
+                                                     std::shared_ptr<const CpuTransports> transports) {
+  return std::make_shared<C10dCommunicator>(std::move(config), std::move(backend), std::move(transports));
 }
 
 }  // namespace hpcomm
