@@ -117,12 +117,12 @@ class MailRecv final : public RecvRoute {
         block = borrow(*header->lent, message, deadline);
       } else if (parcel.packed.bytes() > 0) {
         message.packed = filled.acquire(parcel.packed.bytes()).buffer;
-        mails.push_back(post(message.packed, 0, parcel.packed.bytes()));
+        mails.push_back(post(message.packed, 0, parcel.packed.bytes(), sequence));
       }
       if (parcel.direct_bytes > 0) {
         message.direct = filled.acquire(parcel.direct_bytes).buffer;
         for (const Parcel::Direct& one : parcel.direct) {
-          mails.push_back(post(message.direct, one.offset, one.bytes));
+          mails.push_back(post(message.direct, one.offset, one.bytes, sequence));
         }
       }
       if (meanwhile.placed != nullptr) {
@@ -157,8 +157,8 @@ class MailRecv final : public RecvRoute {
     MessageHeader next_header(std::uint64_t sequence, int microbatch, Deadline deadline, const Meanwhile& meanwhile) {
       head = nullptr;
       head = free_envelope();
-      const MailPtr mail =
-          mailbox->recv_at_most(bytes_at(head->data(), head->size()), inbound->peer, inbound->id, mail_options(head));
+      const MailPtr mail = mailbox->recv_at_most(bytes_at(head->data(), head->size()), inbound->peer, inbound->id,
+                                                 mail_options(head, sequence));
       if (repeats && meanwhile.idle != nullptr && !mail->done()) {
         meanwhile.idle(inbound->current);
       }
@@ -249,9 +249,9 @@ class MailRecv final : public RecvRoute {
                         [](const TensorSchema& t) { return t.is_cast() && t.count() > 0; }));
     }
 
-    MailPtr post(const Buffer& buffer, std::size_t offset, std::size_t bytes) {
+    MailPtr post(const Buffer& buffer, std::size_t offset, std::size_t bytes, std::uint64_t sequence) {
       return mailbox->recv(bytes_at(static_cast<char*>(buffer.view.data) + offset, bytes), inbound->peer, inbound->id,
-                           mail_options(buffer.owner));
+                           mail_options(buffer.owner, sequence));
     }
 
     // The rest of a message has the communicator's time-out, however patient its receiver was.
@@ -260,8 +260,10 @@ class MailRecv final : public RecvRoute {
       return was_patient ? deadline_after(inbound->communicator.timeout()) : deadline;
     }
 
-    [[nodiscard]] OpOptions mail_options(Keepalive owner) const {
+    // Errors of a mail name the message that it is a part of.
+    [[nodiscard]] OpOptions mail_options(Keepalive owner, std::uint64_t sequence) const {
       OpOptions options;
+      options.number = static_cast<std::int64_t>(sequence);
       options.awaited = true;
       options.keepalive = std::move(owner);
       options.timeout = (patience.count() > 0 ? patience : inbound->communicator.timeout()) + kGrace;
@@ -278,7 +280,7 @@ class MailRecv final : public RecvRoute {
     }
 
     void take(const Buffer& buffer, std::size_t offset, std::size_t bytes, std::uint64_t sequence, Deadline deadline) {
-      const MailPtr mail = post(buffer, offset, bytes);
+      const MailPtr mail = post(buffer, offset, bytes, sequence);
       wait(*mail, sequence, deadline);
     }
 

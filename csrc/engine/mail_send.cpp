@@ -134,7 +134,7 @@ class MailSend final : public SendRoute {
       auto copy = copies.begin();
       const auto post_copy = [&] {
         const Buffer& buffer = *copy++;
-        mails.push_back(post(buffer.view.data, buffer.view.bytes, buffer.owner));
+        mails.push_back(post(message, buffer.view.data, buffer.view.bytes, buffer.owner));
       };
       if (grant.loan) {
         issue_lent(mails, message, *grant.loan);
@@ -151,7 +151,7 @@ class MailSend final : public SendRoute {
         if (source.strided != nullptr) {
           post_copy();
         } else {
-          mails.push_back(post(source.data, one.bytes, message.keepalive));
+          mails.push_back(post(message, source.data, one.bytes, message.keepalive));
         }
       }
       return joint(message, std::move(mails), std::move(refused));
@@ -249,18 +249,19 @@ class MailSend final : public SendRoute {
     }
 
     const WorkPtr& post_envelope(const Outgoing& message) {
-      enveloped = post(envelope->data(), envelope_bytes(message.known->parcel), envelope);
+      enveloped = post(message, envelope->data(), envelope_bytes(message.known->parcel), envelope);
       return enveloped;
     }
 
     void post_schema(std::vector<WorkPtr>& mails, const Outgoing& message) {
       if (message.header->schema_bytes > 0) {
-        mails.push_back(post(message.known->bytes.data(), message.known->bytes.size(), message.known));
+        mails.push_back(post(message, message.known->bytes.data(), message.known->bytes.size(), message.known));
       }
     }
 
-    WorkPtr post(const void* data, std::size_t bytes, const Keepalive& keepalive) {
+    WorkPtr post(const Outgoing& message, const void* data, std::size_t bytes, const Keepalive& keepalive) {
       OpOptions options;
+      options.number = message.what.sequence;  // errors of a mail name the message that it is a part of
       options.keepalive = keepalive;
       options.timeout = limit;
       options.must_precede = true;

@@ -507,6 +507,48 @@ TEST(mail_says_so_when_a_header_comes_again) {
   });
 }
 
+TEST(mail_errors_name_the_message_that_waits) {
+  // A message is several mails: its header, its schema, and each large tensor.
+  const Schema schema = of_sizes({5000, 6000});
+  const Schema large = of_sizes({std::int64_t{1} << 24});
+  for (const int waits : {0, 1}) {
+    const ShmJob job(2);
+    run_ranks(2, [&](int rank) {
+      const auto world = job.communicator(rank);
+      EdgeConfig config;
+      config.communicator = world;
+      config.peer = 1 - rank;
+      std::unique_ptr<SendEdge> to;
+      std::unique_ptr<RecvEdge> from;
+      WorkPtr work;
+      if (rank == 0) {
+        to = std::make_unique<SendEdge>(config, heap());
+        for (unsigned message = 0; message < 3; ++message) {
+          send(*to, schema, message)->wait();
+        }
+        work = waits == rank ? send(*to, large, 3) : nullptr;
+      } else {
+        from = std::make_unique<RecvEdge>(config, heap());
+        for (unsigned message = 0; message < 3; ++message) {
+          CHECK(is_message(*take(*from).message, schema, message));
+        }
+        work = waits == rank ? from->recv(-1).work : nullptr;
+      }
+      if (work == nullptr) {
+        (void)job.control(rank)->receive(1 - rank, 1, ShmJob::soon());
+        job.control(rank)->abort("enough");
+        return;
+      }
+      job.control(rank)->send(1 - rank, 1, "waits");
+      const auto error = error_of(*work);
+      CHECK(error && error->kind() == ErrorKind::kPeerError);
+      CHECK_EQ(error->context().sequence, 3);
+      CHECK_EQ(std::string(error->what()).substr(0, 22),
+               rank == 0 ? "send #3 on lane world:" : "recv #3 on lane world:");
+    });
+  }
+}
+
 TEST(mail_sends_after_close_are_refused) {
   // Inline, lent, direct, and both: none of them goes by way of the communicator's lane.
   for (const auto& sizes : std::vector<std::vector<std::int64_t>>{{8}, {100, 200}, {5000}, {100, 200, 5000}}) {

@@ -70,8 +70,8 @@ Error ShmMailbox::failed(ErrorContext what, const Error& why) const {
 Held ShmMailbox::make(const char* operation, const BufferView& view, int peer, std::uint64_t tag,
                       const OpOptions& options, std::uint64_t sequence) {
   const auto limit = options.timeout.count() > 0 ? options.timeout : desk_.setup().timeout;
-  auto mail = std::make_shared<Mail>(shared_from_this(), context(operation, peer, sequence), view, peer, tag, options,
-                                     deadline_after(limit));
+  auto mail = std::make_shared<Mail>(shared_from_this(), context(operation, peer, options.number_or(sequence)), view,
+                                     peer, tag, options, deadline_after(limit));
   desk_.open(*mail);
   return mail;
 }
@@ -81,7 +81,7 @@ MailPtr ShmMailbox::send(const BufferView& buffer, int peer, std::uint64_t tag, 
   const Turn turn(*this);
   require_peer("send", peer);
   Pair& to = pair_with(peer);
-  require_whole(context("send", peer, to.out.numbers()));
+  require_whole(context("send", peer, options.number_or(to.out.numbers())));
   start();
   to.in.pull();  // a refusal, perhaps
   Held mail = make("send", buffer, peer, tag, options, to.out.numbers());
@@ -105,7 +105,7 @@ Held ShmMailbox::post(const BufferView& buffer, int peer, std::uint64_t tag, con
   require_parent("recv");
   const Turn turn(*this);
   require_peer("recv", peer == kAnySource ? static_cast<int>(desk_.rank() == 0) : peer);
-  require_whole(context("recv", peer, receives_));
+  require_whole(context("recv", peer, options.number_or(receives_)));
   start();
   Held mail = make("recv", buffer, peer, tag, options, receives_++);
   mail->at_most = at_most;
