@@ -91,6 +91,19 @@ void SendEdge::refuse(int microbatch, const std::string& why) const {
       communicator.context("send", config_.peer, sequence_));
 }
 
+// What this rank itself wrote is damaged in no other way than that it says more than can be.
+KnownPtr SendEdge::read_own(std::string_view schema, std::uint64_t fingerprint, int microbatch) const {
+  try {
+    return KnownSchema::read(schema, fingerprint);
+  } catch (const Error& why) {
+    if (why.kind() != ErrorKind::kProtocol) {
+      throw;
+    }
+    refuse(microbatch, str("it cannot travel (", why.what(),
+                           "); a tensor that was expanded travels whole: send what it was expanded from"));
+  }
+}
+
 WorkPtr SendEdge::send(const Schema& schema, std::vector<Source> tensors, Keepalive keepalive, int microbatch) {
   return send(encode_schema(schema), std::move(tensors), std::move(keepalive), microbatch);
 }
@@ -112,7 +125,7 @@ WorkPtr SendEdge::send(std::string_view schema, std::vector<Source> tensors, Kee
     message.known = book_.find(fingerprint);
     first = message.known == nullptr || message.known->bytes != schema;
     if (first) {
-      message.known = KnownSchema::read(schema, fingerprint);
+      message.known = read_own(schema, fingerprint, microbatch);
     }
   }
   const KnownSchema& known = *message.known;

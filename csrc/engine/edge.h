@@ -97,6 +97,7 @@ class SendEdge {
 
  private:
   [[noreturn]] void refuse(int microbatch, const std::string& why) const;
+  [[nodiscard]] KnownPtr read_own(std::string_view schema, std::uint64_t fingerprint, int microbatch) const;
 
   EdgeConfig config_;
   std::uint64_t id_;  // the Control channel of its headers

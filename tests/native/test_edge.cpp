@@ -328,6 +328,20 @@ TEST(edge_sends_a_schema_once_and_then_its_fingerprint) {
   CHECK(!job.control(1)->try_receive(0, id, Deadline{}));
 }
 
+TEST(edge_refuses_tensors_larger_than_memory_can_be) {
+  // As an expanded tensor is: it has few elements of its own, and would travel whole.
+  const Schema huge{"x", {{DType::kFloat32, false, {std::int64_t{1} << 62}}}};
+  run_pair(
+      SchemaMode::kPerMessage,
+      [&](Communicator&, SendEdge& edge) {
+        CHECK_THROWS(ErrorKind::kInvalidArgument, edge.send(huge, {nullptr}, nullptr, 7),
+                     "send: edge 0->1, message #0, microbatch 7: it cannot travel (message schema has a tensor larger "
+                     "than memory can be)");
+        send(edge, floats({2}))->wait();
+      },
+      [](Communicator&, RecvEdge& edge) { check_arrived(edge.recv(-1), floats({2})); });
+}
+
 TEST(edge_frozen_messages_are_their_payload_and_nothing_else) {
   constexpr std::size_t kBytes = 5 * 5 * 4;
   const ThreadJob job(2);
