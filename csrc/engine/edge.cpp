@@ -232,7 +232,9 @@ KnownPtr Inbound::accept(const MessageHeader& header, std::string_view schema, s
       reject("the schema does not match its fingerprint");
     }
     known = read_of(*this, sequence, [&] { return KnownSchema::read(schema, header.schema); });
-    book.add(known);
+    if (book.add(known)) {
+      found_like.clear();  // or it would hold what the book has let go of
+    }
   } else {
     known = book.find(header.schema);
   }
@@ -275,9 +277,6 @@ KnownPtr Inbound::accept(const MessageHeader& header, std::string_view schema, s
           ErrorKind::kSchemaMismatch,
           str(message_name(name(), sequence, header.microbatch), ": this rank expects another message: ", differs),
           communicator.context("recv", peer, sequence));
-    }
-    if (found_like.size() == SchemaBook::kMost) {
-      found_like.clear();
     }
     found_like.push_back(known);
   }

@@ -81,19 +81,25 @@ std::size_t SchemaBook::place_of(std::uint64_t fingerprint) const noexcept {
   return static_cast<std::size_t>(found - fingerprints_.begin());
 }
 
-void SchemaBook::add(KnownPtr known) {
-  // Sent again: it keeps its place, on both ends.
+bool SchemaBook::add(KnownPtr known) {
   const std::uint64_t fingerprint = known->fingerprint;
-  if (const std::size_t place = place_of(fingerprint); place < known_.size()) {
-    known_[place] = std::move(known);
-  } else if (known_.size() < kMost) {
-    known_.push_back(std::move(known));
-    fingerprints_.push_back(fingerprint);
-  } else {
-    known_[next_] = std::move(known);
-    fingerprints_[next_] = fingerprint;
-    next_ = (next_ + 1) % kMost;
+  const std::size_t before = known_.size();
+  if (const std::size_t place = place_of(fingerprint); place < before) {
+    forget(place);  // another one with its fingerprint, which nothing would find beside this one
   }
+  weight_ += known->weight();
+  known_.push_back(std::move(known));
+  fingerprints_.push_back(fingerprint);
+  while (known_.size() > 1 && (known_.size() > kMost || weight_ > kMostWeight)) {
+    forget(0);
+  }
+  return known_.size() <= before;
+}
+
+void SchemaBook::forget(std::size_t place) {
+  weight_ -= known_[place]->weight();
+  known_.erase(known_.begin() + static_cast<std::ptrdiff_t>(place));
+  fingerprints_.erase(fingerprints_.begin() + static_cast<std::ptrdiff_t>(place));
 }
 
 }  // namespace hpcomm

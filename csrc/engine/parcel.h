@@ -50,26 +50,35 @@ struct KnownSchema {
   Parcel parcel;
   std::optional<StructureSummary> summary;  // of the schema's; nothing where that is damaged
 
+  // What it takes in memory, about: a number that both ends have in common.
+  [[nodiscard]] std::size_t weight() const noexcept { return bytes.size() + kTensorWeight * schema.tensors.size(); }
+  static constexpr std::size_t kTensorWeight = 256;
+
   // Throws Error(kProtocol) for bytes that are no schema.
   [[nodiscard]] static std::shared_ptr<const KnownSchema> read(std::string_view bytes, std::uint64_t fingerprint);
 };
 using KnownPtr = std::shared_ptr<const KnownSchema>;
 
-// The schemas that the receiver of an edge knows. Both ends forget the oldest when there are kMost: what they keep
-// follows from what was sent, in order, so they always agree.
+// The schemas that the receiver of an edge knows. Both ends forget the oldest where there are more than kMost, or where
+// they weigh more than kMostWeight; never the newest. What they keep follows from what was sent, in order, so they
+// always agree: another rule is another version of the header (message.cpp).
 class SchemaBook {
  public:
   static constexpr std::size_t kMost = 64;
+  static constexpr std::size_t kMostWeight = std::size_t{32} << 20;
   // Null when it is not known (any more).
   [[nodiscard]] KnownPtr find(std::uint64_t fingerprint) const;
-  void add(KnownPtr known);
+  // Returns whether another one was forgotten.
+  bool add(KnownPtr known);
+  [[nodiscard]] std::size_t weight() const noexcept { return weight_; }
 
  private:
   [[nodiscard]] std::size_t place_of(std::uint64_t fingerprint) const noexcept;
+  void forget(std::size_t place);
 
-  std::vector<KnownPtr> known_;              // a ring, the newest at `next_` - 1
+  std::vector<KnownPtr> known_;              // the oldest first
   std::vector<std::uint64_t> fingerprints_;  // of each: a search should not touch them all
-  std::size_t next_ = 0;
+  std::size_t weight_ = 0;
 };
 
 }  // namespace hpcomm

@@ -73,7 +73,7 @@ struct Inbound {
   std::mutex expected_mutex;
   std::shared_ptr<const Schema> expected;
   KnownPtr fixed;  // of a frozen edge, by its first message
-  // What was expected of the last message, and which schemas are known to be like that.
+  // What was expected of the last message, and which schemas of the book are known to be like that.
   std::shared_ptr<const Schema> like;
   std::vector<KnownPtr> found_like;
   std::int32_t at_hand = -1;  // microbatch of the last message whose header was accepted

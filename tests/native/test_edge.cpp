@@ -328,6 +328,57 @@ TEST(edge_sends_a_schema_once_and_then_its_fingerprint) {
   CHECK(!job.control(1)->try_receive(0, id, Deadline{}));
 }
 
+TEST(schema_book_forgets_the_oldest_by_number_and_by_weight) {
+  const auto known = [](std::uint64_t fingerprint, std::size_t bytes) {
+    return KnownSchema::read(encode_schema({std::string(bytes, 'x'), {}}), fingerprint);
+  };
+  SchemaBook book;
+  for (std::uint64_t n = 0; n < SchemaBook::kMost; ++n) {
+    CHECK(!book.add(known(n, 100)));
+  }
+  CHECK(book.add(known(64, 100)));
+  CHECK(book.find(0) == nullptr && book.find(1) != nullptr);
+  CHECK(book.add(known(1, 101)));  // another schema of that fingerprint is the newest
+  CHECK(book.add(known(65, 100)));
+  CHECK(book.find(2) == nullptr && book.find(1) != nullptr);
+
+  const std::size_t third = SchemaBook::kMostWeight / 3 - 100;
+  CHECK(book.add(known(70, third)) && book.add(known(71, third)) && book.add(known(72, third)));
+  CHECK(book.weight() <= SchemaBook::kMostWeight);
+  CHECK(book.find(70) != nullptr && book.find(71) != nullptr && book.find(72) != nullptr);
+  CHECK(book.add(known(73, third)));
+  CHECK(book.find(70) == nullptr && book.find(71) != nullptr);
+  // Tensors weigh what they take once they are parsed. The newest stays, whatever it weighs.
+  Schema many{"x", {}};
+  many.tensors.resize(SchemaBook::kMostWeight / KnownSchema::kTensorWeight + 1);
+  CHECK(book.add(KnownSchema::read(encode_schema(many), 74)));
+  CHECK(book.find(73) == nullptr && book.find(74) != nullptr);
+  CHECK(book.weight() > SchemaBook::kMostWeight);
+  CHECK(book.add(known(75, 1)));
+  CHECK(book.find(74) == nullptr && book.find(75) != nullptr);
+}
+
+TEST(edge_long_schemas_are_forgotten_on_both_ends_alike) {
+  // Three do not fit; each comes as it is, whether it was known, forgotten or never seen.
+  const std::vector<unsigned> order{0, 1, 0, 2, 1, 1, 0, 2, 2, 0};
+  const auto packet = [](unsigned n) {
+    return fill(
+        {std::string(SchemaBook::kMostWeight * 2 / 5, static_cast<char>('a' + n)), {{DType::kFloat32, false, {3}}}}, n);
+  };
+  run_pair(
+      SchemaMode::kPerMessage,
+      [&](Communicator&, SendEdge& edge) {
+        for (const unsigned n : order) {
+          send(edge, packet(n))->wait();
+        }
+      },
+      [&](Communicator&, RecvEdge& edge) {
+        for (const unsigned n : order) {
+          check_arrived(edge.recv(-1), packet(n));
+        }
+      });
+}
+
 TEST(edge_refuses_tensors_larger_than_memory_can_be) {
   // As an expanded tensor is: it has few elements of its own, and would travel whole.
   const Schema huge{"x", {{DType::kFloat32, false, {std::int64_t{1} << 62}}}};
