@@ -433,6 +433,10 @@ Timeline simulate(const StepPlan& plan, const CostModel& costs) {
                  "; sharing cores is not modelled for computations of several ranks");
   Timeline timeline;
   Machine(plan, meeting, costs).run(timeline);
+  // Each cost is finite; their sum need not be.
+  HPCOMM_REQUIRE(
+      std::all_of(timeline.end.begin(), timeline.end.end(), [](double end) { return std::isfinite(end); }),
+      "with these costs a step takes longer than a number can say; give seconds, bytes and bytes per second");
   add_rank_times(plan, costs, timeline);
   return timeline;
 }

@@ -341,6 +341,10 @@ TEST(simulate_refuses_costs_that_do_not_fit) {
   CHECK_THROWS(kInvalid, with([](CostModel& c) { c.header_seconds = -1; }), "header_seconds");
   CHECK_THROWS(kInvalid, with([](CostModel& c) { c.pack_bytes_per_second = 0; }), "pack_bytes_per_second");
   CHECK_THROWS(kInvalid, with([](CostModel& c) { c.ranks_per_host = 0; }), "at least 1 rank");
+  CHECK_THROWS(kInvalid,
+               with([](CostModel& c) { c.stages = {{.forward_seconds = 1e308}, {.forward_seconds = 1e308}}; }),
+               "a step takes longer than a number can say");
+  CHECK_THROWS(kInvalid, with([](CostModel& c) { c.link_bytes_per_second = 1e-307; }), "longer than a number can say");
 }
 
 TEST(simulate_says_when_a_plan_cannot_end) {
