@@ -113,6 +113,12 @@ def test_tune_prints_the_best(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert status == 0
     assert len(text.splitlines()) >= 4
     from_json((tmp_path / "best.json").read_text()).verify()
+    best = text.splitlines()[1].split()[0]
+    files = [tmp_path / "best.json", tmp_path / "best-costs.json"]
+    arguments = ["--pp", 2, "--dp", 2, "--batch", 16, "--json", files[0], "--costs-json", files[1]]
+    assert run(capsys, "plan", "tune", layers, *arguments)[1].endswith(f"wrote {files[1]}\n")
+    status, text = run(capsys, "plan", "simulate", files[0], "--costs", files[1])
+    assert (status, f"{float(text.split()[0]):.4g}") == (0, best)
     status, text = run(capsys, "plan", "tune", layers, "--pp", 2, "--batch", 16, "--memory", 1000)
     assert status == 2
     assert "hpcomm: nothing fits in 1000 bytes a rank; the smallest candidate needs" in text

@@ -40,6 +40,9 @@ FULL = {
 }
 
 
+LINK = {"source": 0, "destination": 1}
+
+
 def test_a_file_says_everything() -> None:
     costs = costs_from_json(json.dumps(FULL))
     first, second = costs.stages
@@ -79,15 +82,36 @@ def test_a_file_says_everything() -> None:
         ({"cores_per_host": 1.5}, "cores_per_host: expected an integer"),
         ({"host_copies": "yes"}, "host_copies: expected true or false"),
         ({"host_waits": 1}, "host_waits: expected true or false"),
+        ({"links": [LINK | {"destination": 0}]}, r"links\[0\]: source and destination are both 0"),
+        ({"links": [LINK, LINK]}, r"links\[1\]: an entry before it goes from 0 to 1 as well"),
+        ({"step_seconds": 1e300}, r"step_seconds: expected a number, at most 1e\+30"),
+        ({"pack_bytes_per_second": 1e-300}, "pack_bytes_per_second: expected a number above 1e-30, or null"),
         ({"messages": [7]}, r"messages\[0\]: expected an object"),
         ({"messages": [{"source": 0, "bytes": 1}]}, r"messages\[0\].destination: expected an integer"),
         ({"messages": [{"source": 0, "destination": 1}]}, r"messages\[0\]: expected source, destination and bytes"),
         ({"messages": [{"source": 0, "destination": 1, "bytes": -1}]}, r"messages\[0\].bytes: expected a number, at"),
+        ({"messages": [LINK | {"destination": 0}]}, r"messages\[0\]: source and destination are both 0"),
+        ({"messages": [{**LINK, "bytes": 1}] * 2}, r"messages\[1\]: an entry before it goes from 0 to 1 as well"),
+        ({"messages": [{"source": 0, "destination": 2, "bytes": 1}]}, r"to stage 2, and stages has 2 entries"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(change: dict[str, Any], complaint: str) -> None:
     with pytest.raises(InvalidArgument, match=complaint):
         costs_from_json(json.dumps({**FULL, **change}))
+
+
+def test_one_file_serves_several_plans() -> None:
+    links = [{"source": source, "destination": 7, "latency_seconds": 1} for source in range(7)]
+    messages = [{"source": 5, "destination": 6, "bytes": 0.5}]  # a mean of what travelled
+    costs = costs_from_json(json.dumps({"format": FULL["format"], "links": links, "messages": messages}))
+    assert costs.message_bytes == {(5, 6): 0.5}
+    assert hpcomm.plan.compile("1f1b", pp=2, num_microbatches=2).simulate(costs).makespan_seconds == 9
+
+
+@pytest.mark.parametrize("text", ['"link": {}, "link": {}', '"link": {"latency_seconds": 1, "latency_seconds": 2}'])
+def test_a_key_that_stands_twice_is_refused(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="not a cost model: '(link|latency_seconds)' stands twice in one object"):
+        costs_from_json(f'{{"format": "hpcomm.CostModel", {text}}}')
 
 
 def test_what_is_no_json_is_refused(tmp_path: Path) -> None:

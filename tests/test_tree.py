@@ -52,6 +52,7 @@ MODULES = (
     "ddp.wrapper",
     "ddp",
     "nn",
+    "plan.files",
     "plan.table",
     "plan.loops",
     "plan.zero_bubble",

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hpcomm.errors import DeadlockError, InvalidArgument, SchemaMismatch
 from hpcomm.plan.chrome import to_chrome_trace
 from hpcomm.plan.compile import compile as compile_plan
-from hpcomm.plan.costs import load_costs
+from hpcomm.plan.costs import costs_to_json, load_costs
+from hpcomm.plan.files import read_text, write_text
 from hpcomm.plan.render import to_svg
 from hpcomm.plan.schedules import SCHEDULES
 from hpcomm.plan.serialize import from_json, to_json
@@ -60,6 +61,7 @@ def add_to(commands: Any) -> None:
     tuning.add_argument("--costs", metavar="FILE", help="a cost model; its stages are not used")
     tuning.add_argument("--device", choices=["cpu", "cuda"], help="where it will run")
     tuning.add_argument("--json", metavar="FILE", help="write the best plan")
+    tuning.add_argument("--costs-json", metavar="FILE", help="write the cost model with its stages, to simulate it")
     tuning.set_defaults(run=_tune)
 
     importing = verbs.add_parser("import", help="read the CSV of torch.distributed.pipelining, or a drawn table")
@@ -121,7 +123,9 @@ def _source(options: argparse.Namespace) -> tuple[StepPlan, CostModel | None]:
                 raise InvalidArgument(
                     f"{file} is a plan already: {action.option_strings[0]} makes another, without a file"
                 )
-        return _from_file(lambda path: from_json(path.read_text(encoding="utf-8")), file), costs
+        plan = _from_file(lambda path: from_json(read_text(path)), file)
+        _require_stages(options.costs, costs, plan.num_stages)
+        return plan, costs
     for action, default in options.of_a_new_plan:
         if getattr(options, action.dest) is None:
             setattr(options, action.dest, default)
@@ -129,6 +133,7 @@ def _source(options: argparse.Namespace) -> tuple[StepPlan, CostModel | None]:
         SCHEDULES[options.schedule].stages_per_rank if options.stages_per_rank is None else options.stages_per_rank
     )
     require_positive(options.pp, options.microbatches, per_rank)  # before lists of that length are made
+    _require_stages(options.costs, costs, options.pp * per_rank)
     trains = options.schedule != "forward_only"
     plan = compile_plan(
         options.schedule,
@@ -154,6 +159,14 @@ def _from_file(read: Callable[[Path], _T], path: str | Path) -> _T:
         return read(Path(path))
     except ValueError as error:
         raise InvalidArgument(f"{path}: {error}") from error
+
+
+def _require_stages(path: str, costs: CostModel | None, num_stages: int) -> None:
+    if costs is not None and len(costs.stages) not in (0, num_stages):
+        raise InvalidArgument(
+            f'{path}: "stages" has {len(costs.stages)} entries, the plan has {num_stages} stages. Leave it out, or for '
+            "the plan of `plan tune --json` take what --costs-json writes with it"
+        )
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -226,6 +239,9 @@ def _tune(options: argparse.Namespace) -> int:
             f"{candidate.memory_bytes:16.4g}  {candidate.choice}"
         )
     _write(candidates[0].plan, options.json)
+    if options.costs_json:
+        write_text(options.costs_json, costs_to_json(candidates[0].costs))
+        _announce(options.costs_json)
     return 0
 
 
@@ -260,5 +276,9 @@ def _import(options: argparse.Namespace) -> int:
 
 def _write(plan: StepPlan, path: str | None) -> None:
     if path:
-        Path(path).write_text(to_json(plan))
-        print(f"wrote {path}", file=sys.stderr)
+        write_text(path, to_json(plan))
+        _announce(path)
+
+
+def _announce(path: str) -> None:
+    print(f"wrote {path}", file=sys.stderr)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import sys
+from collections.abc import Container
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcomm._native import load
 from hpcomm.errors import InvalidArgument
+from hpcomm.plan.files import parse_json, read_text
 
 if TYPE_CHECKING:
     from hpcomm._C import CostModel, StageCost
@@ -20,6 +20,7 @@ _STAGE = ("forward_seconds", "backward_seconds", "input_grad_seconds", "weight_g
 _NUMBERS = ("header_seconds", "issue_seconds", "step_seconds", "pack_bytes_per_second")
 _LINKS = ("link", "collective")
 _SWITCHES = ("host_copies", "host_waits")
+_MOST = 1e30  # of anything: sums of a step's stay finite
 
 
 def load_costs(path: str | PathLike[str]) -> CostModel:
@@ -30,7 +31,7 @@ def load_costs(path: str | PathLike[str]) -> CostModel:
         OSError: the file cannot be read.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path)
     except UnicodeDecodeError as error:
         raise InvalidArgument(f"not a cost model: not JSON ({error})") from None
     return costs_from_json(text)
@@ -50,16 +51,14 @@ def costs_from_json(text: str) -> CostModel:
 
     ``stages`` has one entry per stage, or is left out for costs of 1 and 2; a stage without ``input_grad_seconds`` and
     ``weight_grad_seconds`` has halves of its backward. ``links`` are those between pipeline ranks that differ from
-    ``link``; those of ranks that a plan has not are left alone, so that one file serves several plans. ``messages`` has
-    the bytes that go from stage to stage where the plan itself does not say. A bandwidth of ``null`` is infinite.
+    ``link``. ``messages`` has the bytes that go from stage to stage where the plan itself does not say, which may be
+    means. Links and messages that a plan has not are left alone, so that one file serves several plans; but what no
+    plan has, or stands there twice, is wrong. A bandwidth of ``null`` is infinite.
 
     Raises:
         InvalidArgument: an entry is wrong; the message names it.
     """
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"not a cost model: not JSON ({error})") from None
+    document = parse_json(text, "a cost model")
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise InvalidArgument(f'not a cost model: "format" must be "{FORMAT}"')
     known = {
@@ -82,12 +81,17 @@ def costs_from_json(text: str) -> CostModel:
         latency, bandwidth = _link(document.get(name, {}), name)
         setattr(costs, f"{name}_latency_seconds", latency)
         setattr(costs, f"{name}_bytes_per_second", bandwidth)
-    links, messages = {}, {}
+    links: dict[tuple[int, int], tuple[float, float]] = {}
+    messages: dict[tuple[int, int], float] = {}
     for i, entry in enumerate(_list(document, "links")):
-        ends, rest = _ends(entry, where := f"links[{i}]")
+        ends, rest = _ends(entry, where := f"links[{i}]", links)
         links[ends] = _link(rest, where)
     for i, entry in enumerate(_list(document, "messages")):
-        ends, rest = _ends(entry, where := f"messages[{i}]")
+        ends, rest = _ends(entry, where := f"messages[{i}]", messages)
+        if costs.stages and max(ends) >= len(costs.stages):
+            raise InvalidArgument(
+                f"{where}: goes from stage {ends[0]} to stage {ends[1]}, and stages has {len(costs.stages)} entries"
+            )
         if rest.keys() != {"bytes"}:
             raise InvalidArgument(f"{where}: expected source, destination and bytes, found {entry!r:.60}")
         messages[ends] = _amount(rest["bytes"], f"{where}.bytes")
@@ -163,12 +167,16 @@ def _stage(entry: object, where: str) -> StageCost:
     return stage
 
 
-def _ends(entry: object, where: str) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Its source and its destination, and what else it says."""
+def _ends(entry: object, where: str, known: Container[object]) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Its source and its destination, which none of those before it has, and what else it says."""
     if not isinstance(entry, dict):
         raise InvalidArgument(f"{where}: expected an object, found {entry!r:.40}")
     rest = dict(entry)
     source, destination = (_int(rest.pop(key, None), f"{where}.{key}") for key in ("source", "destination"))
+    if source == destination:
+        raise InvalidArgument(f"{where}: source and destination are both {source}; nothing travels there")
+    if (source, destination) in known:
+        raise InvalidArgument(f"{where}: an entry before it goes from {source} to {destination} as well; leave one out")
     return (source, destination), rest
 
 
@@ -180,8 +188,10 @@ def _link(entry: object, where: str) -> tuple[float, float]:
 
 
 def _amount(value: object, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise InvalidArgument(f"{where}: expected a number, at least 0, found {value!r:.40}")
+    if value > _MOST:
+        raise InvalidArgument(f"{where}: expected a number, at most {_MOST:g}, found {value!r:.40}")
     return float(value)
 
 
@@ -189,8 +199,9 @@ def _bandwidth(value: object, where: str) -> float:
     if value is None:
         return math.inf
     rate = _amount(value, where)
-    if rate == 0:
-        raise InvalidArgument(f"{where}: expected a number above 0, or null for infinity, found 0")
+    if rate < 1 / _MOST:
+        least = 1 / _MOST if rate else 0
+        raise InvalidArgument(f"{where}: expected a number above {least:g}, or null for infinity, found {rate:g}")
     return rate
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcomm._native import load
 from hpcomm.errors import InvalidArgument
+from hpcomm.plan.files import parse_json
 
 if TYPE_CHECKING:
     from hpcomm._C import StepPlan
@@ -77,12 +78,7 @@ def from_json(text: str) -> StepPlan:
     Raises:
         InvalidArgument: ``text`` is no such plan, or damaged; the message names the place.
     """
-    try:
-        document = json.loads(text)
-    except RecursionError:
-        raise InvalidArgument("not a StepPlan: nested too deeply") from None
-    except ValueError as error:
-        raise InvalidArgument(f"not a StepPlan: not JSON ({error})") from None
+    document = parse_json(text, "a StepPlan")
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise InvalidArgument(f'not a StepPlan: "format" must be "{_FORMAT}"')
     version = _int(document.get("version"), "version")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcomm._native import load
 from hpcomm.errors import InvalidArgument
 from hpcomm.plan.compile import compile as compile_plan
+from hpcomm.plan.files import parse_json, read_text
 from hpcomm.plan.schedules import SCHEDULES
 
 if TYPE_CHECKING:
@@ -56,6 +55,7 @@ class Candidate(NamedTuple):
     plan: StepPlan
     timeline: Timeline
     memory_bytes: float  # of the rank that needs most
+    costs: CostModel  # that it was simulated with: those of tune(), with its own stages
 
 
 def tune(
@@ -81,7 +81,7 @@ def tune(
         pp, dp: ranks on the pipeline and the data axis.
         batch: samples of one replica in a step.
         memory_bytes: bound of a rank, in bytes, for activations, messages in flight and parameters. None: no bound.
-        costs: links, collectives, headers, cores; its stages are replaced.
+        costs: links, collectives, headers, cores; its stages are replaced, and its bytes of messages left out.
         schedules: names to try; all that train by default.
         stages_per_rank: to try; of a schedule that exists for one number only it is that one. Numbers for which there
             are too few layers are left out.
@@ -138,9 +138,10 @@ def load_layers(path: str | PathLike[str]) -> list[Layer]:
         OSError: the file cannot be read.
     """
     try:
-        document = json.loads(Path(path).read_text())
-    except (ValueError, RecursionError) as error:
+        text = read_text(path)
+    except UnicodeDecodeError as error:
         raise InvalidArgument(f"not a list of layers: not JSON ({error})") from None
+    document = parse_json(text, "a list of layers")
     if not isinstance(document, dict) or document.get("format") != "hpcomm.Layers":
         raise InvalidArgument('not a list of layers: "format" must be "hpcomm.Layers"')
     layers: list[Layer] = []
@@ -228,7 +229,7 @@ def _candidate(
         # Slots hold what comes in: activations from below, gradients from above.
         depth = plan.slot_depth or choice.num_microbatches
         held[home] += depth / choice.stages_per_rank * sum(messages[max(stage - 1, 0) : stage + 1])
-    return Candidate(choice, plan, timeline, max(held))
+    return Candidate(choice, plan, timeline, max(held), model)
 
 
 def cut_layers(layers: Sequence[Layer], num_stages: int) -> list[list[Layer]]:
@@ -292,7 +293,7 @@ def _buckets(stage: Sequence[Layer], largest: int) -> list[int]:
 
 
 def _with_stages(costs: CostModel | None, stages: list[StageCost]) -> CostModel:
-    """A copy with other stages."""
+    """A copy with other stages, and without the bytes between those before."""
     native = load()
     model: CostModel = native.CostModel()
     if costs is not None:
