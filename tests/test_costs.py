@@ -189,6 +189,30 @@ def test_tune_plans_for_the_device() -> None:
         assert best.plan.start_order.name == start_order
 
 
+def test_a_candidate_is_simulated_again_with_its_own_costs() -> None:
+    given = costs_from_json(json.dumps(FULL))  # of two stages, which the best plan has not
+    best = tune(LAYERS, pp=4, dp=2, batch=8, costs=given)[0]
+    costs = costs_from_json(costs_to_json(best.costs))
+    assert len(costs.stages) == best.plan.num_stages != len(given.stages)
+    assert costs.links == given.links
+    assert best.plan.simulate(costs).makespan_seconds == best.timeline.makespan_seconds
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"output_bytes": 1e30}, r"output_bytes of 16 layers for 4 samples add up to 6.4e\+31; plans count up to 9.2"),
+        ({"parameter_bytes": 2.0**60}, r"parameter_bytes of 16 layers add up to 1.845e\+19; plans count up to 9.2"),
+        ({"forward_seconds": 1e308}, "forward_seconds of 16 layers for 4 samples add up to inf"),
+        ({"activation_bytes": math.nan}, r"layers\[0\]: activation_bytes is nan; give a number, at least 0"),
+        ({"backward_seconds": -1}, r"layers\[0\]: backward_seconds is -1; give a number, at least 0"),
+    ],
+)
+def test_amounts_that_no_plan_can_count(change: dict[str, float], complaint: str) -> None:
+    with pytest.raises(InvalidArgument, match=complaint):
+        tune([layer._replace(**change) for layer in LAYERS], pp=2, batch=4)
+
+
 def test_what_tune_refuses() -> None:
     with pytest.raises(InvalidArgument, match="tune\\(\\) needs layers"):
         tune([], pp=2, batch=4)

@@ -204,6 +204,25 @@ def test_compile_refuses_lengths_that_do_not_fit() -> None:
         hpcomm.plan.compile("1f1b", pp=2, num_microbatches=4, bucket_bytes=[[8]])
 
 
+@pytest.mark.parametrize(
+    ("size", "complaint"),
+    [
+        ({"activation_bytes": 8.4e6}, "activation_bytes is 8400000.0; give whole bytes, at most 9223372036854775807"),
+        ({"bucket_bytes": [[10**30]] * 2}, "bucket_bytes of stage 0 is 1000000000000000000000000000000; give whole"),
+        ({"ties": [([0, 1], 10**30)]}, "a tie is 1000000000000000000000000000000; give whole bytes"),
+        ({"links": [(0, 1, 10**30)]}, "a link is 1000000000000000000000000000000; give whole bytes"),
+        ({"links": [(0, 1)]}, r"a link is \(from_stage, to_stage, bytes\) or has True or False behind, not \(0, 1\)"),
+        ({"dp": 2.5}, "dp is 2.5; give a whole number, at most 2147483647"),
+        ({"num_microbatches": "2"}, "num_microbatches is '2'; give a whole number"),
+        ({"slot_depth": 2**31}, "slot_depth is 2147483648; give a whole number"),
+        ({"opaque_stages": [2**40]}, "an opaque stage is 1099511627776; give a whole number"),
+    ],
+)
+def test_compile_refuses_what_no_plan_can_count(size: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(InvalidArgument, match=complaint):
+        hpcomm.plan.compile("1f1b", **{"pp": 2, "num_microbatches": 2, **size})
+
+
 def test_import_does_not_load_the_native_module() -> None:
     code = "import sys, hpcomm.plan; hpcomm.plan.gpipe(2, 2); sys.exit('hpcomm._C' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from hpcomm._native import load
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 DEFAULT_FORWARD_COST = 1.0
 # Input gradients and weight gradients cost about one forward each.
 DEFAULT_BACKWARD_COST = 2.0
+_MOST_BYTES = 2**63 - 1
 _START_ORDER = {None: "EITHER", "cuda": "ISSUE_ORDER", "cpu": "SLOTS"}
 
 
@@ -93,6 +96,7 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
         InvalidArgument: an unknown name, lengths that do not fit, arguments that contradict each other.
         DeadlockError: a compute order that contradicts its data, or needs more slots than ``slot_depth``.
     """
+    pp, num_microbatches = _whole(pp, "pp"), _whole(num_microbatches, "num_microbatches")
     table: Sequence[Sequence[ComputeAction]]
     if isinstance(schedule, str):
         table, placement, per_rank = by_name(schedule, pp, num_microbatches, stages_per_rank)
@@ -116,23 +120,35 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
     native = load()
     spec: CompileSpec = native.CompileSpec()
     spec.pp = pp
-    spec.dp = dp
-    spec.tp = tp
-    spec.opaque_stages = sorted(opaque_stages)
+    spec.dp = _whole(dp, "dp")
+    spec.tp = _whole(tp, "tp")
+    spec.opaque_stages = [_whole(stage, "an opaque stage") for stage in sorted(opaque_stages)]
     spec.num_microbatches = num_microbatches
     spec.stage_to_rank = placement
-    spec.buckets = [[]] * num_stages if bucket_bytes is None else [list(sizes) for sizes in bucket_bytes]
+    spec.buckets = [
+        [_whole(size, f"bucket_bytes of stage {stage}", _MOST_BYTES) for size in sizes]
+        for stage, sizes in enumerate([()] * num_stages if bucket_bytes is None else bucket_bytes)
+    ]
     spec.reduce = _member(native.ReducePolicy, "reduce", reduce)
     spec.schema = _member(native.Schema, "schema", schema)
     if device not in _START_ORDER:
         raise InvalidArgument(f"device={device!r}; use 'cpu', 'cuda' or None")
     spec.start_order = getattr(native.StartOrder, _START_ORDER[device])
-    spec.max_communicators = 0 if max_communicators is None else max_communicators
+    spec.max_communicators = 0 if max_communicators is None else _whole(max_communicators, "max_communicators")
     spec.group = group
-    spec.ties = [native.Tie(sorted(stages), size) for stages, size in ties]
-    spec.loss_stages = [] if loss_stages is None else list(loss_stages)
+    spec.ties = [
+        native.Tie([_whole(stage, "a stage of a tie") for stage in sorted(stages)], _whole(size, "a tie", _MOST_BYTES))
+        for stages, size in ties
+    ]
+    spec.loss_stages = [_whole(stage, "a loss stage") for stage in loss_stages or ()]
     for link in _chain(num_stages, activation_bytes) if links is None else links:
-        spec.add_link(*link)
+        if not 3 <= len(link) <= 4:
+            raise InvalidArgument(
+                f"a link is (from_stage, to_stage, bytes) or has True or False behind, not {link!r:.60}"
+            )
+        source, target = (_whole(stage, "a link's stage") for stage in link[:2])
+        size = _whole(link[2], "activation_bytes" if links is None else "a link", _MOST_BYTES)
+        spec.add_link(source, target, size, *link[3:])
     if costs is None:
         costs = native.CostModel()
         costs.link_latency_seconds = costs.collective_latency_seconds = link_latency
@@ -147,7 +163,7 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
     for actions in table:
         spec.add_compute([(kinds[kind], stage, microbatch) for kind, stage, microbatch in actions])
     if slot_depth is not None:
-        return _compile(spec, slot_depth, 0)
+        return _compile(spec, _whole(slot_depth, "slot_depth"), 0)
     return _compile(spec, 2 * max(per_rank, 1), num_microbatches * (num_stages + 1))
 
 
@@ -164,6 +180,18 @@ def _compile(spec: CompileSpec, slot_depth: int, enough: int) -> StepPlan:
     return plan
 
 
+def _whole(value: object, what: str, most: int = 2**31 - 1) -> int:
+    """``value`` as a number that the native part can count to; what is negative is refused there."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = most + 1
+    if abs(number) > most:
+        expected = "whole bytes" if most == _MOST_BYTES else "a whole number"
+        raise InvalidArgument(f"{what} is {value!r:.40}; give {expected}, at most {most}")
+    return number
+
+
 def _member(enum: Any, name: str, value: str) -> Any:
     known = {key.lower(): member for key, member in enum.__members__.items()}
     if value not in known:
@@ -173,7 +201,7 @@ def _member(enum: Any, name: str, value: str) -> Any:
 
 def _chain(num_stages: int, activation_bytes: int | Sequence[int]) -> list[tuple[int, int, int]]:
     boundaries = num_stages - 1
-    sizes = [activation_bytes] * boundaries if isinstance(activation_bytes, int) else list(activation_bytes)
+    sizes = list(activation_bytes) if isinstance(activation_bytes, Iterable) else [activation_bytes] * boundaries
     if len(sizes) != boundaries:
         raise InvalidArgument(
             f"activation_bytes has {len(sizes)} sizes; {num_stages} stages have {boundaries} boundaries"

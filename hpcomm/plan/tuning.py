@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _MIB = 1 << 20
 _FIRST_BUCKET = _MIB
+_MOST = 2.0**63
 
 
 class Layer(NamedTuple):
@@ -107,6 +108,7 @@ def tune(
         raise InvalidArgument(f"memory_bytes={memory_bytes}; give bytes above 0, or None for no bound")
     if keep < 1:
         raise InvalidArgument(f"keep={keep}; it is how many candidates to return, at least 1")
+    _require_amounts(layers, batch)
     best: list[Candidate] = []
     smallest = math.inf
     for choice in _choices(pp, batch, len(layers), schedules, stages_per_rank, num_microbatches, bucket_bytes, dp):
@@ -163,6 +165,21 @@ def load_layers(path: str | PathLike[str]) -> list[Layer]:
 
 def _is_amount(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
+
+
+def _require_amounts(layers: Sequence[Layer], batch: int) -> None:
+    """Plans count bytes with 64 bits."""
+    for name in Layer._fields:
+        amounts = [getattr(layer, name) for layer in layers]
+        wrong = next((i for i, amount in enumerate(amounts) if not 0 <= amount <= sys.float_info.max), None)
+        if wrong is not None:
+            raise InvalidArgument(f"layers[{wrong}]: {name} is {amounts[wrong]}; give a number, at least 0")
+        total = sum(amounts) * (1 if name == "parameter_bytes" else batch)
+        if total >= _MOST:
+            samples = "" if name == "parameter_bytes" else f" for {batch} samples"
+            raise InvalidArgument(
+                f"{name} of {len(layers)} layers{samples} add up to {total:.4g}; plans count up to {_MOST:.4g}"
+            )
 
 
 def _choices(
