@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline.recorder import COMPUTE, cost_model, seconds_of, with_rest
+from hpcomm.plan.files import read_text, write_text
 from hpcomm.plan.render import draw_spans, svg
 from hpcomm.plan.serialize import from_json
 from hpcomm.plan.timeline import Span, draw_strips, first_replicas, label, spans
@@ -163,7 +164,7 @@ def _plans(folder: Path) -> tuple[list[StepPlan], dict[int, int]]:
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    return map(json.loads, path.read_text().splitlines())
+    return map(json.loads, read_text(path).splitlines())
 
 
 def costs_of(trace: Trace) -> CostModel:
@@ -382,7 +383,7 @@ def _report(options: Any) -> int:
     print(table(trace, number))
     print(f"\n{timeline(trace, number)}")
     if options.svg:
-        Path(options.svg).write_text(picture(trace, number), encoding="utf-8")
+        write_text(options.svg, picture(trace, number))
     if options.chrome:
-        Path(options.chrome).write_text(chrome(trace), encoding="utf-8")
+        write_text(options.chrome, chrome(trace))
     return 0

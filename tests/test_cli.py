@@ -31,6 +31,7 @@ def test_show_prints_draws_and_writes(capsys: pytest.CaptureFixture[str], tmp_pa
     assert files[0].read_text().startswith("<svg")
     assert "traceEvents" in json.loads(files[1].read_text())
     assert from_json(files[2].read_text()) == plan
+    assert text.endswith("".join(f"wrote {file}\n" for file in files))
     assert run(capsys, "plan", "show", files[2]) == (0, str(plan))
     for option in (
         ["--pp", 3],
@@ -73,10 +74,19 @@ def test_simulate_reads_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path
     status, text = run(capsys, "plan", "simulate", "--schedule", "gpipe", "--pp", 2, "-m", 3)
     assert status == 0
     assert text.startswith("12 s a step; of all ranks' time bubbles are 25.00%, exposed communication 0.00%")
+    assert "activations, at most, in microbatches of a stage\n" in text
     costs = tmp_path / "costs.json"
     costs.write_text('{"format": "hpcomm.CostModel", "link": {"latency_seconds": 0.5}}')
     status, text = run(capsys, "plan", "simulate", "--schedule", "gpipe", "--pp", 2, "-m", 3, "--costs", costs)
     assert text.startswith("13 s a step")
+    costs.write_text('{"format": "hpcomm.CostModel", "stages": [{"activation_bytes": 5}, {"activation_bytes": 7}]}')
+    status, text = run(capsys, "plan", "simulate", "--schedule", "gpipe", "--pp", 2, "-m", 3, "--costs", costs)
+    assert "activations, at most, in bytes\n" in text
+    assert [row.split()[-1] for row in text.splitlines()[-2:]] == ["15", "21"]
+    for command in ("simulate", "show"):
+        status, text = run(capsys, "plan", command, "--pp", 3, "--costs", costs)
+        assert (status, text.count("\n")) == (2, 1)
+        assert f'{costs}: "stages" has 2 entries, the plan has 3 stages. Leave it out, or' in text
 
 
 def test_import_reads_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -88,6 +98,8 @@ def test_import_reads_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert "rank 0 | F0 S0 L r0 B0{R0}\n" in text
     assert "verified: " in text
     from_json((tmp_path / "plan.json").read_text()).verify()
+    (tmp_path / "TABLE.CSV").write_text(csv.read_text())
+    assert run(capsys, "plan", "import", tmp_path / "TABLE.CSV") == (0, text.rpartition("wrote ")[0])
     drawn = tmp_path / "table.txt"
     drawn.write_text("rank 0 | 0F0 1F0 1B0 0B0\n")
     assert "rank 0 | 0F0 1F0 L 1B0{1R0} 0B0{0R0}\n" in run(capsys, "plan", "import", drawn)[1]
@@ -226,6 +238,13 @@ def test_what_is_wrong_in_a_file_is_said_under_its_name(capsys: pytest.CaptureFi
     file.write_text('{"format": "hpcomm.Layers", "layers": [{"forward_seconds": 1, "count": 4}]}')
     status, text = run(capsys, "plan", "tune", file, "--pp", 2, "--batch", 4, "--memory", "nan")
     assert (status, text) == (2, "hpcomm: memory_bytes=nan; give bytes above 0, or None for no bound\n")
+
+
+@pytest.mark.parametrize("option", ["--svg", "--trace", "--json"])
+def test_a_file_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str], option: str) -> None:
+    status, text = run(capsys, "plan", "show", "--pp", 2, option, "/dev/full")
+    assert status == 2
+    assert text.endswith("hpcomm: [Errno 28] No space left on device: '/dev/full'\n")
 
 
 def test_it_is_a_module() -> None:

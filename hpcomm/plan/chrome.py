@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpcomm.plan.files import write_text
 from hpcomm.plan.timeline import LANES, first_replicas, spans
 
 if TYPE_CHECKING:
@@ -78,4 +78,4 @@ def to_chrome_trace(
         "displayTimeUnit": "ms",
         "otherData": {"plan": f"{plan.hash:016x}", "makespan_seconds": timeline.makespan_seconds},
     }
-    Path(path).write_text(json.dumps(document), encoding="utf-8")
+    write_text(path, json.dumps(document))

@@ -176,8 +176,10 @@ def _show(options: argparse.Namespace) -> int:
         print()
     if options.svg:
         to_svg(plan, options.svg, costs)
+        _announce(options.svg)
     if options.trace:
         to_chrome_trace(plan, options.trace, costs)
+        _announce(options.trace)
     _write(plan, options.json)
     return 0
 
@@ -204,7 +206,11 @@ def _simulate(options: argparse.Namespace) -> int:
     plan, costs = _source(options)
     timeline = plan.simulate(costs)
     print(_shares(timeline))
-    print("rank   compute   exposed    bubble  activations, at most")
+    # Without bytes of a stage's activations each microbatch of it counts as one.
+    has_bytes = costs is not None and any(stage.activation_bytes != 1 for stage in costs.stages)
+    unit = "bytes" if has_bytes else "microbatches of a stage"
+    print(f"seconds of each rank; activations, at most, in {unit}")
+    print("rank   compute   exposed    bubble  activations")
     for rank in first_replicas(plan):
         times = timeline.ranks[rank]
         print(
@@ -246,16 +252,16 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
-    is_csv = options.table.endswith(".csv")
+    is_csv = options.table.lower().endswith(".csv")
     if options.as_it_stands:
         if not is_csv:
             raise InvalidArgument("--as-it-stands needs a .csv with communication in it")
         if options.dp != 1:
             raise InvalidArgument("--as-it-stands takes the CSV as it is, which is of one replica: without --dp")
-        plan = _from_file(lambda path: plan_from_csv(path.read_text(encoding="utf-8")), options.table)
+        plan = _from_file(lambda path: plan_from_csv(read_text(path)), options.table)
     else:
         read = table_from_csv if is_csv else parse
-        table = _from_file(lambda path: read(path.read_text(encoding="utf-8")), options.table)
+        table = _from_file(lambda path: read(read_text(path)), options.table)
         if not any(table):
             raise InvalidArgument(f"{options.table}: the schedule has no computations")
         placement = placement_of(table)

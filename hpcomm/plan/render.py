@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
+from hpcomm.plan.files import write_text
 from hpcomm.plan.timeline import Span, first_replicas, spans
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def to_svg(
         DeadlockError: the plan cannot end.
         OSError: the file cannot be written.
     """
-    Path(path).write_text(svg(plan, costs, ranks=ranks, title=title), encoding="utf-8")
+    write_text(path, svg(plan, costs, ranks=ranks, title=title))
 
 
 def svg(
