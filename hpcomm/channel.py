@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 import operator
 import time
 import weakref
@@ -53,6 +54,15 @@ def _require_count(name: str, value: object, least: int, most: int) -> int:
     if count is None or not least <= count <= most:
         raise InvalidArgument(f"Channel: {name} is a whole number from {least} to {most}, not {value!r}")
     return count
+
+
+def seconds(timeout: object) -> float:
+    """``timeout`` as the native part takes it, below 0 for the communicator's own; InvalidArgument for no number."""
+    if timeout is None:
+        return -1.0
+    if not isinstance(timeout, numbers.Real):
+        raise InvalidArgument(f"timeout={timeout!r}: give seconds, or None for the communicator's own limit")
+    return float(timeout)
 
 
 class _End(NamedTuple):
@@ -171,12 +181,12 @@ class Pending:
         """Whether :meth:`wait` would return at once."""
         return self._receipt.done()
 
-    def wait(self, timeout: float = -1.0) -> Any:
-        """The message. Raises what went wrong, or TimedOut after ``timeout`` seconds.
+    def wait(self, timeout: float | None = None) -> Any:
+        """The message. Raises what went wrong, or TimedOut after ``timeout`` seconds; None: the communicator's limit.
 
         Its memory is used again when its tensors and this Pending are gone; each call makes a tree of the same memory.
         """
-        return self._receipt.wait(timeout)
+        return self._receipt.wait(seconds(timeout))
 
 
 class Receiver:
@@ -380,7 +390,7 @@ class Channel:
         """
         return self._issue(tree, -1, self._wire_dtype if wire_dtype is None else wire_dtype)
 
-    def recv(self, timeout: float = -1.0) -> Any:
+    def recv(self, timeout: float | None = None) -> Any:
         """Waits for the next message. Its tensors live in a receive slot that is used again when they are gone.
 
         After TimedOut within a given ``timeout``, or Ctrl-C, the next call goes on with that message. But through
@@ -388,15 +398,16 @@ class Channel:
         itself: Ctrl-C ends that direction on this rank, whose next call raises Closed, unless the message had come.
 
         Raises:
-            TimedOut: nothing came within ``timeout`` seconds. When negative: within the communicator's own limit, and
-                where nothing else was waited for before, the direction ends with it.
+            TimedOut: nothing came within ``timeout`` seconds. When None, or negative: within the communicator's own
+                limit, and where nothing else was waited for before, the direction ends with it.
             SchemaMismatch: the message is not what :meth:`expect` said, or holds a class that this program has not; or
                 the peer's channel has another ``schema``.
             ProtocolError: what came is no message of this edge.
-            InvalidArgument: called by a signal's handler that interrupted a recv of this channel in the same thread.
+            InvalidArgument: called by a signal's handler that interrupted a recv of this channel in the same thread; or
+                a ``timeout`` that is no number.
             RankFailed, PeerError: the peer is gone or raised.
         """
-        return self._take(-1) if timeout < 0 else self._take(-1, timeout)
+        return self._take(-1) if timeout is None else self._take(-1, seconds(timeout))
 
     def irecv(self) -> Pending:
         """Asks for the next message without waiting. That message belongs to the Pending, and goes with it.

@@ -18,6 +18,7 @@ import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from hpcomm import _C
+from hpcomm.channel import seconds
 from hpcomm.errors import InvalidArgument, SchemaMismatch
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ def send(channel: Channel, tree: object, *, works: list[Work] | None = None) -> 
 
     Raises:
         SchemaMismatch: in the backward, when the receiver's backwards run in another order than the sender's, or what
-            came is a message of the receiver's own; or when the receiver refused this message, or one before it, and
-            raised the same there.
+            came is a message of the receiver's own, or other gradients than this message takes; or when the receiver
+            refused this message, or one before it, and raised the same there.
         ProtocolError: likewise, for one that came damaged.
         InvalidArgument: another call has not returned; in a backward, with ``schema="frozen"``, when another message's
             is due; in a backward through the backward (``create_graph=True``), which would need both ranks.
@@ -71,7 +72,7 @@ def send(channel: Channel, tree: object, *, works: list[Work] | None = None) -> 
     return token
 
 
-def recv(channel: Channel, timeout: float = -1.0) -> Any:
+def recv(channel: Channel, timeout: float | None = None) -> Any:
     """The next message of :func:`send`; the backward of its tensors sends their gradients back, None where one is.
 
     Every message that has a tensor with a gradient must take part in exactly one backward, or the sender waits: also
@@ -89,13 +90,14 @@ def recv(channel: Channel, timeout: float = -1.0) -> Any:
         InvalidArgument: another call has not returned; in the backward, two of them reached different tensors of this
             message, or, with ``schema="frozen"``, another message's is due.
     """
+    limit = seconds(timeout)
 
     def due(number: int) -> str:
         return f"message {number} of hpcomm.nn.send was due"
 
     def take(number: int) -> Any:
         try:
-            message = channel._take(number) if timeout < 0 else channel._take(number, timeout)
+            message = channel._take(number, limit)
         except SchemaMismatch as error:
             if _is_another(error, number):
                 raise _mismatch(channel, due(number), str(error), error.sequence) from error
@@ -121,11 +123,13 @@ def _is_another(error: SchemaMismatch, number: int) -> bool:
     return f" expects microbatch {number};" in str(error) and " refused " not in str(error)
 
 
-def _mismatch(channel: Channel, due: str, came: str, sequence: int = -1) -> SchemaMismatch:
+_ORDER = "Backwards run in one order on both ranks, and messages the other way take a second Channel"
+
+
+def _mismatch(channel: Channel, due: str, came: str, sequence: int = -1, hint: str = _ORDER) -> SchemaMismatch:
     end = channel._sender._end
     return SchemaMismatch(
-        f"hpcomm.nn: {due}: {came}. Backwards run in one order on both ranks, and messages the other way take a second "
-        "Channel",
+        f"hpcomm.nn: {due}: {came}. {hint}",
         rank=end.communicator.control.rank,
         peer=end.peer,
         operation="recv",
@@ -155,7 +159,8 @@ def _in_turn(channel: Channel, what: str, number: int, call: Callable[[], Any]) 
     return channel._numbered(what, of_next)[1]
 
 
-def _take_gradients(channel: Channel, number: int) -> list[torch.Tensor | None]:
+def _take_gradients(channel: Channel, number: int, shapes: list[torch.Size]) -> list[torch.Tensor | None]:
+    """``shapes``: of the tensors of the message that require a gradient."""
     due = f"the gradients of message {number} were due"
     try:
         answer = channel._receiver.take_answer(number, channel._sender)
@@ -166,7 +171,27 @@ def _take_gradients(channel: Channel, number: int) -> list[torch.Tensor | None]:
     if not _are_gradients(answer):
         raise _mismatch(channel, due, "a message of the peer's own came")
     gradients: list[torch.Tensor | None] = answer[_KEY]
+    if wrong := _difference(gradients, shapes):
+        end = channel._sender._end
+        edge = f"edge {end.peer}->{end.communicator.control.rank}"
+        raise _mismatch(
+            channel, due, f"on {edge} came {wrong}", hint="What hpcomm.nn.recv sends back is like the message"
+        )
     return gradients
+
+
+def _difference(gradients: object, shapes: list[torch.Size]) -> str:
+    """What an answer has that :func:`recv` does not send; programs may send by hand what looks like one."""
+    if not isinstance(gradients, list):
+        return f"{type(gradients).__name__} in place of a list of {len(shapes)} gradients"
+    if len(gradients) != len(shapes):
+        return f"{len(gradients)} gradients, for {len(shapes)} tensors that require one"
+    for i, (gradient, shape) in enumerate(zip(gradients, shapes, strict=True)):
+        if gradient is not None and not isinstance(gradient, torch.Tensor):
+            return f"{type(gradient).__name__} in place of gradient {i}"
+        if gradient is not None and gradient.shape != shape:
+            return f"a gradient {i} of shape {tuple(gradient.shape)}, for a tensor of shape {tuple(shape)}"
+    return ""
 
 
 class _Send(torch.autograd.Function):
@@ -174,17 +199,20 @@ class _Send(torch.autograd.Function):
     def forward(ctx: Any, channel: Channel, number: int, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.channel = channel
         ctx.number = number
+        ctx.shapes = [tensor.shape for tensor in tensors]
         return torch.zeros((), dtype=torch.float32, device=tensors[0].device if tensors else None)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         channel, number = ctx.channel, ctx.number
-        answer = _in_turn(channel, "send's backward", number, lambda: _take_gradients(channel, number))
+        needed = ctx.needs_input_grad[2:]
+        shapes = [shape for shape, is_needed in zip(ctx.shapes, needed, strict=True) if is_needed]
+        answer = _in_turn(channel, "send's backward", number, lambda: _take_gradients(channel, number, shapes))
         taken = [None if g is None else g.detach() for g in answer]
         if torch.is_grad_enabled():  # create_graph=True; once_differentiable takes what came for a constant
             taken = [None if g is None else _Last.apply(g.requires_grad_()) for g in taken]  # type: ignore[no-untyped-call]
         gradients = iter(taken)
-        return None, None, *(next(gradients) if needed else None for needed in ctx.needs_input_grad[2:])
+        return None, None, *(next(gradients) if is_needed else None for is_needed in needed)
 
 
 class _Last(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -373,10 +374,16 @@ def wrong_use() -> None:
         # The receipt that timed out is still first in line, and the next call goes on with it.
         work = channel.send("late")
         second = channel.send("later")
-        assert channel.recv() == "late"
+        third = channel.send("last")
+        for wrong in ("1", datetime.timedelta(seconds=1)):
+            with pytest.raises(hpcomm.InvalidArgument, match=r"timeout=.*: give seconds, or None"):
+                channel.recv(timeout=wrong)  # type: ignore[arg-type]
+        assert channel.recv(timeout=None) == "late"
         assert channel.recv() == "later"
+        assert channel.irecv().wait(timeout=None) == "last"
         work.wait()
         second.wait()
+        third.wait()
 
 
 def test_wrong_use() -> None:

@@ -309,6 +309,33 @@ def test_a_message_of_the_channel_is_none_of_nn(env: dict[str, str]) -> None:
     ranks.run(2, no_message_of_nn, env=env)
 
 
+def answers_by_hand() -> None:
+    answers: list[tuple[object, str]] = [
+        ([torch.ones(2)], "1 gradients, for 2 tensors that require one"),
+        ([torch.ones(2), None, None], "3 gradients, for 2 tensors"),
+        ([torch.ones(2), torch.ones(1)], r"a gradient 1 of shape \(1,\), for a tensor of shape \(3,\)"),
+        ([None, "none"], "str in place of gradient 1"),
+        (None, "NoneType in place of a list of 2 gradients"),
+    ]
+    mesh = hpcomm.init(dp=1, pp=2)
+    channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    for number, (answer, complaint) in enumerate(answers):
+        if mesh.rank == 0:
+            token = hpcomm.nn.send(channel, [torch.ones(n, requires_grad=True) for n in (2, 3)])
+            due = rf"the gradients of message {number} were due: on edge 1->0 came {complaint}"
+            with pytest.raises(hpcomm.SchemaMismatch, match=due):
+                token.backward()
+        else:
+            hpcomm.nn.recv(channel, timeout=None)
+            channel._sender.send({"hpcomm.nn gradients": answer}, number)
+    mesh.world.barrier()
+    mesh.close()
+
+
+def test_gradients_that_nn_did_not_send_are_refused_by_name() -> None:
+    ranks.run(2, answers_by_hand)
+
+
 def sent_within_a_send(schema: str) -> None:
     """By another thread, and by the same one: refused, and the numbers go on."""
     busy = "nn.send: a call on this channel has not returned"
