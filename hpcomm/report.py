@@ -95,9 +95,16 @@ def read(folder: str | PathLike[str], step: int | None = None) -> Trace:
             default.
 
     Raises:
-        InvalidArgument: no step that all ranks have recorded, or not that one; a trace of an earlier version.
+        InvalidArgument: no step that all ranks have recorded, or not that one; a trace of an earlier version, or that
+            is damaged.
     """
-    folder = Path(folder)
+    try:
+        return _read(Path(folder), step)
+    except (KeyError, TypeError, IndexError) as error:  # of rows that are not as the recorder writes them
+        raise InvalidArgument(f"{folder}: the trace is damaged ({error!r:.80}); record it anew") from error
+
+
+def _read(folder: Path, step: int | None) -> Trace:
     plans, plan_of = _plans(folder)
     world = plans[0].world  # as many in all of them
     rows: dict[int, dict[int, Any]] = {}
@@ -164,7 +171,16 @@ def _plans(folder: Path) -> tuple[list[StepPlan], dict[int, int]]:
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    return map(json.loads, read_text(path).splitlines())
+    for number, line in enumerate(read_text(path).splitlines(keepends=True), 1):
+        if not line.endswith("\n"):
+            return  # of a rank that was killed while it wrote
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InvalidArgument(f"{path}, line {number}: not JSON ({error})") from None
+        if not isinstance(row, dict):
+            raise InvalidArgument(f"{path}, line {number}: expected an object, found {row!r:.40}")
+        yield row
 
 
 def costs_of(trace: Trace) -> CostModel:

@@ -94,9 +94,19 @@ def test_a_trace_is_reported_beside_its_plan(
     rows = tmp_path / "rank-0.jsonl"
     seat, plan, *steps = rows.read_text().splitlines()
     assert json.loads(plan).keys() == {"plan"}
-    rows.write_text("\n".join([seat, *steps]))
-    assert cli(["trace", "report", str(tmp_path)]) == 2
-    assert "recorded by an earlier hpcomm" in capsys.readouterr().err
+    # A rank that was killed while it wrote: the steps before count.
+    rows.write_text("\n".join([seat, plan, *steps])[:-9])
+    assert sorted(report_of(tmp_path).steps) == [0, 1]
+    for lines, complaint in (
+        ([seat, *steps], "recorded by an earlier hpcomm"),
+        ([seat, plan, steps[0][:-9], *steps[1:]], "rank-0.jsonl, line 3: not JSON"),
+        (["7", seat, plan, *steps], "rank-0.jsonl, line 1: expected an object, found 7"),
+        ([seat, plan, '{"step": 0}', *steps[1:]], f"{tmp_path}: the trace is damaged (KeyError('begin')); record it"),
+    ):
+        rows.write_text("\n".join([*lines, ""]))
+        capsys.readouterr()
+        assert cli(["trace", "report", str(tmp_path)]) == 2
+        assert complaint in capsys.readouterr().err
 
 
 def test_ranks_that_have_fewer_cores_share_them_in_the_simulation() -> None:
