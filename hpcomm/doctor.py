@@ -57,6 +57,7 @@ _START = 60.0  # seconds in which processes of this machine import torch, also w
 _SHORT, _LONG = 4, 16 << 20  # bytes of the messages that are timed
 _SPARE_FILES = 64  # descriptors that a rank needs beside one for each other rank
 _PAIRS = 16  # of hosts whose link is timed
+_MOST_RANKS, _MOST_SECONDS = 1024, 2_000_000
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
 
@@ -85,10 +86,10 @@ def add_to(commands: Any) -> None:
 
 
 def _run(options: Any) -> int:
-    if options.ranks < 1:
-        raise InvalidArgument(f"--ranks {options.ranks}: expected 1 or more")
-    if options.timeout is not None and not options.timeout > 0:
-        raise InvalidArgument(f"--timeout {options.timeout:g}: expected seconds, more than 0")
+    if not 1 <= options.ranks <= _MOST_RANKS:
+        raise InvalidArgument(f"--ranks {options.ranks}: expected 1 to {_MOST_RANKS}, which start on this machine")
+    if options.timeout is not None and not 0 < options.timeout <= _MOST_SECONDS:
+        raise InvalidArgument(f"--timeout {options.timeout:g}: expected seconds, above 0, at most {_MOST_SECONDS:,}")
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         broken = build()
         if broken.mark == FAIL:  # the ranks would say the same, each of them
@@ -442,22 +443,22 @@ def _start(options: Any) -> int:
     }
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **job}
     command = [sys.executable, "-m", "hpcomm", "doctor", "--timeout", str(timeout)]
-    ranks = [
-        subprocess.Popen(command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(options.ranks)
-    ]
+    ranks: list[subprocess.Popen[bytes]] = []
     try:
+        for rank in map(str, range(options.ranks)):
+            its = environment | {"RANK": rank, "LOCAL_RANK": rank}
+            ranks.append(subprocess.Popen(command, env=its))
         longest = _START + 3 * timeout
         deadline = time.monotonic() + longest
-        ended = [rank.wait(max(0.0, deadline - time.monotonic())) for rank in ranks]
+        ended = [process.wait(max(0.0, deadline - time.monotonic())) for process in ranks]
         return 1 if any(ended) else 0
     except subprocess.TimeoutExpired:
         _print(f"{options.ranks} ranks", [Finding(FAIL, "ranks", f"not all have ended after {longest:g} s")])
         return 1
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        for process in ranks:
+            process.kill()
+            process.wait()
 
 
 def _title() -> str:

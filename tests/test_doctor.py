@@ -135,7 +135,10 @@ def test_a_module_that_is_not_built(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert capsys.readouterr().err.startswith("hpcomm: ")
 
 
-@pytest.mark.parametrize("arguments", [("--ranks", "0"), ("--timeout", "-1"), ("--timeout", "nan")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("--ranks", "0"), ("--ranks", "99999999"), ("--timeout", "-1"), ("--timeout", "nan"), ("--timeout", "inf")],
+)
 def test_arguments_that_cannot_be(arguments: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *arguments]) == 2
     written = capsys.readouterr()
