@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from hpcomm import doctor
 from hpcomm.errors import DeadlockError
+from hpcomm.plan.files import say
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.add_to(commands)
     except ImportError as error:  # the native module: the doctor works without it, and says more
         if list(sys.argv[1:] if arguments is None else arguments)[:1] != ["doctor"]:
-            print(f"hpcomm: {error}", file=sys.stderr)
+            say(f"hpcomm: {error}")
             return 2
     options = parser.parse_args(arguments)
     try:
@@ -31,12 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:  # `>&-`
             sys.stdout.flush()
     except BrokenPipeError:  # `| head`: whoever reads has seen enough
-        sys.stderr.close()
+        if sys.stderr is not None:
+            sys.stderr.close()
         return 0
     except DeadlockError as error:  # of a table that cannot be compiled: an answer, not a mistake in the question
         print(f"rejected: {error}")
         return 1
     except (OSError, ValueError) as error:
-        print(f"hpcomm: {error}", file=sys.stderr)
+        say(f"hpcomm: {error}")
         return 2
     return status

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -245,6 +248,46 @@ def test_a_file_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[st
     status, text = run(capsys, "plan", "show", "--pp", 2, option, "/dev/full")
     assert status == 2
     assert text.endswith("hpcomm: [Errno 28] No space left on device: '/dev/full'\n")
+
+
+def test_files_without_a_name_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["show", ""], ["simulate", "--costs", ""], ["show", "--json", ""], ["import", ""]):
+        with pytest.raises(SystemExit):
+            main(["plan", *arguments])
+        assert "expected a file's name, found an empty one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("layers", "complaint"),
+    [
+        ('"layers": {}', "layers: expected a list, found {}"),
+        ('"layers": [7]', "layers[0]: expected an object, found 7"),
+        ('"layers": [{"forward_seconds": 1, "count": true}]', "layers[0]: count is True; equal layers may be"),
+        ('"layers": [{"forward_seconds": 1}], "batch": 4', "a list of layers has no 'batch'; it has format and layers"),
+        ('"layers": [{"forward_seconds": 1, "count": 2, "count": 3}]', "not a list of layers: 'count' stands twice"),
+    ],
+)
+def test_what_is_wrong_with_layers_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, layers: str, complaint: str
+) -> None:
+    (tmp_path / "layers.json").write_text(f'{{"format": "hpcomm.Layers", {layers}}}')
+    status, text = run(capsys, "plan", "tune", tmp_path / "layers.json", "--pp", 1, "--batch", 4)
+    assert (status, complaint in text) == (2, True), text
+
+
+class Full(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("stderr", [None, Full()], ids=["closed", "full"])
+def test_a_standard_error_that_takes_nothing_changes_no_exit_status(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stderr: Full | None
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stderr)
+    assert main(["plan", "show", "--pp", "2", "--json", str(tmp_path / "plan.json")]) == 0
+    assert main(["plan", "show", str(tmp_path / "missing.json")]) == 2
+    assert "plan.json" not in capsys.readouterr().out
 
 
 def test_it_is_a_module() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,7 +11,7 @@ from hpcomm.errors import DeadlockError, InvalidArgument, SchemaMismatch
 from hpcomm.plan.chrome import to_chrome_trace
 from hpcomm.plan.compile import compile as compile_plan
 from hpcomm.plan.costs import costs_to_json, load_costs
-from hpcomm.plan.files import read_text, write_text
+from hpcomm.plan.files import read_text, say, write_text
 from hpcomm.plan.render import to_svg
 from hpcomm.plan.schedules import SCHEDULES
 from hpcomm.plan.serialize import from_json, to_json
@@ -35,9 +34,9 @@ def add_to(commands: Any) -> None:
     show = verbs.add_parser("show", help="print a plan, and draw it")
     _add_source(show)
     show.add_argument("--ticks", type=float, metavar="SECONDS", help="print what is computed, a column per tick")
-    show.add_argument("--svg", metavar="FILE", help="draw the simulated time line")
-    show.add_argument("--trace", metavar="FILE", help="write it for chrome://tracing and Perfetto")
-    show.add_argument("--json", metavar="FILE", help="write the plan")
+    show.add_argument("--svg", type=_file, metavar="FILE", help="draw the simulated time line")
+    show.add_argument("--trace", type=_file, metavar="FILE", help="write it for chrome://tracing and Perfetto")
+    show.add_argument("--json", type=_file, metavar="FILE", help="write the plan")
     show.set_defaults(run=_show)
 
     verify = verbs.add_parser("verify", help="prove that no rank hangs, or print the circle in which ranks wait")
@@ -53,23 +52,34 @@ def add_to(commands: Any) -> None:
     simulate.set_defaults(run=_simulate)
 
     tuning = verbs.add_parser("tune", help="pick schedule, stages per rank, microbatches and bucket size")
-    tuning.add_argument("layers", metavar="LAYERS.json", help="of the model: docs/reference/plan-files.md")
+    tuning.add_argument("layers", type=_file, metavar="LAYERS.json", help="of the model: docs/reference/plan-files.md")
     tuning.add_argument("--pp", type=int, required=True)
     tuning.add_argument("--dp", type=_number(1), default=1)
     tuning.add_argument("--batch", type=_number(1, 1 << 20), required=True, help="samples of a replica per step")
     tuning.add_argument("--memory", type=float, metavar="BYTES", help="of a rank, for activations, slots and weights")
-    tuning.add_argument("--costs", metavar="FILE", help="a cost model; its stages are not used")
+    tuning.add_argument("--costs", type=_file, metavar="FILE", help="a cost model; its stages are not used")
     tuning.add_argument("--device", choices=["cpu", "cuda"], help="where it will run")
-    tuning.add_argument("--json", metavar="FILE", help="write the best plan")
-    tuning.add_argument("--costs-json", metavar="FILE", help="write the cost model with its stages, to simulate it")
+    tuning.add_argument("--json", type=_file, metavar="FILE", help="write the best plan")
+    tuning.add_argument(
+        "--costs-json", type=_file, metavar="FILE", help="write the cost model with its stages, to simulate it"
+    )
     tuning.set_defaults(run=_tune)
 
     importing = verbs.add_parser("import", help="read the CSV of torch.distributed.pipelining, or a drawn table")
-    importing.add_argument("table", metavar="FILE", help="a .csv of torch, or rows such as 'rank 0 | F0 F1 B0 B1'")
+    importing.add_argument(
+        "table", type=_file, metavar="FILE", help="a .csv of torch, or rows such as 'rank 0 | F0 F1 B0 B1'"
+    )
     importing.add_argument("--as-it-stands", action="store_true", help="judge the communication of the CSV itself")
     importing.add_argument("--dp", type=_number(1), default=1)
-    importing.add_argument("--json", metavar="FILE", help="write the plan")
+    importing.add_argument("--json", type=_file, metavar="FILE", help="write the plan")
     importing.set_defaults(run=_import)
+
+
+def _file(text: str) -> str:
+    """Of options and arguments that name a file: an empty one is a shell's variable that was not set."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a file's name, found an empty one")
+    return text
 
 
 def _number(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
@@ -87,7 +97,7 @@ def _number(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
     """A plan in a file, or the arguments of compile()."""
-    parser.add_argument("file", nargs="?", metavar="PLAN.json", help="a plan that was written before")
+    parser.add_argument("file", nargs="?", type=_file, metavar="PLAN.json", help="a plan that was written before")
     made = [
         parser.add_argument("--schedule", choices=sorted(SCHEDULES), default="1f1b"),
         parser.add_argument("--pp", type=int, default=4, help="pipeline ranks"),
@@ -108,22 +118,25 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(of_a_new_plan=[(action, action.default) for action in made])
     for action in made:
         action.default = None  # not given: _source
-    parser.add_argument("--costs", metavar="FILE", help="a cost model (JSON); without one, forwards take 1 and B 2")
+    parser.add_argument(
+        "--costs", type=_file, metavar="FILE", help="a cost model (JSON); without one, forwards take 1 and B 2"
+    )
 
 
 def _source(options: argparse.Namespace) -> tuple[StepPlan, CostModel | None]:
     costs = _from_file(load_costs, options.costs) if options.costs else None
     if options.file:
-        file = Path(options.file)
-        if not file.exists():
-            hint = f"; for the schedule write --schedule {file}" if str(file) in SCHEDULES else ""
-            raise FileNotFoundError(f"there is no plan file {file}{hint}")
+        try:
+            text = _from_file(read_text, options.file)
+        except FileNotFoundError:
+            hint = f"; for the schedule write --schedule {options.file}" if options.file in SCHEDULES else ""
+            raise FileNotFoundError(f"there is no plan file {options.file}{hint}") from None
         for action, _ in options.of_a_new_plan:
             if getattr(options, action.dest) is not None:
                 raise InvalidArgument(
-                    f"{file} is a plan already: {action.option_strings[0]} makes another, without a file"
+                    f"{options.file} is a plan already: {action.option_strings[0]} makes another, without a file"
                 )
-        plan = _from_file(lambda path: from_json(read_text(path)), file)
+        plan = _from_file(lambda _: from_json(text), options.file)
         _require_stages(options.costs, costs, plan.num_stages)
         return plan, costs
     for action, default in options.of_a_new_plan:
@@ -287,4 +300,4 @@ def _write(plan: StepPlan, path: str | None) -> None:
 
 
 def _announce(path: str) -> None:
-    print(f"wrote {path}", file=sys.stderr)
+    say(f"wrote {path}")

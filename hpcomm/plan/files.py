@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
@@ -34,6 +35,13 @@ def _named(path: str | PathLike[str]) -> Iterator[None]:
         if error.filename is None:
             error.filename = os.fspath(path)
         raise
+
+
+def say(text: str) -> None:
+    """A line on stderr, which may be closed, or full: what was done, or the exit status, stays as it is."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
 
 def parse_json(text: str, what: str) -> Any:

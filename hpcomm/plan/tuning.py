@@ -146,13 +146,19 @@ def load_layers(path: str | PathLike[str]) -> list[Layer]:
     document = parse_json(text, "a list of layers")
     if not isinstance(document, dict) or document.get("format") != "hpcomm.Layers":
         raise InvalidArgument('not a list of layers: "format" must be "hpcomm.Layers"')
+    if unknown := sorted(document.keys() - {"format", "layers"}):
+        raise InvalidArgument(f"a list of layers has no {unknown[0]!r}; it has format and layers")
     layers: list[Layer] = []
     entries = document.get("layers")
-    for i, entry in enumerate(entries if isinstance(entries, list) else []):
-        fields = dict(entry) if isinstance(entry, dict) else {}
+    if not isinstance(entries, list):
+        raise InvalidArgument(f"layers: expected a list, found {entries!r:.40}")
+    for i, entry in enumerate(entries):
+        if not isinstance(entry, dict):
+            raise InvalidArgument(f"layers[{i}]: expected an object, found {entry!r:.40}")
+        fields = dict(entry)
         count = fields.pop("count", 1)
         wrong = [key for key, value in fields.items() if key not in Layer._fields or not _is_amount(value)]
-        if not isinstance(count, int) or not 1 <= count <= 100_000:
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= 100_000:
             raise InvalidArgument(f"layers[{i}]: count is {count!r:.20}; equal layers may be 1 to 100,000")
         if wrong or "forward_seconds" not in fields:
             what = wrong[0] if wrong else "forward_seconds"
