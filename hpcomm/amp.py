@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpcomm.ddp import require_mesh
 from hpcomm.ddp.sharded import give_gradients, is_divided, take_gradients
 from hpcomm.errors import InvalidArgument, NumericsMismatch
 
@@ -39,11 +40,11 @@ def clip_grad_norm_(
     Returns:
         The norm before clipping, a 0-dim tensor, float64 where this rank has such gradients, else float32:
         per-parameter norms combined in model order, as ``torch.nn.utils.clip_grad_norm_`` does on the whole model, and
-        the same number on every rank.
+        the same number on every rank. It is 0 where there are no gradients yet, as that of torch's function.
 
     Raises:
-        InvalidArgument: ``max_norm`` is negative, ``norm_type`` is not positive, or ``model`` is another one: where
-            every rank has whole gradients, torch's function works.
+        InvalidArgument: ``max_norm`` is negative, ``norm_type`` is not positive; the last step of a Pipeline did not
+            reduce; or ``model`` is another one: where every rank has whole gradients, torch's function works.
         NumericsMismatch: the norm is not finite and ``error_if_nonfinite`` is set; gradients are untouched.
     """
     if max_norm < 0:
@@ -73,6 +74,11 @@ _Parts = tuple[torch.Tensor, list[torch.Tensor], int]
 
 def _of_stages(pipe: Any, norm_type: float) -> _Parts:
     """The norm of each gradient of the model, those that are here, and this rank (collective)."""
+    if pipe._sums.keeps(pipe.parameters()):
+        raise InvalidArgument(
+            "clip_grad_norm_: the last step had reduce=False: gradients are sums of this replica alone, and replicas "
+            "would scale theirs apart; clip after the step that reduces"
+        )
     place = {name: i for i, name in enumerate(pipe.parameter_names)}
     norms = torch.zeros(len(place), dtype=torch.float64, device=pipe.mesh.device)
     gradients = []
@@ -103,6 +109,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def __init__(self, mesh: Mesh, **kwargs: Any) -> None:
+        require_mesh("GradScaler", mesh)
         super().__init__(mesh.device.type, **kwargs)
         self._mesh = mesh
         if self.is_enabled():

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcomm import _C
+from hpcomm.communicator import agree
 from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import InvalidArgument, NumericsMismatch
+from hpcomm.pipeline.adapt import as_chain
 from hpcomm.pipeline.chain import run_alone, trains
 from hpcomm.pipeline.microbatch import split
 from hpcomm.pipeline.randomness import generator_of, kept
@@ -57,10 +59,15 @@ def verify(
     Raises:
         NumericsMismatch: a gradient differs by more than ``tolerance``; the first such parameter in model order is
             named, on every rank.
-        InvalidArgument: ``x`` is None on this rank.
+        InvalidArgument: ``x`` is None on this rank, or ``model`` is built otherwise.
+        SchemaMismatch: it is on some ranks.
     """
     if x is None:
         raise InvalidArgument("verify(): every rank computes the reference, so every rank needs x (and target)")
+    problem = pipe.unlike(as_chain(model))
+    agree(pipe.mesh.control, "model that verify() was given", [problem], timeout=pipe.mesh.timeout)
+    if problem:
+        raise InvalidArgument(f"verify(): the model is built otherwise than that of the Pipeline: {problem}")
     pipe.zero_grad()
     number = pipe.step_number
     loss = float(pipe.step(x, target=target, **keywords))

@@ -289,3 +289,111 @@ def test_a_weight_on_a_device_is_warned_of() -> None:
         pytest.raises(RuntimeError, match="meta"),
     ):
         evaluate(loss_fn, torch.ones(2), None)
+
+
+# --- Steps ------------------------------------------------------------------------------------------------------------
+
+REGRESSION = nn.functional.mse_loss
+# What each rank of a replica passes, and who refuses it in which words.
+WRONG_STEPS: dict[str, tuple[Any, list[tuple[tuple[Any, ...], dict[str, Any]]], int, str]] = {
+    "no target": (REGRESSION, [((8,), {})] * 2, 1, "loss_fn does not fit to a step with no target: missing a required"),
+    "a target for nobody": (loss, [((8,), {"target": 8})] * 2, 1, "loss_fn does not fit to a step with a target: too"),
+    "a target by position": (
+        REGRESSION,
+        [((8, 8), {})] * 2,
+        0,
+        "first layer, '0' (Linear), does not take the positional",
+    ),
+    "more rows on the last stage": (
+        REGRESSION,
+        [((4,), {"target": 4}), ((8,), {"target": 8})],
+        1,
+        "a microbatch has 1 rows on rank 0, that of the first stage, and 2 on rank 1: all ranks of a replica",
+    ),
+    "fewer": (REGRESSION, [((8,), {"target": 8}), ((4,), {"target": 4})], 1, "2 rows on rank 0, that of the first"),
+    "a target alone": (REGRESSION, [((8,), {}), ((None,), {"target": 5})], 1, "and 1 on rank 1"),
+    "keywords alone": (loss, [((8,), {"mask": 8}), ((None,), {"mask": 5})], 1, "and 1 on rank 1"),
+}
+
+
+class Masked(nn.Linear):
+    def forward(self, h: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(h if mask is None else h * mask)
+
+
+def wrong_step(case: str) -> None:
+    loss_fn, arguments, _, _ = WRONG_STEPS[case]
+    with hpcomm.init(pp=2, timeout=LIMIT) as mesh:
+        model = layers(at_2=Masked(4, 4))
+        pipe = hpcomm.Pipeline(model, mesh=mesh, num_microbatches=4, loss_fn=loss_fn, split_at=[2])
+        inputs, keywords = arguments[mesh.rank]
+        given = [None if rows is None else torch.ones(rows, 4) for rows in inputs]
+        mesh.barrier()  # nobody refuses while another one is still making it
+        pipe.step(*given, **{name: torch.ones(rows, 4) for name, rows in keywords.items()})
+
+
+@pytest.mark.parametrize("case", WRONG_STEPS)
+def test_arguments_of_a_step_that_do_not_fit_are_told_on_every_rank(case: str) -> None:
+    *_, who, words = WRONG_STEPS[case]
+    outcomes = ranks.run(2, wrong_step, case, expect_failure=True)
+    assert outcomes[who].exception == "InvalidArgument"
+    assert outcomes[1 - who].exception == "PeerError"
+    for outcome in outcomes:
+        assert words in outcome.message
+
+
+def errors_of_their_own() -> None:
+    def broken(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise TypeError("of the loss itself")
+
+    with hpcomm.init() as mesh:
+        pipe = hpcomm.Pipeline(layers(), mesh=mesh, num_microbatches=1, loss_fn=broken)
+        with pytest.raises(TypeError, match="of the loss itself"):
+            pipe.step(torch.ones(2, 4), target=torch.ones(2, 4))
+
+
+def test_type_errors_of_a_program_stay_as_they_are() -> None:
+    ranks.run(1, errors_of_their_own)
+
+
+def test_what_is_no_mesh_is_refused() -> None:
+    mesh: Any = None
+    with pytest.raises(hpcomm.InvalidArgument, match="Pipeline: mesh=None is no mesh; pass the one that hpcomm.init"):
+        hpcomm.Pipeline(layers(), mesh=mesh, num_microbatches=1, loss_fn=loss)
+    with pytest.raises(hpcomm.InvalidArgument, match="GradScaler: mesh=None is no mesh"):
+        hpcomm.GradScaler(mesh)
+    with pytest.raises(hpcomm.InvalidArgument, match="DistributedDataParallel: mesh='dp' is no mesh"):
+        hpcomm.DistributedDataParallel(nn.Linear(2, 2), mesh="dp")  # type: ignore[arg-type]
+
+
+def other_model(only_on: int) -> str:
+    with hpcomm.init(pp=2) as mesh:
+        pipe = hpcomm.Pipeline(layers(), mesh=mesh, num_microbatches=4, loss_fn=loss)
+        other = layers()[:3] if only_on in (mesh.rank, -1) else layers()
+        kind = hpcomm.InvalidArgument if only_on == -1 else hpcomm.SchemaMismatch
+        with pytest.raises(kind) as caught:
+            hpcomm.verify(pipe, other, torch.ones(8, 4))
+        assert hpcomm.verify(pipe, layers(), torch.ones(8, 4)).compared == 8
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("only_on", [-1, 1])
+def test_verify_refuses_a_model_that_is_built_otherwise(only_on: int) -> None:
+    for words in ranks.run(2, other_model, only_on):
+        assert "it has no 3.weight" in words
+
+
+def clipped_without_a_reduction() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        pipe = hpcomm.Pipeline(layers(), mesh=mesh, num_microbatches=2, loss_fn=loss)
+        assert hpcomm.clip_grad_norm_(pipe, 1.0) == 0.0
+        x = torch.full((4, 4), 10.0**mesh.rank)
+        pipe.step(x, reduce=False)
+        with pytest.raises(hpcomm.InvalidArgument, match="the last step had reduce=False"):
+            hpcomm.clip_grad_norm_(pipe, 1.0)
+        pipe.step(x)
+        assert hpcomm.clip_grad_norm_(pipe, 1.0) > 0.0
+
+
+def test_gradients_that_are_not_reduced_are_not_clipped() -> None:
+    ranks.run(2, clipped_without_a_reduction)

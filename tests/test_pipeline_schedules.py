@@ -187,7 +187,7 @@ def test_whoever_waits_has_issued_all_that_was_put_off(put_off: bool) -> None:
     others = {(False, 2, 1, 0): "before", (True, 5, 6, 4): "after", (False, 7, 6, 1): "last"}
     needed = (True, 0, 1, 3)
     walker = runner.Runner.__new__(runner.Runner)
-    walker._walk = walk = runner._Walk(runner.Batch([], [], [], None), autocast=False)
+    walker._walk = walk = runner._Walk(runner.Batch([], [], [], [], None), autocast=False)
     for key, name in [*list(others.items())[:1], (needed, "needed"), *list(others.items())[1:]]:
         if key != needed or put_off:
             walk.later[key] = Recording(name, happened)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import stateless
 
 from hpcomm.errors import InvalidArgument
+from hpcomm.mesh import Mesh
 
 __all__: list[str] = []
 
@@ -26,6 +27,12 @@ def describe_parameters(module: torch.nn.Module, ignored: Iterable[str] = ()) ->
         for name, p in module.named_parameters()
         if name not in left_out
     ]
+
+
+def require_mesh(what: str, mesh: object) -> None:
+    """Raises InvalidArgument for what is no mesh."""
+    if not isinstance(mesh, Mesh):
+        raise InvalidArgument(f"{what}: mesh={mesh!r:.60} is no mesh; pass the one that hpcomm.init() returns")
 
 
 def require_initialized(module: torch.nn.Module) -> None:
@@ -55,6 +62,16 @@ def device_of(module: torch.nn.Module) -> torch.device:
                 "hpcomm reduces the gradients of one device; wrap the parts of the model one by one"
             )
     return torch.device("cpu") if first is None else first[1]
+
+
+def require_on(mesh: Mesh, module: torch.nn.Module) -> None:
+    """Raises InvalidArgument for what is no mesh, and for a module that is not on its device."""
+    require_mesh("DistributedDataParallel", mesh)
+    if device_of(module) != mesh.device:
+        raise InvalidArgument(
+            f"DistributedDataParallel: the module is on {device_of(module)}, the mesh on {mesh.device}; "
+            "move it with module.to(mesh.device)"
+        )
 
 
 def to_ignore(module: torch.nn.Module, device_mesh: Any = None) -> set[str]:

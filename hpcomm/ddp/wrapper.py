@@ -17,7 +17,7 @@ from hpcomm.ddp.choice import Choice, Under, choose_lane, choose_reducer, has_sp
 from hpcomm.ddp.countdown import Countdown
 from hpcomm.ddp.lane import agree_among, backend_name, group_of, lane_of_copy, lane_over, next_wrapper_channel
 from hpcomm.ddp.meeting import Attendance, Meeting
-from hpcomm.ddp.module import describe_parameters, device_of, ignoring, require_initialized, to_ignore
+from hpcomm.ddp.module import describe_parameters, ignoring, require_initialized, require_on, to_ignore
 from hpcomm.ddp.native import NativeReducer
 from hpcomm.ddp.parameters import for_reducer, require_nothing_left_out, trained
 from hpcomm.ddp.sharded import ShardedParameters
@@ -105,11 +105,8 @@ class DistributedDataParallel(_StockDDP):
             raise InvalidArgument(
                 "DistributedDataParallel: shard_optimizer scatters gradients as they are: no grad_dtype"
             )
-        if mesh is not None and device_of(module) != mesh.device:
-            raise InvalidArgument(
-                f"DistributedDataParallel: the module is on {device_of(module)}, the mesh on {mesh.device}; "
-                "move it with module.to(mesh.device)"
-            )
+        if mesh is not None:
+            require_on(mesh, module)
         group = mesh.group("dp") if mesh is not None else group_of(process_group, kwargs.get("device_mesh"))
         require_initialized(module)
         ignored = to_ignore(module, kwargs.get("device_mesh"))

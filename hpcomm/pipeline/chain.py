@@ -238,7 +238,7 @@ def run(
         if defaults:
             mine = {**defaults, **mine}
         if is_first:
-            value = layer(*value, **mine)
+            value = _of_first(name, layer, value, mine)
         elif skips:
             value = layer(value, *[known[source] for source in skips], **mine)
         else:
@@ -246,6 +246,34 @@ def run(
         if name in wanted:
             known[name] = value
     return value
+
+
+def _of_first(name: str, layer: torch.nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    """The output of the model's first layer. A target that is passed by position arrives there."""
+    try:
+        return layer(*inputs, **keywords)
+    except TypeError as error:
+        if (problem := misfit(layer.forward, inputs, keywords)) is None:
+            raise
+        raise InvalidArgument(
+            f"the first layer, {name!r} ({type(layer).__name__}), does not take the positional arguments of the step, "
+            f"{len(inputs)} of them: {problem}. A target is passed by keyword, step(x, target=y)"
+        ) from error
+
+
+def misfit(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any] = {}) -> str | None:  # noqa: B006
+    """Why ``function`` cannot be called like that; None where it can, or nobody knows. For an error, not ahead of a
+    call: a look at a signature takes as long as a small layer.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*arguments, **keywords)
+    except TypeError as error:
+        return str(error)
+    return None
 
 
 def run_alone(

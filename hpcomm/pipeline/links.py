@@ -33,18 +33,25 @@ class Link(NamedTuple):
         """Whether gradients come back."""
         return self.output is not None or bool(self.skips)
 
-    def message(self, output: Any, known: Mapping[str, Any], loaded: Any) -> Any:
-        """What is sent: the bare output where there is nothing else."""
+    def message(self, output: Any, known: Mapping[str, Any], loaded: Any, rows: int) -> Any:
+        """What is sent, with the ``rows`` of the microbatch in the first stage's input: nothing but these and the
+        output where there is nothing else.
+        """
         if self._is_bare:
-            return output
-        return (None if self.output is None else output, [known[name] for name in self.skips], loaded)
+            return output, rows
+        return None if self.output is None else output, [known[name] for name in self.skips], loaded, rows
+
+    @staticmethod
+    def rows(message: Any) -> int:
+        """Of the microbatch, in the first stage's input; 0 where it has none."""
+        return message[-1]  # type: ignore[no-any-return]
 
     def open(self, message: Any, known: dict[str, Any]) -> tuple[Any, Any]:
         """The output and the loaded part of a message; skipped values go to ``known``."""
         if self._is_bare:
-            output, loaded = message, None
+            (output, _), loaded = message, None
         else:
-            output, values, loaded = message
+            output, values, loaded, _ = message
             known.update(zip(self.skips, values, strict=True))
         if self.output is not None:
             known[self.output] = output

@@ -116,6 +116,17 @@ class LocalModel:
     def _own_names(self) -> dict[int, str]:
         return {key: name for key, (name, _) in self._canonical.items()}
 
+    def unlike(self, model: torch.nn.Module) -> str:
+        """The first entry of a state in which a chain differs from the model of the stages; empty where none does."""
+        whole = {name: kind for stage in self._shapes for name, kind in stage.items()}
+        theirs = model.state_dict()
+        for name, kind in whole.items():
+            if name not in theirs:
+                return f"it has no {name}"
+            if kind is not None and theirs[name].shape != kind[0]:
+                return f"its {name} has the shape {tuple(theirs[name].shape)}, that of the Pipeline {tuple(kind[0])}"
+        return next((f"it has {name}, which the Pipeline has not" for name in theirs if name not in whole), "")
+
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's state on every rank, copied from its stages (collective over ``mesh.pp``).
 

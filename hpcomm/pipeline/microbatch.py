@@ -97,6 +97,37 @@ def require_rows(target: Any, batch: int, parts: int) -> None:
             )
 
 
+def rows_of(inputs: Any, keywords: Mapping[str, Any], parts: int, whole: Collection[str]) -> list[int]:
+    """The rows of each microbatch, as ``inputs`` or else keyword arguments say; 0 where neither does."""
+    cut = [value for name, value in keywords.items() if name not in whole]
+    total = samples(inputs) or next((rows for value in cut for rows in _lengths(value)), 0)
+    each, more = divmod(total, parts)
+    return [each + (number < more) for number in range(parts)]
+
+
+def require_same_rows(first: int, here: int, target: Any, first_rank: int, rank: int) -> None:
+    """Both ends of a replica are in the same batch: what has one row on either side would broadcast.
+
+    Args:
+        first: rows of a microbatch in the model's input, on the first stage's rank; 0: unknown.
+        here: on this ``rank``; 0: unknown.
+        target: of this microbatch; it may have several rows for each.
+
+    Raises:
+        InvalidArgument: they differ.
+    """
+    if not first:
+        return
+    told = here or next((rows for rows in _lengths(target) if rows % first), 0)
+    if told and told != first:
+        raise InvalidArgument(
+            f"step(): a microbatch has {first} rows on rank {first_rank}, that of the first stage, and {told} on rank "
+            f"{rank}: all ranks of a replica pass the same batch, or None for what their stages do not use",
+            rank=rank,
+            peer=first_rank,
+        )
+
+
 def _lengths(tree: Any) -> list[int]:
     """Dimension 0 of each tensor that has one."""
     if isinstance(tree, torch.Tensor):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcomm import _C
+from hpcomm.ddp import require_mesh
 from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline import chain, sharing
 from hpcomm.pipeline.adapt import as_chain
@@ -20,7 +21,7 @@ from hpcomm.pipeline.failure import TellPeers
 from hpcomm.pipeline.links import links_of, loaders_of
 from hpcomm.pipeline.local import LocalModel
 from hpcomm.pipeline.meta import materialize, materialize_together
-from hpcomm.pipeline.microbatch import join, require_equal_rows, require_rows, samples, split, split_keywords
+from hpcomm.pipeline.microbatch import join, require_equal_rows, require_rows, rows_of, samples, split, split_keywords
 from hpcomm.pipeline.ordered import OrderedLoss, require_ordered
 from hpcomm.pipeline.parameters import Sums, identity, start_equal
 from hpcomm.pipeline.partition import Balance, decide, described, stages_at
@@ -111,6 +112,7 @@ class Pipeline(LocalModel):
         deterministic: bool = False,
         costs: CostModel | None = None,
     ) -> None:
+        require_mesh("Pipeline", mesh)
         asked = Arguments(
             num_microbatches=num_microbatches,
             loss_fn=loss_fn,
@@ -224,9 +226,9 @@ class Pipeline(LocalModel):
             the same on every rank. Gradients of that loss are in ``.grad`` (added to what was there).
 
         Raises:
-            InvalidArgument: no input where one is needed, fewer samples than microbatches, a target of another number
-                of samples, a keyword argument that no layer takes; or parameters were replaced, frozen, unfrozen or
-                converted since the Pipeline was made.
+            InvalidArgument: no input or target where one is needed, fewer samples than microbatches, a target of
+                another number of samples, ranks of a replica with batches of different sizes, arguments that no layer
+                takes; or parameters were replaced, frozen, unfrozen or converted since the Pipeline was made.
             PeerError, RankFailed, TimedOut: another rank raised, died, or did not come.
             Exception: of the model or of ``loss_fn``; the other ranks then raise PeerError. The pipeline cannot be used
                 after an error.
@@ -423,6 +425,7 @@ class Pipeline(LocalModel):
             cut_inputs,
             split(target if wants_target else None, parts, "target"),
             self.split_keywords(keywords if wants_keywords else {}, inputs),
+            rows_of(inputs, keywords, parts, self._whole) if wants_keywords else [0] * parts,
             loss_fn,
             self.draws(self.step_number, self.mesh.coordinate["dp"]) if self._draws() else None,
         )
@@ -438,7 +441,8 @@ class Pipeline(LocalModel):
     def _runner_of(self, plan: StepPlan, reductions: Reductions | None, loss: StepLoss) -> Runner:
         ordered = OrderedLoss(scalar_lane(plan, self.mesh), self.mesh.dp.size) if self._deterministic else None
         stages, links = self._local_stages, self._links
-        return Runner(plan, self.mesh, stages, links, reductions, loss, ordered, schema=self._schema)
+        first = self.mesh.ranks("pp")[self._schedule.placement[0]]
+        return Runner(plan, self.mesh, stages, links, reductions, loss, ordered, first, schema=self._schema)
 
     def _evaluator(self) -> Runner:
         plan = plan_together(self.mesh, self._schedule.forwards(), self._wishes)

@@ -18,7 +18,7 @@ from hpcomm._C import put_off
 from hpcomm.channel import SLOTS, Receiver, Sender
 from hpcomm.pipeline.board import Board
 from hpcomm.pipeline.links import handed_over
-from hpcomm.pipeline.microbatch import samples
+from hpcomm.pipeline.microbatch import require_same_rows, samples
 from hpcomm.pipeline.planning import lanes_of
 from hpcomm.pipeline.stage import evaluate
 from hpcomm.seats import is_crowded
@@ -47,6 +47,7 @@ class Batch:
     inputs: Sequence[tuple[Any, ...]]  # of the model's first layer; used on the first stage's rank
     targets: Sequence[Any]  # of loss_fn; used on the last stage's rank
     keywords: Sequence[dict[str, Any]]
+    rows: Sequence[int]  # of the model's input, as far as this rank knows them; else 0
     loss_fn: LossFn | None  # None: no loss is wanted
     draws: Draws | None = None
     unit: float = 1.0  # losses and weights are counted in these
@@ -95,6 +96,7 @@ class Runner:
         reductions: of the gradients; None for a plan without backwards.
         loss: of the mesh; steps of several plans may share it.
         ordered: sums losses in one order, as ``reductions`` does with gradients; None: in that of the transport.
+        first_rank: of this replica, which has the first stage.
         schema: of the messages, see :class:`hpcomm.Channel`.
 
     Making one is collective over the mesh: edges are made in the order of ``links``.
@@ -108,7 +110,8 @@ class Runner:
         links: Sequence[Link],
         reductions: Reductions | None,
         loss: StepLoss,
-        ordered: OrderedLoss | None = None,
+        ordered: OrderedLoss | None,
+        first_rank: int,
         *,
         schema: str,
     ) -> None:
@@ -119,6 +122,7 @@ class Runner:
         self._last_stage = plan.num_stages - 1
         self._loads_from_first = any(link.loads for link in links)
         self._device = mesh.device
+        self._rank, self._first_rank = mesh.rank, first_rank
         self._reductions = reductions
         self._loss = loss
         self._ordered = ordered
@@ -251,6 +255,11 @@ class Runner:
         walk, index = self._walk, stage.index
         batch = walk.batch
         messages = {link.source: self._take(True, link.source, index, microbatch) for link in stage.incoming}
+        rows = batch.rows[microbatch]
+        if index != 0:
+            came = stage.incoming[0].rows(messages[stage.incoming[0].source])
+            require_same_rows(came, rows, batch.targets[microbatch], self._first_rank, self._rank)
+            rows = came
         inputs = batch.inputs[microbatch] if index == 0 else ()
         keywords = batch.keywords[microbatch]
         loaded: dict[int, Any] = {}
@@ -264,7 +273,7 @@ class Runner:
                 }
             else:
                 target = next((messages[link.source][2][0] for link in stage.incoming if link.loads), None)
-        output, outgoing = stage.forward(microbatch, inputs, messages, keywords, loaded, batch.draws)
+        output, outgoing = stage.forward(microbatch, inputs, messages, keywords, loaded, batch.draws, rows)
         for target_stage, message in outgoing.items():
             local = (index, target_stage) in self._local
             walk.mail[True, index, target_stage, microbatch] = handed_over(message) if local else message

@@ -40,9 +40,20 @@ def evaluate(loss_fn: LossFn, output: Any, target: Any) -> Loss:
     """``loss_fn(output, target)`` (or ``loss_fn(output)`` without a target) with its weight.
 
     Raises:
-        InvalidArgument: ``loss_fn`` did not return a scalar, or a pair of a scalar and a weight.
+        InvalidArgument: ``loss_fn`` did not return a scalar, or a pair of a scalar and a weight; it takes a target and
+            there is none, or the other way round.
     """
-    result = loss_fn(output) if target is None else loss_fn(output, target)
+    arguments = (output,) if target is None else (output, target)
+    try:
+        result = loss_fn(*arguments)
+    except TypeError as error:
+        if (problem := chain.misfit(loss_fn, arguments)) is None:
+            raise
+        has = "no target" if target is None else "a target"
+        raise InvalidArgument(
+            f"loss_fn does not fit to a step with {has}: {problem}. The target is passed by keyword, "
+            'step(x, target=y), on the ranks of the last stage, with inputs="first" on those of the first one'
+        ) from error
     total, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(total, torch.Tensor) or total.numel() != 1:
         raise InvalidArgument(
@@ -133,6 +144,7 @@ class Stage:
         keywords: Mapping[str, Any],
         loaded: Mapping[int, Any],
         draws: Draws | None,
+        rows: int,
     ) -> tuple[Any, dict[int, Any]]:
         """The stage's output for one microbatch, and its messages by target stage; its graph is kept.
 
@@ -141,6 +153,7 @@ class Stage:
             messages: by source stage.
             keywords: of the step; those that came with a message are added.
             loaded: by target stage, what the first stage hands to it.
+            rows: of the microbatch in the model's input; the messages tell it.
         """
         tape = _Tape({}, {}, _C.Deferred() if microbatch in self._divided else None)
         known: dict[str, Any] = {}
@@ -158,7 +171,7 @@ class Stage:
         elif self._calls:
             with self._deferring(tape.pending):
                 value = chain.run(self._calls, value, known, self._wanted, keywords, draws, microbatch)
-        outgoing = {link.target: link.message(value, known, loaded.get(link.target)) for link in self.outgoing}
+        outgoing = {link.target: link.message(value, known, loaded.get(link.target), rows) for link in self.outgoing}
         if torch.is_grad_enabled():
             tape.left = {target: tensors_of(message) for target, message in outgoing.items()}
             self._tapes[microbatch] = tape
