@@ -156,3 +156,28 @@ def test_an_optimizer_made_of_named_parameters_goes_to_another_mesh(tmp_path: Pa
     ranks.run(2, optimizer_of_names, tmp_path)
     assert len(list(tmp_path.glob("*.pt"))) == 2
     ranks.run(1, optimizer_of_names, tmp_path)
+
+
+def stage_without_parameters() -> None:
+    with hpcomm.init(pp=2) as mesh:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Flatten())
+        pipe = hpcomm.Pipeline(model, mesh=mesh, num_microbatches=2, loss_fn=nn.functional.mse_loss, split_at=[1])
+        optimizer = torch.optim.AdamW([{"params": list(pipe.parameters())}], lr=0.1)
+        scaler = hpcomm.GradScaler(mesh)
+        x = torch.ones(4, 4)
+        losses = []
+        for _ in range(2):
+            losses.append(pipe.step(x, target=x, scaler=scaler).item())
+            scaler.unscale_(optimizer)
+            assert hpcomm.clip_grad_norm_(pipe, 1.0) > 0.0
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert losses[1] < losses[0]
+        state = pipe.optimizer_state_dict(optimizer)
+        assert sorted(state) == (["0.bias", "0.weight"] if mesh.rank == 0 else [])
+        pipe.load_optimizer_state_dict(optimizer, state)
+
+
+def test_a_stage_may_have_no_parameters() -> None:
+    ranks.run(2, stage_without_parameters)
