@@ -105,6 +105,15 @@ def require_row(row: dict[str, Any]) -> None:
         assert peer["algbw_gbs"] == pytest.approx(row["size"] / taken["median"] / 1e3)
 
 
+def test_ranks_pretend_to_be_on_hosts(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    done = run("--ranks", "4", "--hosts", "2", "--ops", "all_reduce", "--vs", "gloo", "--json", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(file.read_text())
+    assert document["wrong"] == 0
+    assert (document["environment"]["transport"], document["environment"]["hosts"]) == ("hierarchical", 2)
+
+
 def test_fresh_input_is_written_before_every_step() -> None:
     data, versions = torch.arange(4.0), list[int]()
     step = Fresh(data, lambda: versions.append(data._version))
@@ -240,6 +249,7 @@ def test_sizes_and_counts() -> None:
         (["--root", "2"], "no rank 2"),
         (["--cores", "0,0,0"], "3 cores for --ranks [2]"),
         (["--cores", "0,x"], "expected cores of"),
+        (["--ranks", "3", "--hosts", "2"], "2 hosts with equally many of --ranks [3]"),
         (["--redop", "avg", "--dtype", "int32"], "not exact"),
     ],
 )
