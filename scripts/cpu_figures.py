@@ -100,7 +100,7 @@ FILES = (
          f"{COLLECTIVES} --ranks 8 --ops all_reduce,all_gather,broadcast -b 4 -e 25M -f 2560 --vs c10d-hpcomm,gloo "
          "--rounds 5", cpu_tables.collectives),
     File("collectives-hosts-cpu-4-ranks", "Collectives over two hosts, 4 ranks of one machine that pretend to be there",
-         f"{COLLECTIVES} --ranks 4 --hosts 2 --ops all_reduce,all_gather,reduce_scatter,broadcast -b 4 -e 25M -f 80 "
+         f"{COLLECTIVES} --ranks 4 --hosts 2 --ops all_reduce,all_gather,reduce_scatter,broadcast -b 4 -e 25M -f 2560 "
          "--vs gloo --rounds 7", cpu_tables.collectives),
 )  # fmt: skip
 

@@ -23,7 +23,7 @@ import hpcomm
 
 LAYOUTS = {"in turn": "0101", "one after the other": "0011", "crossed": "0110", "three hosts": "012012"}
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8]
-LARGE = (1 << 18) + 3  # float32 elements: every rank of a host carries a part over, and three are left
+LARGE = (1 << 20) + 3  # float32 elements: every rank of a host carries a part over, and three are left
 
 
 def on_hosts(layout: str, function: Callable[..., Any], *arguments: object) -> Any:

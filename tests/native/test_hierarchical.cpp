@@ -196,7 +196,7 @@ TEST(hierarchical_collectives_over_hosts_of_any_order) {
         every_collective(world, count);
       }
       // Beside and beyond what all ranks of a host carry over, with and without a rest.
-      for (const std::size_t bytes : {std::size_t{1} << 20, (std::size_t{1} << 20) + 12}) {
+      for (const std::size_t bytes : {std::size_t{4} << 20, (std::size_t{4} << 20) + 12}) {
         const std::size_t count = bytes / sizeof(float);
         std::vector<float> reduced = numbers_of(world.rank(), count);
         world.all_reduce(view_of(reduced), ReduceOp::kSum)->wait();
@@ -305,11 +305,11 @@ TEST(hierarchical_close_finishes_what_was_issued) {
   const TwoLevels job({0, 1, 1, 0});
   run_ranks(job.size(), [&](int rank) {
     const auto world = job.communicator(rank);
-    std::vector<float> value = numbers_of(rank, 300000);
+    std::vector<float> value = numbers_of(rank, 1100000);
     const WorkPtr work = world->all_reduce(view_of(value), ReduceOp::kSum);
     world->close();
     CHECK(work->done());
-    CHECK(value == sum_of(4, 300000));
+    CHECK(value == sum_of(4, 1100000));
     CHECK(throws([&] { (void)world->barrier(); }));
     CHECK(throws([&] { (void)world->send(view_of(value), (rank + 1) % 4); }));
     (void)job.control(rank)->exchange({0, 1, 2, 3}, 98, "", soon());
