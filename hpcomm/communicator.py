@@ -398,6 +398,11 @@ def checking() -> list[str]:
     return ["HPCOMM_CHECK=1"] if checks() else []
 
 
+def levels(device: torch.device) -> list[str]:
+    """What ranks have to agree on: a rank that asks who shares its host waits for answers of those that never ask."""
+    return ["HPCOMM_CPU_TRANSPORT=hierarchical"] if device.type == "cpu" and cpu_transport() == "hierarchical" else []
+
+
 def _emulated(communicator: Communicator) -> Communicator:
     rules = os.environ.get("HPCOMM_EMULATE")
     return communicator if rules is None else _C.emulated_communicator(communicator, rules)

@@ -9,12 +9,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from losing import wait_for_files
 from patience import with_patience
 from test_ddp import loss_of, model, one_process, shard
@@ -263,14 +265,17 @@ def test_a_killed_rank_is_named_on_both_hosts(layout: str, tmp_path: Path) -> No
     assert not list(Path("/dev/shm").glob("hpcomm*"))  # noqa: S108
 
 
-def without_rank_3(limit: float) -> str:
+def without(absent: int, limit: float) -> str:
     with hpcomm.init(dp=-1) as mesh:
         mesh.barrier()
         told = ""
-        if mesh.rank != 3:
+        if mesh.rank != absent:
             with pytest.raises((hpcomm.TimedOut, hpcomm.PeerError), match="all_reduce #0 on lane dp") as caught:
                 mesh.dp.all_reduce(torch.ones(4), timeout=limit)
             told = str(caught.value)
+            if isinstance(caught.value, hpcomm.TimedOut):  # a neighbour that waits as well is not to blame
+                assert caught.value.peer in (-1, None, absent), told
+                assert f"rank {absent} did not come" in told or "did not come in time; is it" not in told
             with pytest.raises(hpcomm.HpcommError):  # nothing can follow
                 mesh.dp.barrier()
         mesh.control.exchange(range(4), 0, b"", 30.0)
@@ -280,11 +285,87 @@ def without_rank_3(limit: float) -> str:
         return told
 
 
-def test_a_rank_that_does_not_come() -> None:
+@pytest.mark.parametrize(("absent", "beside"), [(3, 2), (0, 1)])
+def test_a_rank_that_does_not_come(absent: int, beside: int) -> None:
     def attempt(limit: float) -> None:
-        assert "rank 3 did not come in time" in run("0011", without_rank_3, limit)[2]  # the one beside it knows
+        assert f"rank {absent} did not come in time" in run("0011", without, absent, limit)[beside]
 
     with_patience(attempt, 0.5)
+
+
+def mismatched() -> str:
+    with hpcomm.init(dp=-1, timeout=5.0) as mesh:
+        with pytest.raises(hpcomm.HpcommError) as caught:
+            mesh.dp.all_reduce(torch.ones(5 if mesh.rank == 1 else 4))
+        with pytest.raises(hpcomm.HpcommError):
+            mesh.dp.barrier()
+        mesh.control.exchange(range(4), 0, b"", 30.0)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_ranks_of_a_host_that_differ_know_that_the_communicator_has_ended() -> None:
+    for told in run("0011", mismatched)[:2]:
+        assert told.startswith("SchemaMismatch: all_reduce #0 on lane dp"), told
+        assert "the communicator has ended" in told
+        assert "can be used again" not in told
+
+
+def of_any_dtype() -> None:
+    """Moved, or refused on all ranks alike."""
+    with hpcomm.init(dp=-1) as mesh:
+        comm, rank = mesh.dp, mesh.rank
+        for dtype in (torch.int16, torch.float8_e4m3fn, torch.complex64, torch.bool):
+            value = torch.full((3,), rank % 2, dtype=dtype)
+            comm.broadcast(value, 1)
+            assert value.float().tolist() == [1, 1, 1]
+            gathered = torch.empty(4, 3, dtype=dtype)
+            comm.all_gather(gathered, torch.full((3,), rank % 2, dtype=dtype))
+            assert gathered.float()[:, 0].tolist() == [0, 1, 0, 1]
+        number = torch.ones(3, dtype=torch.int16)
+        with pytest.raises(hpcomm.TransportError, match="all_reduce #"):
+            comm.all_reduce(number)
+        assert number.tolist() == [1, 1, 1]
+        number = torch.full((3,), 1j, dtype=torch.complex64)
+        comm.all_reduce(number)
+        assert number.tolist() == [4j, 4j, 4j]
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values")
+def test_what_gloo_cannot_reduce_is_moved_or_refused_alike() -> None:
+    run("0101", of_any_dtype)
+
+
+def after_a_late_message() -> float:
+    with hpcomm.init(dp=-1, timeout=30.0) as mesh:
+        mesh.dp.barrier()
+        if mesh.rank == 0:
+            with pytest.raises(hpcomm.TimedOut):
+                mesh.dp.recv(torch.empty(1), 1, timeout=0.3)
+        began = time.monotonic()
+        with pytest.raises(hpcomm.HpcommError):
+            mesh.dp.all_reduce(torch.ones(1), timeout=15.0 if mesh.rank in (0, 2) else 3.0)
+        seconds = time.monotonic() - began
+        mesh.control.exchange(range(4), 0, b"", 30.0)
+        return seconds
+
+
+def test_a_neighbour_does_not_wait_for_a_rank_that_has_given_up() -> None:
+    assert run("0101", after_a_late_message)[2] < 10
+
+
+def wrapped_over_gloo() -> None:
+    if os.environ["RANK"] == "1":
+        os.environ["HPCOMM_CPU_TRANSPORT"] = "auto"
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    dist.barrier()
+    hpcomm.DistributedDataParallel(model(), process_group=dist.group.WORLD)(shard(0)[0])
+
+
+def test_wrappers_over_a_group_tell_ranks_that_differ() -> None:
+    env = {"HPCOMM_CPU_TRANSPORT": "hierarchical"}
+    outcomes = ranks.run(2, wrapped_over_gloo, env=env, expect_failure=True)
+    assert "SchemaMismatch" in [outcome.exception for outcome in outcomes], outcomes
+    assert any("HPCOMM_CPU_TRANSPORT=hierarchical" in outcome.message for outcome in outcomes)
 
 
 def differing() -> str:

@@ -198,9 +198,8 @@ std::optional<Error> Agreement::compare_all(const Issued& mine, const std::vecto
   ErrorContext what = mine.what;
   what.peer = job_rank(static_cast<int>(other - told.begin()));
   return Error(ErrorKind::kSchemaMismatch,
-               str(title(mine, communicator_),
-                   ": the ranks did not issue the same operation: ", who_issued_what(communicator_.ranks(), words),
-                   ". No data was moved and the communicator can be used again"),
+               str(title(mine, communicator_), ": the ranks did not issue the same operation: ",
+                   who_issued_what(communicator_.ranks(), words), kNothingMoved),
                what);
 }
 

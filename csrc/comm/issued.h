@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/error.h"
@@ -23,6 +24,9 @@ namespace hpcomm {
 // "rank 0, 2 issued barrier; rank 1 issued all_reduce(4 float32, sum)": equal ones together. `words` are those of
 // `ranks`, in their order.
 [[nodiscard]] std::string who_issued_what(const std::vector<int>& ranks, const std::vector<std::string>& words);
+
+// How the text of a mismatch ends that was found before anything moved.
+inline constexpr std::string_view kNothingMoved = ". No data was moved and the communicator can be used again";
 
 // What one rank issued, as it tells the others: a collective, or one end of a message.
 struct Issued {

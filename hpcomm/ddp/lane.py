@@ -20,6 +20,7 @@ from hpcomm.communicator import (
     default_timeout,
     emulation,
     first_communicator,
+    levels,
     start_control,
 )
 from hpcomm.control_channels import ControlChannel
@@ -143,7 +144,7 @@ def lane_over(group: dist.ProcessGroup, device: torch.device, family: str = "") 
     names = sorted(ranks)
     control = start_control(store, names.index(ranks[rank]), size, timeout=timeout, names=names)
     members = names if size > 1 else [0]
-    agree(control, "environment", emulation() + checking(), timeout=timeout, ranks=members)
+    agree(control, "environment", emulation() + checking() + levels(device), timeout=timeout, ranks=members)
     return first_communicator(
         store,
         control,

@@ -7,10 +7,12 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <string>
 #include <utility>
 
 #include "comm/agreement.h"
 #include "comm/host_communicator.h"
+#include "comm/issued.h"
 
 namespace hpcomm {
 
@@ -26,6 +28,27 @@ BufferView range(const BufferView& whole, std::size_t first, std::size_t count) 
   const std::size_t width = size_of(whole.dtype);
   return {static_cast<char*>(whole.data) + first * width, count * width, count, whole.dtype, whole.device};
 }
+
+// Numbers that gloo reduces, whatever the operation.
+bool sums_between_hosts(DType dtype) noexcept {
+  switch (dtype) {
+    case DType::kBool:
+    case DType::kUInt8:
+    case DType::kInt8:
+    case DType::kInt32:
+    case DType::kInt64:
+    case DType::kFloat16:
+    case DType::kBFloat16:
+    case DType::kFloat32:
+    case DType::kFloat64:
+      return true;
+    default:
+      return false;
+  }
+}
+
+// For what is only moved: not every dtype is one of gloo's.
+BufferView bytes_of(const BufferView& view) { return {view.data, view.bytes, view.bytes, DType::kUInt8, view.device}; }
 
 class HierarchicalCommunicator final : public HostCommunicator {
  public:
@@ -71,6 +94,9 @@ class HierarchicalCommunicator final : public HostCommunicator {
   [[nodiscard]] bool may_run_inline() const noexcept override { return false; }
 
   WorkPtr submit(Operation operation) override {
+    if (const auto why = whole_->aborted()) {
+      abort(*why);  // by a message: the neighbours must not wait for this rank
+    }
     const OpOptions& options = operation.options;
     switch (operation.kind) {
       case Operation::Kind::kSend:
@@ -99,10 +125,11 @@ class HierarchicalCommunicator final : public HostCommunicator {
         throw Error(*differs);
       }
     }
+    const Call call{*this, operation, deadline};
     try {
-      Call{*this, operation, deadline}.run();
+      call.run();
     } catch (const Error& why) {
-      fail(operation, why);
+      fail(operation, why, call.is_whole() && !whole_->aborted());
     }
   }
 
@@ -157,7 +184,7 @@ class HierarchicalCommunicator final : public HostCommunicator {
           if (self.seat_ == 0) {
             self.between_->barrier(options())->wait();
           }
-          self.inside_->barrier(options())->wait();
+          from_afar([&] { self.inside_->barrier(options())->wait(); });
           return;
         case Operation::Kind::kSend:
         case Operation::Kind::kRecv:
@@ -167,9 +194,36 @@ class HierarchicalCommunicator final : public HostCommunicator {
       HPCOMM_ASSERT(false, "not a collective");
     }
 
-    // An average of integers is rounded once, of the whole sum.
+    // Has it no levels? An average of integers is rounded once, of the whole sum; and what gloo cannot reduce it
+    // refuses on all ranks before anything has moved.
     [[nodiscard]] bool is_whole() const noexcept {
-      return operation.op == ReduceOp::kAverage && !is_floating(operation.output.dtype);
+      const DType dtype = operation.output.dtype;
+      switch (operation.kind) {
+        case Operation::Kind::kAllReduce:
+        case Operation::Kind::kReduceScatter:
+          return (operation.op == ReduceOp::kAverage && !is_floating(dtype)) || !sums_between_hosts(dtype);
+        case Operation::Kind::kAllToAll:
+          return true;
+        default:
+          return false;
+      }
+    }
+
+    // A step that waits for what came from other hosts: that a neighbour is late with it is not the neighbour's fault.
+    template <typename Step>
+    void from_afar(const Step& step) const {
+      try {
+        step();
+      } catch (const Error& why) {
+        if (why.kind() != ErrorKind::kTimedOut) {
+          throw;
+        }
+        ErrorContext what = why.context();
+        what.peer = -1;
+        throw Error(ErrorKind::kTimedOut,
+                    "what other hosts send did not come in time; did every rank of the group issue the operation?",
+                    std::move(what));
+      }
     }
 
     [[nodiscard]] OpOptions options(const Keepalive& scratch = nullptr) const {
@@ -178,7 +232,21 @@ class HierarchicalCommunicator final : public HostCommunicator {
       options.timeout = std::max(left, std::chrono::milliseconds(1));
       options.keepalive = scratch ? scratch : operation.options.keepalive;
       options.poll = operation.options.poll;
+      options.reducer_id = operation.options.reducer_id;
+      options.bucket = operation.options.bucket;
       return options;
+    }
+
+    // Peers read the arena's without a copy; where it has none left, other memory does.
+    [[nodiscard]] Buffer scratch(std::size_t bytes) const {
+      try {
+        return self.inside_->allocate(bytes);
+      } catch (const Error& why) {
+        if (why.kind() != ErrorKind::kTransport) {
+          throw;
+        }
+        return self.Communicator::allocate(bytes);
+      }
     }
 
     // An average of averages of equally many.
@@ -187,7 +255,7 @@ class HierarchicalCommunicator final : public HostCommunicator {
       if (self.seat_ == 0) {
         self.between_->all_reduce(buffer, operation.op, options())->wait();
       }
-      self.inside_->broadcast(buffer, 0, options())->wait();
+      from_afar([&] { self.inside_->broadcast(buffer, 0, options())->wait(); });
     }
 
     void reduce_through_all(const BufferView& buffer) const {
@@ -205,33 +273,33 @@ class HierarchicalCommunicator final : public HostCommunicator {
       }
       const BufferView crossing = self.seat_ == last ? range(buffer, last * each, each + rest.count) : mine;
       self.between_->all_reduce(crossing, operation.op, options())->wait();
-      self.inside_->all_gather(body, mine, options())->wait();
+      from_afar([&] { self.inside_->all_gather(body, mine, options())->wait(); });
       if (rest.count > 0) {
-        self.inside_->broadcast(rest, static_cast<int>(last), options())->wait();
+        from_afar([&] { self.inside_->broadcast(rest, static_cast<int>(last), options())->wait(); });
       }
     }
 
     // Blocks by seat, and in each by host: this rank's block is all that its hosts' equals want.
     void reduce_scatter(const BufferView& output, const BufferView& input) const {
-      const Buffer scratch = self.inside_->allocate(input.bytes);
-      const BufferView blocks = {scratch.view.data, input.bytes, input.count, input.dtype, input.device};
+      const Buffer memory = scratch(input.bytes);
+      const BufferView blocks = {memory.view.data, input.bytes, input.count, input.dtype, input.device};
       each_part(output.count, [&](std::size_t block, std::size_t part) {
         copy(range(blocks, block, output.count), range(input, part, output.count));
       });
       const BufferView mine = block_of(blocks, output.count);
-      self.inside_->reduce_scatter(mine, blocks, operation.op, options(scratch.owner))->wait();
+      self.inside_->reduce_scatter(mine, blocks, operation.op, options(memory.owner))->wait();
       // The output is the caller's, and the input this operation's.
-      const auto both = std::make_shared<std::pair<Keepalive, Keepalive>>(scratch.owner, operation.options.keepalive);
+      const auto both = std::make_shared<std::pair<Keepalive, Keepalive>>(memory.owner, operation.options.keepalive);
       self.between_->reduce_scatter(output, mine, operation.op, options(both))->wait();
     }
 
     void all_gather(const BufferView& output, const BufferView& input) const {
-      const Buffer scratch = self.inside_->allocate(output.bytes);
-      const BufferView blocks = {scratch.view.data, output.bytes, output.count, output.dtype, output.device};
+      const Buffer memory = scratch(output.bytes);
+      const BufferView blocks = {memory.view.data, output.bytes, output.count, output.dtype, output.device};
       const BufferView mine = block_of(blocks, input.count);
-      const auto both = std::make_shared<std::pair<Keepalive, Keepalive>>(scratch.owner, operation.options.keepalive);
-      self.between_->all_gather(mine, input, options(both))->wait();
-      self.inside_->all_gather(blocks, mine, options(scratch.owner))->wait();
+      const auto both = std::make_shared<std::pair<Keepalive, Keepalive>>(memory.owner, operation.options.keepalive);
+      self.between_->all_gather(bytes_of(mine), bytes_of(input), options(both))->wait();
+      from_afar([&] { self.inside_->all_gather(blocks, mine, options(memory.owner))->wait(); });
       each_part(input.count, [&](std::size_t block, std::size_t part) {
         copy(range(output, part, input.count), range(blocks, block, input.count));
       });
@@ -240,9 +308,14 @@ class HierarchicalCommunicator final : public HostCommunicator {
     void broadcast(const BufferView& buffer, int root) const {
       const std::size_t seat = self.seating_.seat(root);
       if (self.seat_ == seat) {
-        self.between_->broadcast(buffer, static_cast<int>(self.seating_.host(root)), options())->wait();
+        self.between_->broadcast(bytes_of(buffer), static_cast<int>(self.seating_.host(root)), options())->wait();
       }
-      self.inside_->broadcast(buffer, static_cast<int>(seat), options())->wait();
+      const auto hand_round = [&] { self.inside_->broadcast(buffer, static_cast<int>(seat), options())->wait(); };
+      if (self.seating_.host(root) == self.host_) {
+        hand_round();
+      } else {
+        from_afar(hand_round);
+      }
     }
 
     // This rank's of the blocks, one of as many parts as there are hosts for each seat.
@@ -265,14 +338,22 @@ class HierarchicalCommunicator final : public HostCommunicator {
     static void copy(const BufferView& to, const BufferView& from) { std::memcpy(to.data, from.data, from.bytes); }
   };
 
-  // One level may have done its part on some ranks and not on others: nothing can follow.
-  [[noreturn]] void fail(const Operation& operation, const Error& why) {
+  // One level may have done its part on some ranks and not on others: nothing can follow, unless all have refused it
+  // alike.
+  [[noreturn]] void fail(const Operation& operation, const Error& why, bool goes_on) {
     ErrorContext what = context(operation_name(operation.kind), operation.peer, operation.sequence);
     throw_if_aborted(what);
     what.peer = why.context().peer;
-    const Error told(why.kind(), str(what.operation, " #", what.sequence, " on lane ", lane(), ": ", why.what()), what);
-    abort(told);
-    throw told;
+    std::string text = why.what();
+    if (const std::size_t at = text.find(kNothingMoved); at != std::string::npos) {
+      text.replace(at, kNothingMoved.size(),
+                   ". Other hosts may have begun, so the communicator has ended; HPCOMM_CHECK=1 finds this before");
+    }
+    const Error told(why.kind(), str(what.operation, " #", what.sequence, " on lane ", lane(), ": ", text), what);
+    if (!goes_on) {
+      abort(told);
+    }
+    throw Error(told);
   }
 
   const Seating seating_;

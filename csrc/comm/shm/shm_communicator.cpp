@@ -355,8 +355,8 @@ class ShmCommunicator final : public HostCommunicator {
     ErrorContext what = what_of(operation);
     what.peer = other < 0 ? -1 : ranks()[static_cast<std::size_t>(other)];
     throw Error(ErrorKind::kSchemaMismatch,
-                str(describe_operation(operation), ": the ranks did not issue the same operation: ",
-                    who_issued_what(ranks(), words), ". No data was moved and the communicator can be used again"),
+                str(describe_operation(operation),
+                    ": the ranks did not issue the same operation: ", who_issued_what(ranks(), words), kNothingMoved),
                 what);
   }
 
