@@ -136,7 +136,9 @@ class Communicator:
         """What its operations run in order on: shown in messages, and as the name of a thread on the CPU."""
     @property
     def transport(self) -> str:
-        """One of "shm", "c10d" (gloo), "nccl", "solo" (one rank) and, with HPCOMM_EMULATE, "emulated"."""
+        """One of "shm", "c10d" (gloo), "hierarchical" (both), "nccl", "solo" (one rank) and, with HPCOMM_EMULATE,
+        "emulated".
+        """
     @property
     def device(self) -> str:
         """Where its tensors are: "cpu" or "cuda:0"."""
