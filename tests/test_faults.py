@@ -476,7 +476,7 @@ def another_transport() -> None:
 def test_a_transport_that_does_not_exist() -> None:
     for outcome in ranks.run(2, another_transport, env={"HPCOMM_CPU_TRANSPORT": "carrier-pigeon"}, expect_failure=True):
         assert outcome.exception == "InvalidArgument"
-        assert "expected auto, shm or gloo" in outcome.message
+        assert "expected auto, hierarchical, shm or gloo" in outcome.message
 
 
 def leftovers() -> tuple[int, int]:
