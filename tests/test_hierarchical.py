@@ -325,6 +325,8 @@ def of_any_dtype() -> None:
         with pytest.raises(hpcomm.TransportError, match="all_reduce #"):
             comm.all_reduce(number)
         assert number.tolist() == [1, 1, 1]
+        with pytest.raises(hpcomm.InvalidArgument, match="no band of float32"):
+            comm.all_reduce(torch.ones(3), "band")
         number = torch.full((3,), 1j, dtype=torch.complex64)
         comm.all_reduce(number)
         assert number.tolist() == [4j, 4j, 4j]

@@ -129,7 +129,9 @@ class HierarchicalCommunicator final : public HostCommunicator {
     try {
       call.run();
     } catch (const Error& why) {
-      fail(operation, why, call.is_whole() && !whole_->aborted());
+      // Shared memory refuses a wrong argument in the first step, on every host alike.
+      const bool is_refused = why.kind() == ErrorKind::kInvalidArgument && !inside_->aborted();
+      fail(operation, why, is_refused || (call.is_whole() && !whole_->aborted()));
     }
   }
 
