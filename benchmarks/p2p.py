@@ -68,10 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
     notes = []
     mpiexec = None
     if "mpich" in arguments.peers and not (arguments.tune or arguments.headers):
-        mpiexec = find_mpiexec() if importlib.util.find_spec("mpi4py") else None
+        mpiexec = find_mpiexec() if all(map(importlib.util.find_spec, ("mpi4py", "numpy"))) else None
         if mpiexec is None:
             arguments.peers.remove("mpich")
-            notes.append(f"mpich is left out: there is no mpi4py or no mpiexec of MPICH; {INSTALL_MPI}")
+            notes.append(f"mpich is left out: there is no mpi4py, no numpy or no mpiexec of MPICH; {INSTALL_MPI}")
             print(f"# {notes[-1]}")
     os.environ["HPCOMM_CPU_TRANSPORT"] = arguments.transport
     with tempfile.TemporaryDirectory(prefix="hpcomm-bench-") as folder:

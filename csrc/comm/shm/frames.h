@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "comm/shm/arena.h"
+#include "comm/shm/share.h"
 #include "stream/event.h"
 
 namespace hpcomm::shm {
@@ -25,10 +26,11 @@ enum class FrameKind : std::uint8_t {
   kOffer = 5,      // followed by its head_of() bytes; the rest goes where the receiver says, or is read from
                    // `location.offset` of the sender's process
   kPlace = 6,      // answer: the rest of offer `number` is written to where the message begins in the receiver's arena
+                   // (ShareLine: by both, where the frame is `attached`)
   kNoPlace = 7,    // answer: the rest of offer `number` comes through the ring
   kRest = 8,       // followed by the rest of offer `number`
-  kDeposited = 9,  // the rest of offer `number` is in its place
-  kTaken = 10,     // answer: the receiver has read the rest of offer `number`
+  kDeposited = 9,  // the rest of offer `number` is in its place, as far as the sender wrote it
+  kTaken = 10,     // answer: the receiver has read the rest of offer `number`, or its own part of that
 };
 
 // So many bytes of an offer travel behind its frame, where the rest may have to come through the ring: they are read
@@ -45,7 +47,8 @@ inline constexpr std::size_t kFrameBytes = sizeof(Location);
 struct Frame {
   FrameKind kind = FrameKind::kMessage;
   std::uint8_t dtype = 0;
-  bool attached = false;  // of an offer: the receiver can read the sender's process; of a message: it is open
+  bool attached = false;  // of an offer: the receiver can read the sender's process, and, of a place: reads a part
+                          // there; of a message: it is open
   std::uint8_t reserved = 0;
   std::uint32_t shown = 0;   // of a message that may be open, or an offer: when, by stamp_now()
   std::uint64_t number = 0;  // of the sender's messages to this receiver, from 1
@@ -122,6 +125,7 @@ struct FrameEnd {
   // Which messages it wants to read where they lie: a bit for each class of sizes, and another that it has said so.
   static constexpr std::size_t kClasses = 16;
   alignas(64) std::atomic<std::uint32_t> reads{0};
+  ShareLine share;
 };
 
 class FrameWriter {
@@ -159,6 +163,7 @@ class FrameWriter {
   [[nodiscard]] bool has_said(std::size_t size_class) const noexcept {
     return wants_read(FrameEnd::kClasses + size_class);
   }
+  [[nodiscard]] ShareLine& share() const noexcept { return end_->share; }
 
  private:
   [[nodiscard]] FrameLine& last() const noexcept { return lines_[(shown_ - 1) % count_]; }
@@ -201,6 +206,7 @@ class FrameReader {
       end_->reads.store(wanted, std::memory_order_relaxed);
     }
   }
+  [[nodiscard]] ShareLine& share() const noexcept { return end_->share; }
   // Of it, and of the bytes behind it.
   void take() noexcept { ++taken_; }
   // The writer may use the lines of what was taken.

@@ -83,6 +83,8 @@ class MailDesk {
   bool leaving = false;
   // Large messages that it sends and that have not ended.
   std::size_t offers = 0;
+  // Who has the mutex waits, or is about to, and has nothing else to do: it may copy what its peer would have to.
+  bool idle = false;
 
   // Patience::progress of whoever drives.
   [[nodiscard]] const std::atomic<std::uint64_t>& progress() const noexcept { return progress_; }

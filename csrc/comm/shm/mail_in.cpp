@@ -143,6 +143,10 @@ void MailIn::take_rest(const Frame& frame) {
   Frame rest = frame;
   std::optional<LargeClass> learns;
   if (const auto promise = promises_.find(frame.number); promise != promises_.end()) {
+    if (frame.kind == FrameKind::kDeposited && promise->second.comes_whole) {
+      frames_.take();
+      return;
+    }
     mail = std::move(promise->second.mail);
     rest.shown = promise->second.shown;
     learns = promise->second.learns;

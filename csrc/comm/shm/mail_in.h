@@ -4,8 +4,9 @@
 // and not the memory, is what limits. So a large one is copied once, around the ring:
 //
 //   in the sender's arena     its frame says where; the receiver copies it out                    (kReference, kAck)
-//   anywhere else             its frame asks where to; the sender writes into the receiver's arena (kOffer, kPlace,
-//                             kDeposited); when the receiver's buffer is not there, it comes through the ring
+//   anywhere else             its frame asks where to; the sender writes into the receiver's arena, and a receiver that
+//                             waits reads the other part out of the sender's process (kOffer, kPlace, kDeposited,
+//                             kTaken; share.h); when the receiver's buffer is not there, it comes through the ring
 //                             (kNoPlace, kRest), or, where that is allowed and quicker, the receiver has the kernel
 //                             read it out of the sender's process (kTaken)
 //
@@ -88,8 +89,9 @@ class MailIn {
   // A large message whose rest is on its way.
   struct Promise {
     Held mail;
-    bool exposed = false;     // the sender may write to the mail's memory at any time
-    std::uint32_t shown = 0;  // of its offer
+    bool exposed = false;      // the sender may write to the mail's memory at any time
+    bool comes_whole = false;  // this rank could not read its part: what the sender has written of it does not count
+    std::uint32_t shown = 0;   // of its offer
     std::optional<LargeClass> learns;
   };
   // A message in the peer's arena whose memory the peer has not handed over yet: it is stopped, perhaps.
@@ -121,6 +123,10 @@ class MailIn {
   // Once for each offer that the kernel might read.
   [[nodiscard]] bool may_read() noexcept;
   [[nodiscard]] bool read_offer(const Held& mail, const Frame& frame);
+  // Reads of a message that its sender writes, from its end, what that has not come to.
+  [[nodiscard]] bool may_share(const Frame& frame);
+  void read_part(const Frame& frame);
+  void require_not_given_up(const Mail& mail);
   // What has become of a copy of a large message.
   enum class Copied : std::uint8_t { kAll, kCannot, kCut };
   template <typename Copy>

@@ -56,8 +56,19 @@ void MailIn::take_offer(const Held& mail, const Frame& frame) {
       return;
     }
   }
-  out_.answer(place ? FrameKind::kPlace : FrameKind::kNoPlace, frame, nullptr, place ? &*place : nullptr);
-  promises_.emplace(frame.number, Promise{mail, place.has_value(), frame.shown, learns});
+  promises_.emplace(frame.number, Promise{mail, place.has_value(), false, frame.shown, learns});
+  if (!place) {
+    return out_.answer(FrameKind::kNoPlace, frame);
+  }
+  const bool shared = may_share(frame);
+  if (shared) {
+    frames_.share().open(frame.number);
+  }
+  out_.answer_place(frame, *place, shared);
+  if (shared) {
+    out_.push();  // the sender begins at once
+    read_part(frame);
+  }
 }
 
 // The receiver decides; but of two that send each other such messages the lower one for both, for a way that fills the
@@ -94,6 +105,48 @@ bool MailIn::may_read() noexcept {
   return refused_ == 0;
 }
 
+// Where this rank has nothing better to do, and a core to do it on: of two that send to each other each writes its own.
+bool MailIn::may_share(const Frame& frame) {
+  const bool free = desk_.idle && desk_.offers == 0 && !desk_.neighbourhood().is_crowded();
+  return frame.attached && (free || desk_.neighbourhood().always_reads()) && may_read();
+}
+
+void MailIn::read_part(const Frame& frame) {
+  const auto promise = promises_.find(frame.number);
+  const Held mail = promise->second.mail;
+  const int sender = desk_.name_of(from_);
+  const std::size_t chunk = chunk_bytes(frame.bytes);
+  ShareLine& share = frames_.share();
+  try {
+    while (const auto taken = share.take_last(frame.number, chunks_of(frame.bytes))) {
+      if (desk_.is_cut()) {
+        return;
+      }
+      const std::size_t begin = *taken * chunk;
+      if (!desk_.neighbourhood().read(sender, frame.location.offset + begin,
+                                      static_cast<char*>(mail->view.data) + begin, std::min(chunk, frame.bytes - begin),
+                                      mail->deadline)) {
+        refused_ = kRefused;
+        promise->second.comes_whole = share.close() > 0;
+        return out_.answer(FrameKind::kNoPlace, frame);
+      }
+    }
+    require_not_given_up(*mail);
+    const bool all = share.close() == 0;
+    out_.answer(FrameKind::kTaken, frame);
+    if (all) {
+      promises_.erase(promise);
+      desk_.end(mail);
+    }
+  } catch (const Error& why) {
+    (void)share.close();
+    desk_.neighbourhood().park(mail->keepalive);  // the sender may be writing there
+    promises_.erase(promise);
+    out_.answer(FrameKind::kRefusal, frame, &mail->view);
+    desk_.end(mail, std::make_exception_ptr(desk_.ended_by(*mail, why)));
+  }
+}
+
 bool MailIn::read_offer(const Held& mail, const Frame& frame) {
   return take_whole(mail, frame, FrameKind::kTaken, [&](int sender) {
     auto* target = static_cast<char*>(mail->view.data);
@@ -111,6 +164,20 @@ bool MailIn::read_offer(const Held& mail, const Frame& frame) {
   });
 }
 
+// What was read of a message that its sender has given up is worth nothing.
+void MailIn::require_not_given_up(const Mail& mail) {
+  if (desk_.gone(from_) != Gone::kGivenUp) {
+    return;
+  }
+  desk_.require_alive(from_, mail.deadline);
+  ErrorContext what = mail.what();
+  what.peer = desk_.name_of(from_);
+  throw Error(
+      ErrorKind::kPeerError,
+      str("recv on lane ", desk_.setup().lane, ": rank ", what.peer, " gave this message up before it was received"),
+      what);
+}
+
 // Ends `mail`, here with what `copy(sender)` brings and there with `thanks`; or with the error, on both sides. False
 // where copy() says that it cannot.
 template <typename Copy>
@@ -126,15 +193,7 @@ bool MailIn::take_whole(const Held& mail, const Frame& frame, FrameKind thanks, 
       case Copied::kAll:
         break;
     }
-    if (desk_.gone(from_) == Gone::kGivenUp) {
-      desk_.require_alive(from_, mail->deadline);
-      ErrorContext what = mail->what();
-      what.peer = sender;
-      throw Error(
-          ErrorKind::kPeerError,
-          str("recv on lane ", desk_.setup().lane, ": rank ", sender, " gave this message up before it was received"),
-          what);
-    }
+    require_not_given_up(*mail);
     out_.answer(thanks, frame);
     desk_.end(mail);
   } catch (const Error& why) {

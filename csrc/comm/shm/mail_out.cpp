@@ -207,8 +207,10 @@ void MailOut::finish(const Outgoing& message) {
     case FrameKind::kRest:
     case FrameKind::kDeposited:
       // Not before: a rank whose sends have ended may leave, and what it has not said is never said.
-      offers_.at(number).rest_sent = true;
-      settle(number);
+      if (const auto offer = offers_.find(number); offer != offers_.end()) {  // or it was refused meanwhile
+        offer->second.rest_sent = offer->second.through_ring == (message.frame.kind == FrameKind::kRest);
+        settle(number);
+      }
       break;
     case FrameKind::kAck:
     case FrameKind::kRefusal:
@@ -219,7 +221,7 @@ void MailOut::finish(const Outgoing& message) {
   }
 }
 
-void MailOut::answer(FrameKind kind, const Frame& about, const BufferView* expected, const Location* place) {
+void MailOut::answer(FrameKind kind, const Frame& about, const BufferView* expected) {
   Outgoing answer;
   answer.frame.kind = kind;
   answer.frame.number = about.number;
@@ -228,10 +230,14 @@ void MailOut::answer(FrameKind kind, const Frame& about, const BufferView* expec
     answer.frame.count = expected->count;
     answer.frame.dtype = static_cast<std::uint8_t>(expected->dtype);
   }
-  if (place != nullptr) {
-    answer.frame.location = *place;
-  }
   outgoing_.push_back(std::move(answer));
+}
+
+void MailOut::answer_place(const Frame& about, const Location& place, bool shared) {
+  answer(FrameKind::kPlace, about);
+  Frame& frame = outgoing_.back().frame;
+  frame.location = place;
+  frame.attached = shared;
 }
 
 // --- answers ---------------------------------------------------------------------------------------------------------
@@ -260,7 +266,9 @@ void MailOut::take_answer(const Frame& answer) {
       break;
     case FrameKind::kTaken:
       if (offer != offers_.end()) {
-        offer->second.rest_sent = true;
+        // Of a part, the other one is there when this rank has said so.
+        const bool in_part = std::exchange(offer->second.being_read, false);
+        offer->second.rest_sent = offer->second.rest_sent || !in_part;
         settle(answer.number);
       }
       break;
@@ -295,6 +303,7 @@ void MailOut::take_refusal(const Frame& frame) {
   } else if (of_large != offers_.end()) {
     of_large->second.mail->error = std::make_exception_ptr(error);
     of_large->second.rest_sent = true;  // nobody wants it
+    of_large->second.being_read = false;
     settle(frame.number);
   } else if (!outgoing_.empty() && outgoing_.front().begun && outgoing_.front().mail &&
              outgoing_.front().frame.number == frame.number) {
@@ -310,17 +319,31 @@ void MailOut::deposit(std::uint64_t number, const Frame& place) {
   Offer& offer = offers_.at(number);
   Mail& mail = *offer.mail;
   const std::size_t head = head_of(offer.attached);
+  offer.being_read = place.attached;
   try {
     char* target = desk_.neighbourhood().find(desk_.name_of(to_), place.location, mail.view.bytes,
                                               {std::min(mail.deadline, Clock::now() + kHandOver)});
-    if (target == nullptr) {
+    if (place.attached) {
+      const auto wrote = deposit_part(mail, target);
+      if (!wrote) {
+        return;  // it ends with the mailbox
+      }
+      if (!*wrote) {
+        offer.rest_sent = true;  // the receiver reads all of it
+        return;
+      }
+    } else if (target == nullptr) {
       return send_rest(number);  // it is stopped, perhaps
-    }
-    if (!copy_once(desk_, target + head, static_cast<const char*>(mail.view.data) + head, mail.view.bytes - head)) {
+    } else if (!copy_once(desk_, target + head, static_cast<const char*>(mail.view.data) + head,
+                          mail.view.bytes - head)) {
       return;  // it ends with the mailbox
     }
-  } catch (const Error&) {
-    return send_rest(number);  // no memory for the mapping, perhaps: the ring is there
+  } catch (const Error&) {  // no memory for the mapping, perhaps: the ring is there, or the receiver
+    if (!place.attached) {
+      return send_rest(number);
+    }
+    offer.rest_sent = true;
+    return;
   }
   if (desk_.gone(to_) == Gone::kGivenUp) {
     ErrorContext what = mail.what();
@@ -335,6 +358,7 @@ void MailOut::deposit(std::uint64_t number, const Frame& place) {
     }
     mail.error = std::make_exception_ptr(error);
     offer.rest_sent = true;
+    offer.being_read = false;
     return settle(number);
   }
   Outgoing done;
@@ -343,8 +367,29 @@ void MailOut::deposit(std::uint64_t number, const Frame& place) {
   outgoing_.push_back(std::move(done));
 }
 
+std::optional<bool> MailOut::deposit_part(const Mail& mail, char* target) {
+  const std::size_t chunk = chunk_bytes(mail.view.bytes);
+  const auto* source = static_cast<const char*>(mail.view.data);
+  bool wrote = false;
+  while (target != nullptr) {  // else it is stopped, perhaps
+    if (desk_.is_cut()) {
+      return std::nullopt;
+    }
+    const auto taken = frames_.share().take_first(mail.number, chunks_of(mail.view.bytes));
+    if (!taken) {
+      break;
+    }
+    const std::size_t begin = *taken * chunk;
+    stream_copy(target + begin, source + begin, std::min(chunk, mail.view.bytes - begin));
+    wrote = true;
+  }
+  return wrote;
+}
+
 void MailOut::send_rest(std::uint64_t number) {
-  const Offer& offer = offers_.at(number);
+  Offer& offer = offers_.at(number);
+  offer.through_ring = true;
+  offer.rest_sent = offer.being_read = false;  // the receiver could not read its part
   Outgoing rest;
   rest.frame.kind = FrameKind::kRest;
   rest.frame.number = number;
@@ -357,7 +402,7 @@ void MailOut::send_rest(std::uint64_t number) {
 // An offer ends when no part of it is needed any more; with its error when it was refused.
 void MailOut::settle(std::uint64_t number) {
   const auto found = offers_.find(number);
-  if (found != offers_.end() && found->second.head_sent && found->second.rest_sent) {
+  if (found != offers_.end() && found->second.head_sent && found->second.rest_sent && !found->second.being_read) {
     const Held mail = found->second.mail;
     offers_.erase(found);
     --desk_.offers;

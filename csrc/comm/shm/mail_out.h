@@ -53,8 +53,9 @@ class MailOut {
   // Sends what there is room for. `alone`: a message that has just been taken, with nothing before it.
   void push(const Mail* alone = nullptr);
   // Says of the peer's message `about`: with what was expected, or a place for it.
-  void answer(FrameKind kind, const Frame& about, const BufferView* expected = nullptr,
-              const Location* place = nullptr);
+  void answer(FrameKind kind, const Frame& about, const BufferView* expected = nullptr);
+  // The same, of an offer: where its message begins in this rank's arena, and whether this rank copies a part.
+  void answer_place(const Frame& about, const Location& place, bool shared);
   // What the peer has answered to a message.
   void take_answer(const Frame& answer);
 
@@ -102,6 +103,8 @@ class MailOut {
     bool attached = false;  // the receiver may read the mail's memory at any time
     bool head_sent = false;
     bool rest_sent = false;
+    bool being_read = false;    // by its receiver, which copies a part
+    bool through_ring = false;  // its rest
   };
   using Offers = std::map<std::uint64_t, Offer>;
 
@@ -116,6 +119,9 @@ class MailOut {
   void finish(const Outgoing& message);
   void take_refusal(const Frame& frame);
   void deposit(std::uint64_t number, const Frame& place);
+  // Copies the part of a message that its receiver leaves to this rank. False where that is none; none at all when the
+  // mailbox is about to fail.
+  [[nodiscard]] std::optional<bool> deposit_part(const Mail& mail, char* target);
   void send_rest(std::uint64_t number);
   void settle(std::uint64_t number);
 

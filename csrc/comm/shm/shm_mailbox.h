@@ -62,9 +62,12 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
     bool gone = false;
   };
   // The mutex, and then what ended while it was held: a keepalive may be a tensor, whose end may take other locks.
+  // `idle`: of a caller who waits (MailDesk::idle).
   class Turn {
    public:
-    explicit Turn(ShmMailbox& mailbox) : mailbox_(mailbox), lock_(mailbox.mutex_) {}
+    explicit Turn(ShmMailbox& mailbox, bool idle = false) : mailbox_(mailbox), lock_(mailbox.mutex_) {
+      mailbox.desk_.idle = idle;
+    }
     ~Turn();
     Turn(const Turn&) = delete;
     Turn& operator=(const Turn&) = delete;
