@@ -121,6 +121,9 @@ from hpcomm._C_engine import (
     bucket_bytes as bucket_bytes,
 )
 from hpcomm._C_engine import (
+    count_collectives as count_collectives,
+)
+from hpcomm._C_engine import (
     ddp_bucket_plan as ddp_bucket_plan,
 )
 from hpcomm._C_engine import (

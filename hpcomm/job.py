@@ -160,8 +160,12 @@ def _gloo_backend(options: Any, timeout: float, look: Look = nothing) -> Backend
     store, _ = own_store(PrefixStore("gloo", options.store), rank, size, timeout=timeout, look=look)
     backend = gloo_group(store, rank, size, timeout=timeout, threads=2, look=look)
     backend._set_sequence_number_for_group()
-    if not checks() or size == 1 or get_debug_level() == DebugLevel.DETAIL:  # there torch does it itself
+    wrapped_by_torch = get_debug_level() == DebugLevel.DETAIL
+    if size == 1 or not (checks() or wrapped_by_torch):
         return backend
+    counted = _C.count_collectives(backend)
+    if wrapped_by_torch:
+        return counted
     helper = gloo_group(PrefixStore("check", store), rank, size, timeout=timeout, threads=1, look=look)
-    compared: Backend = _ProcessGroupWrapper(backend, helper)
+    compared: Backend = _ProcessGroupWrapper(counted, helper)
     return compared

@@ -385,6 +385,104 @@ def test_a_group_of_torch_over_gloo_has_torchs_own_check() -> None:
     assert [told for told, _ in ranks.run(2, torch_group, env=UNCHECKED)] == ["", ""]
 
 
+def messages_of_some(detail: bool) -> None:
+    if detail:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+    dist.init_process_group("hpcomm", timeout=timedelta(seconds=20))
+    rank = dist.get_rank()
+    part = dist.new_group([0, 1])
+    for group, size in ((dist.group.WORLD, 3), (part, 2)) if rank < 2 else ((dist.group.WORLD, 3),):
+        for _ in range(3):
+            if rank < 2:
+                exchange(rank, group)
+            value = torch.tensor([10.0**rank])
+            dist.all_reduce(value, group=group)
+            assert value.item() == sum(10.0**r for r in range(size))
+            value.fill_(10.0**rank)
+            dist.broadcast(value, src=1, group=group)
+            assert value.item() == 10.0
+            dist.barrier(group)
+    every_collective(rank)
+    dist.destroy_process_group()
+
+
+def exchange(rank: int, group: Any) -> None:
+    """Messages of ranks 0 and 1."""
+    other, received = 1 - rank, torch.empty(4)
+    sent = torch.full((4,), 10.0**rank)
+    pair = [dist.P2POp(dist.isend, sent, other, group), dist.P2POp(dist.irecv, received, other, group)]
+    for work in dist.batch_isend_irecv(pair):
+        work.wait()
+    assert received.tolist() == [10.0**other] * 4
+    if rank == 0:
+        dist.send(sent, other, group=group)
+    else:
+        assert dist.recv(received, group=group) == 0
+
+
+def every_collective(rank: int) -> None:
+    """Each has to arrive at gloo as what it is, in the world of three."""
+    own = torch.full((2,), 10.0**rank)
+    parts, whole = [torch.empty(2) for _ in range(3)], torch.empty(6)
+    dist.all_gather(parts, own)
+    assert torch.cat(parts).tolist() == [1.0, 1.0, 10.0, 10.0, 100.0, 100.0]
+    dist.all_gather_into_tensor(whole, own)
+    assert whole.tolist() == torch.cat(parts).tolist()
+    gathered = [torch.empty(2) for _ in range(3)] if rank == 1 else None
+    dist.gather(own, gathered, dst=1)
+    assert gathered is None or torch.cat(gathered).tolist() == whole.tolist()
+    scattered = torch.empty(2)
+    dist.scatter(scattered, [torch.full((2,), r + 5.0) for r in range(3)] if rank == 2 else None, src=2)
+    assert scattered.tolist() == [rank + 5.0] * 2
+    reduced = own.clone()
+    dist.reduce(reduced, dst=1)
+    assert rank != 1 or reduced.tolist() == [111.0] * 2
+    dist.reduce_scatter(scattered, [own.clone() * (r + 1) for r in range(3)])
+    assert scattered.tolist() == [111.0 * (rank + 1)] * 2
+    dist.reduce_scatter_tensor(scattered, torch.cat([own * (r + 1) for r in range(3)]))
+    assert scattered.tolist() == [111.0 * (rank + 1)] * 2
+    exchanged = torch.empty(3)
+    dist.all_to_all_single(exchanged, torch.arange(3.0) + 10.0 * rank)
+    assert exchanged.tolist() == [rank, rank + 10.0, rank + 20.0]
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    backend.monitored_barrier(timedelta(seconds=20), wait_all_ranks=True)
+
+
+@pytest.mark.parametrize("detail", [False, True], ids=["HPCOMM_CHECK", "DETAIL"])
+def test_torchs_check_does_not_count_messages(detail: bool) -> None:
+    ranks.run(3, messages_of_some, detail, env=UNCHECKED if detail else CHECKED)
+
+
+def differing_after_messages() -> list[str]:
+    dist.init_process_group("hpcomm", timeout=timedelta(seconds=20))
+    rank, told = dist.get_rank(), []
+    issues: list[Callable[[], object]] = [
+        lambda: dist.all_reduce(zeros(4 if rank == 2 else 8)),
+        lambda: dist.reduce(zeros(), dst=0) if rank == 2 else dist.broadcast(zeros(), src=0),
+    ]
+    for issue in issues:
+        if rank < 2:
+            exchange(rank, dist.group.WORLD)
+        with pytest.raises(RuntimeError) as caught:
+            issue()
+        told.append(str(caught.value))
+        value = torch.tensor([10.0**rank])
+        dist.all_reduce(value)
+        assert value.item() == 111.0
+    dist.destroy_process_group()
+    return told
+
+
+def test_torchs_check_tells_of_collectives_that_differ_after_messages() -> None:
+    for shapes, kinds in ranks.run(3, differing_after_messages, env=CHECKED):
+        for told in (shapes, kinds):
+            assert "Detected mismatch between collectives on ranks" in told
+            assert "\t Sequence number: " not in told  # as they have all come as far
+        assert "Tensor Tensor shapes" in shapes
+        assert "BROADCAST" in kinds
+        assert "REDUCE" in kinds
+
+
 def on_shm() -> None:
     with hpcomm.init(dp=3, timeout=20) as mesh:
         assert mesh.dp.transport == "shm"

@@ -5,6 +5,7 @@
 
 #include "torch/backend_work.h"
 #include "torch/bindings.h"
+#include "torch/collective_count.h"
 #include "torch/gil.h"
 #include "torch/lane_backend.h"
 #include "torch/make_backend.h"
@@ -59,6 +60,7 @@ void bind_backend(py::module_& module) {
         return make_backend_beside(std::move(cpu), group, std::move(job), nccl_options(limits));
       },
       py::arg("cpu"), py::arg("group"), py::arg("job"), py::kw_only(), py::arg("limits") = LimitsByLane());
+  module.def("count_collectives", &count_collectives, py::arg("inner"));
   // For tests: what serves CUDA tensors over NCCL, over `communicator`.
   module.def(
       "lane_backend",
