@@ -192,6 +192,26 @@ TEST(share_a_receiver_that_waits_does_not_wait_for_its_sender) {
   });
 }
 
+// A receiver that computes meanwhile: its sender writes everything, and no core of the receiver's is taken for it.
+TEST(share_a_receiver_that_does_not_wait_copies_nothing) {
+  constexpr std::size_t kCount = (std::size_t{8} << 20) / 8;
+  const ShmJob job(2);
+  job.run([&](Communicator& world) {
+    auto out = letter(0, 5, kCount);
+    const Buffer memory = world.allocate(kCount * 8);
+    if (world.rank() == 0) {
+      world.mailbox()->send(view_of(out), 1, 5)->wait();
+    } else {
+      const MailPtr work = world.mailbox()->recv(place_in(memory, kCount), 0, 5);
+      CHECK(eventually([&] { return work->done(); }, 20s));
+      const auto* const values = static_cast<const std::int64_t*>(memory.view.data);
+      check_letter({values, values + kCount}, 0, 5);
+    }
+    world.barrier()->wait();
+  });
+  CHECK_EQ(job.neighbourhood(1)->reads(), 0U);
+}
+
 // The kernel does not read that memory: what the receiver had taken comes through the ring, and nothing is tried again.
 TEST(share_what_the_kernel_may_not_read_comes_through_the_ring) {
   constexpr std::size_t kBytes = std::size_t{3} << 20;

@@ -83,8 +83,10 @@ class MailDesk {
   bool leaving = false;
   // Large messages that it sends and that have not ended.
   std::size_t offers = 0;
-  // Who has the mutex waits, or is about to, and has nothing else to do: it may copy what its peer would have to.
-  bool idle = false;
+  // Whose message whoever has the mutex waits for, or is about to, with nothing else to do (Mailbox::kAnySource: of
+  // all): it may copy what that peer would have to.
+  static constexpr int kNobody = -2;
+  int waits_for = kNobody;
 
   // Patience::progress of whoever drives.
   [[nodiscard]] const std::atomic<std::uint64_t>& progress() const noexcept { return progress_; }

@@ -106,8 +106,10 @@ bool MailIn::may_read() noexcept {
 }
 
 // Where this rank has nothing better to do, and a core to do it on: of two that send to each other each writes its own.
+// Who waits for another peer shall not be held up.
 bool MailIn::may_share(const Frame& frame) {
-  const bool free = desk_.idle && desk_.offers == 0 && !desk_.neighbourhood().is_crowded();
+  const bool waits = desk_.waits_for == from_ || desk_.waits_for == Mailbox::kAnySource;
+  const bool free = waits && desk_.offers == 0 && !desk_.neighbourhood().is_crowded();
   return frame.attached && (free || desk_.neighbourhood().always_reads()) && may_read();
 }
 

@@ -103,7 +103,7 @@ MailPtr ShmMailbox::recv_at_most(const BufferView& buffer, int peer, std::uint64
 
 Held ShmMailbox::post(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options, bool at_most) {
   require_parent("recv");
-  const Turn turn(*this, options.awaited);
+  const Turn turn(*this, options.awaited ? peer : MailDesk::kNobody);
   require_peer("recv", peer == kAnySource ? static_cast<int>(desk_.rank() == 0) : peer);
   require_whole(context("recv", peer, options.number_or(receives_)));
   start();
@@ -200,7 +200,7 @@ bool ShmMailbox::drive(const Mail& mail, Deadline deadline, void (*poll)()) {
       }
       report_broken();
     }
-    const Turn turn(*this, true);
+    const Turn turn(*this, mail);
     progress();
     if (!mail.done()) {
       miss(mail.peer);
