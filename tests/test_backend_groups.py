@@ -24,7 +24,7 @@ from losing import interrupt
 from patience import with_patience
 from torch import nn
 
-from hpcomm import _build, job
+from hpcomm import _C, _build, job
 from hpcomm.named_group import in_named_group
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -336,3 +336,17 @@ def test_ranks_with_different_transports_are_told() -> None:
         assert "made" not in told
 
     with_patience(attempt, 3.0)
+
+
+def test_collectives_over_gloo_are_counted() -> None:
+    """What torch's comparison compares between ranks: one that was refused on one rank is missing there."""
+    counted = _C.count_collectives(dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10)))
+    assert counted._get_sequence_number_for_group() == 0
+    counted.allreduce([torch.ones(2)]).wait()
+    counted.barrier().wait()
+    assert counted._get_sequence_number_for_group() == 2
+    nobody = dist.BroadcastOptions()
+    nobody.rootRank = 7
+    with pytest.raises(RuntimeError, match="root rank"):
+        counted.broadcast([torch.ones(2)], nobody)
+    assert counted._get_sequence_number_for_group() == 2

@@ -99,16 +99,16 @@ class CollectiveCount final : public c10d::Backend {
   void startCoalescing() override { inner_->startCoalescing(); }
   C10dWork endCoalescing() override { return inner_->endCoalescing(); }
 
-  // A part is a backend of the inner one's, as it is below torch's wrapper.
+  // Parts count as well.
   bool supportsSplitting() const override { return inner_->supportsSplitting(); }
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<Options>& options) override {
-    return inner_->split(store, ranks, options);
+    return counted_part(inner_->split(store, ranks, options));
   }
   c10::intrusive_ptr<c10d::Backend> merge(const c10::intrusive_ptr<c10d::Store>& store,
                                           const c10::intrusive_ptr<Options>& options, const int& rank,
                                           const int& size) override {
-    return inner_->merge(store, options, rank, size);
+    return counted_part(inner_->merge(store, options, rank, size));
   }
 
   bool supportsTensorAlloc(c10::DeviceIndex device) override { return inner_->supportsTensorAlloc(device); }
@@ -121,6 +121,10 @@ class CollectiveCount final : public c10d::Backend {
   void abort() override { inner_->abort(); }
 
  private:
+  // Null on ranks that are not in it.
+  static c10::intrusive_ptr<c10d::Backend> counted_part(c10::intrusive_ptr<c10d::Backend> part) {
+    return part ? count_collectives(std::move(part)) : part;
+  }
   // Behind the call: one that the inner backend refused there and then, as its arguments are wrong on this rank alone,
   // is one that the others have ahead of it.
   C10dWork counted(C10dWork work) {

@@ -119,7 +119,7 @@ enum class Fate : std::uint32_t {
   kRead = 0xffffffff,
 };
 
-// What the reader says.
+// What the reader says, and what both say of a message that both copy.
 struct FrameEnd {
   alignas(64) std::atomic<std::uint64_t> taken{0};  // so many frames
   // Which messages it wants to read where they lie: a bit for each class of sizes, and another that it has said so.

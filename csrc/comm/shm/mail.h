@@ -27,6 +27,7 @@ class Mail final : public MailWork, public std::enable_shared_from_this<Mail> {
   [[nodiscard]] int source() const noexcept override { return peer; }
   [[nodiscard]] std::size_t bytes() const noexcept override { return view.bytes; }
 
+  [[nodiscard]] bool is_receive() const noexcept { return number == 0; }
   // It has ended; the memory is its caller's again, who may let go of `keepalive`.
   void end(std::exception_ptr why);
   // Throws what went wrong with it. It has ended.

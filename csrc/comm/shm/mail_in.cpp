@@ -44,6 +44,11 @@ void MailIn::pull() {
       break;
     }
   }
+  if (reads_part()) {
+    out_.push();  // where it lies, so that the sender begins
+    read_part();
+    moved = true;
+  }
   if (moved) {
     desk_.note_progress();
     out_.await_reader();
@@ -146,6 +151,10 @@ void MailIn::take_rest(const Frame& frame) {
     if (frame.kind == FrameKind::kDeposited && promise->second.comes_whole) {
       frames_.take();
       return;
+    }
+    if (shared_ && shared_->number == frame.number) {
+      read_part();  // there is nothing left: that ends it here
+      return take_rest(frame);
     }
     mail = std::move(promise->second.mail);
     rest.shown = promise->second.shown;
@@ -343,6 +352,11 @@ void MailIn::expire(Deadline now) {
 }
 
 void MailIn::end_half(std::vector<Held>& gone) {
+  if (shared_) {
+    (void)frames_.share().close();
+    shared_.reset();
+  }
+  placed_.clear();
   for (auto& [number, promise] : promises_) {
     if (promise.exposed) {
       desk_.neighbourhood().park(promise.mail->keepalive);

@@ -20,6 +20,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <list>
 #include <map>
 #include <memory>
@@ -54,6 +55,8 @@ class MailIn {
   [[nodiscard]] bool owes_reading() const noexcept { return incoming_ && !incoming_->mail; }
   // Are messages of this class better read from where they lie than through the ring?
   [[nodiscard]] bool prefers_open(std::size_t size) const noexcept { return choices_[size].second(); }
+  // When to look again for what this rank copies of a message that both copy.
+  [[nodiscard]] Deadline next_part() const noexcept;
   // Whether memory of this rank is what the peer writes for a message that is under way.
   [[nodiscard]] bool shows_memory() const noexcept;
   // What is late here is so in the midst of it, unless it waits for the peer's memory.
@@ -123,9 +126,14 @@ class MailIn {
   // Once for each offer that the kernel might read.
   [[nodiscard]] bool may_read() noexcept;
   [[nodiscard]] bool read_offer(const Held& mail, const Frame& frame);
-  // Reads of a message that its sender writes, from its end, what that has not come to.
+  // A message that its sender writes, and this rank reads from its end until they meet: one message at a time, of which
+  // a part, and only while its caller waits. The sender does the rest; but one that cannot leaves it to this rank.
+  [[nodiscard]] bool is_waited_for() const noexcept;
+  [[nodiscard]] bool reads_part() const noexcept { return shared_ && Clock::now() >= next_part(); }
   [[nodiscard]] bool may_share(const Frame& frame);
-  void read_part(const Frame& frame);
+  void answer_places();
+  void read_part();
+  void end_share();
   void require_not_given_up(const Mail& mail);
   // What has become of a copy of a large message.
   enum class Copied : std::uint8_t { kAll, kCannot, kCut };
@@ -141,6 +149,13 @@ class MailIn {
   std::list<std::shared_ptr<Early>> early_;
   std::map<std::uint64_t, Promise> promises_;
   std::list<Unmapped> unmapped_;
+  struct Placed {
+    Frame frame;
+    Location place;
+  };
+  std::deque<Placed> placed_;    // offers for which there is a place that is not told yet
+  std::optional<Frame> shared_;  // of these promises the one that both copy
+  Deadline shared_since_;
   std::vector<Held> cut_;  // matched, and copied in part: the mailbox is about to fail
   // By size: through the ring, or read where they are.
   std::array<Choice, kSizeClasses> choices_;

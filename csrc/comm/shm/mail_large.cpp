@@ -13,6 +13,12 @@ namespace {
 // After a read that the kernel refused, so many offers of that peer are not tried: the next would be refused as well.
 constexpr std::size_t kRefused = 1024;
 
+// Of a message that both copy: then this rank looks after everything else.
+constexpr std::size_t kReadBetweenLooks = std::size_t{1} << 20;
+
+// After so long this rank reads also what nobody waits for: its sender may have left that to it.
+constexpr auto kLeftToReceiver = std::chrono::milliseconds(20);
+
 }  // namespace
 
 void MailIn::take_reference(const Held& mail, const Frame& frame) {
@@ -56,18 +62,28 @@ void MailIn::take_offer(const Held& mail, const Frame& frame) {
       return;
     }
   }
-  promises_.emplace(frame.number, Promise{mail, place.has_value(), false, frame.shown, learns});
+  promises_.emplace(frame.number, Promise{mail, false, false, frame.shown, learns});
   if (!place) {
     return out_.answer(FrameKind::kNoPlace, frame);
   }
-  const bool shared = may_share(frame);
-  if (shared) {
-    frames_.share().open(frame.number);
+  placed_.push_back({frame, *place});
+  if (!shared_ || !may_share(frame)) {
+    answer_places();
   }
-  out_.answer_place(frame, *place, shared);
-  if (shared) {
-    out_.push();  // the sender begins at once
-    read_part(frame);
+}
+
+// The places of messages behind one that both copy are told when that is done: then both may copy the next.
+void MailIn::answer_places() {
+  for (bool shares = false; !placed_.empty() && !shares; placed_.pop_front()) {
+    const auto& [frame, place] = placed_.front();
+    shares = !shared_ && may_share(frame);
+    if (shares) {
+      frames_.share().open(frame.number);
+      shared_ = frame;
+      shared_since_ = Clock::now();
+    }
+    promises_.at(frame.number).exposed = true;
+    out_.answer_place(frame, place, shares);
   }
 }
 
@@ -105,48 +121,70 @@ bool MailIn::may_read() noexcept {
   return refused_ == 0;
 }
 
+bool MailIn::is_waited_for() const noexcept {
+  return desk_.waits_for == from_ || desk_.waits_for == Mailbox::kAnySource;
+}
+
+Deadline MailIn::next_part() const noexcept {
+  if (!shared_) {
+    return Deadline::max();
+  }
+  return is_waited_for() ? shared_since_ : shared_since_ + kLeftToReceiver;
+}
+
 // Where this rank has nothing better to do, and a core to do it on: of two that send to each other each writes its own.
 // Who waits for another peer shall not be held up.
 bool MailIn::may_share(const Frame& frame) {
-  const bool waits = desk_.waits_for == from_ || desk_.waits_for == Mailbox::kAnySource;
-  const bool free = waits && desk_.offers == 0 && !desk_.neighbourhood().is_crowded();
+  const bool free = is_waited_for() && desk_.offers == 0 && !desk_.neighbourhood().is_crowded();
   return frame.attached && (free || desk_.neighbourhood().always_reads()) && may_read();
 }
 
-void MailIn::read_part(const Frame& frame) {
-  const auto promise = promises_.find(frame.number);
-  const Held mail = promise->second.mail;
-  const int sender = desk_.name_of(from_);
+void MailIn::read_part() {
+  const Frame frame = *shared_;
+  const Held mail = promises_.at(frame.number).mail;
   const std::size_t chunk = chunk_bytes(frame.bytes);
-  ShareLine& share = frames_.share();
   try {
-    while (const auto taken = share.take_last(frame.number, chunks_of(frame.bytes))) {
-      if (desk_.is_cut()) {
-        return;
+    for (std::size_t read = 0; read < kReadBetweenLooks;) {
+      const auto taken = frames_.share().take_last(frame.number, chunks_of(frame.bytes));
+      if (!taken) {
+        return end_share();
       }
       const std::size_t begin = *taken * chunk;
-      if (!desk_.neighbourhood().read(sender, frame.location.offset + begin,
-                                      static_cast<char*>(mail->view.data) + begin, std::min(chunk, frame.bytes - begin),
-                                      mail->deadline)) {
+      const std::size_t bytes = std::min(chunk, frame.bytes - begin);
+      if (!desk_.neighbourhood().read(desk_.name_of(from_), frame.location.offset + begin,
+                                      static_cast<char*>(mail->view.data) + begin, bytes, mail->deadline)) {
         refused_ = kRefused;
-        promise->second.comes_whole = share.close() > 0;
-        return out_.answer(FrameKind::kNoPlace, frame);
+        promises_.at(frame.number).comes_whole = frames_.share().close() > 0;
+        shared_.reset();
+        out_.answer(FrameKind::kNoPlace, frame);
+        return answer_places();
       }
-    }
-    require_not_given_up(*mail);
-    const bool all = share.close() == 0;
-    out_.answer(FrameKind::kTaken, frame);
-    if (all) {
-      promises_.erase(promise);
-      desk_.end(mail);
+      read += bytes;
     }
   } catch (const Error& why) {
-    (void)share.close();
+    (void)frames_.share().close();
+    shared_.reset();
     desk_.neighbourhood().park(mail->keepalive);  // the sender may be writing there
-    promises_.erase(promise);
+    promises_.erase(frame.number);
     out_.answer(FrameKind::kRefusal, frame, &mail->view);
     desk_.end(mail, std::make_exception_ptr(desk_.ended_by(*mail, why)));
+    answer_places();
   }
+}
+
+// All of it is taken, and what this rank took is there. The rest is when the sender says so.
+void MailIn::end_share() {
+  const Frame frame = *shared_;
+  const auto promise = promises_.find(frame.number);
+  const Held mail = promise->second.mail;
+  require_not_given_up(*mail);
+  shared_.reset();
+  out_.answer(FrameKind::kTaken, frame);
+  if (frames_.share().close() == 0) {
+    promises_.erase(promise);
+    desk_.end(mail);
+  }
+  answer_places();
 }
 
 bool MailIn::read_offer(const Held& mail, const Frame& frame) {

@@ -321,8 +321,12 @@ void MailOut::deposit(std::uint64_t number, const Frame& place) {
   const std::size_t head = head_of(offer.attached);
   offer.being_read = place.attached;
   try {
-    char* target = desk_.neighbourhood().find(desk_.name_of(to_), place.location, mail.view.bytes,
-                                              {std::min(mail.deadline, Clock::now() + kHandOver)});
+    const bool is_left = !place.attached || frames_.share().has_any(number, chunks_of(mail.view.bytes));
+    char* target = nullptr;
+    if (is_left) {
+      target = desk_.neighbourhood().find(desk_.name_of(to_), place.location, mail.view.bytes,
+                                          {std::min(mail.deadline, Clock::now() + kHandOver)});
+    }
     if (place.attached) {
       const auto wrote = deposit_part(mail, target);
       if (!wrote) {

@@ -44,11 +44,15 @@ class ShareLine {
     const auto word = take(number, chunks, kLast);
     return word ? std::optional(chunks - 1 - lasts(*word)) : std::nullopt;
   }
-  // By the receiver: nobody takes any more of message `number`. How many the sender has taken.
+  // Whether there is anything to take.
+  [[nodiscard]] bool has_any(std::uint64_t number, std::size_t chunks) const noexcept {
+    return may_take(word_.load(std::memory_order_seq_cst), number, chunks);
+  }
+  // By the receiver: nobody takes any more of this message. How many the sender has taken.
   [[nodiscard]] std::size_t close() noexcept { return firsts(word_.exchange(0, std::memory_order_seq_cst)); }
 
  private:
-  // The lower half of the message's number, never 0; chunks taken from the end; chunks taken from the beginning.
+  // 31 bits of the message's number, and a 1; chunks taken from the end; chunks taken from the beginning.
   static constexpr std::uint64_t kFirst = 1;
   static constexpr std::uint64_t kLast = std::uint64_t{1} << 16;
 
@@ -56,11 +60,15 @@ class ShareLine {
   [[nodiscard]] static constexpr std::size_t firsts(std::uint64_t word) noexcept { return word & 0xffff; }
   [[nodiscard]] static constexpr std::size_t lasts(std::uint64_t word) noexcept { return word >> 16 & 0xffff; }
 
+  [[nodiscard]] static bool may_take(std::uint64_t word, std::uint64_t number, std::size_t chunks) noexcept {
+    return word >> 32 == mark(number) >> 32 && firsts(word) + lasts(word) < chunks;
+  }
+
   // The word before.
   [[nodiscard]] std::optional<std::uint64_t> take(std::uint64_t number, std::size_t chunks,
                                                   std::uint64_t one) noexcept {
     std::uint64_t word = word_.load(std::memory_order_seq_cst);
-    while (word >> 32 == mark(number) >> 32 && firsts(word) + lasts(word) < chunks) {
+    while (may_take(word, number, chunks)) {
       if (word_.compare_exchange_weak(word, word + one, std::memory_order_seq_cst)) {
         return word;
       }

@@ -161,7 +161,7 @@ bool ShmMailbox::pending() const {
 Deadline ShmMailbox::next_close() const {
   Deadline first = Deadline::max();
   for (const auto& pair : pairs_) {
-    first = pair ? std::min(first, pair->out.next_close()) : first;
+    first = pair ? std::min({first, pair->out.next_close(), pair->in.next_part()}) : first;
   }
   return first;
 }

@@ -62,13 +62,15 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
     bool gone = false;
   };
   // The mutex, and then what ended while it was held: a keepalive may be a tensor, whose end may take other locks.
-  // Of a caller who waits for a message, or for one of peer `waits_for` (MailDesk::waits_for).
+  // Of a caller who waits for a mail, or for a message of peer `waits_for` (MailDesk::waits_for).
   class Turn {
    public:
     explicit Turn(ShmMailbox& mailbox, int waits_for = MailDesk::kNobody) : mailbox_(mailbox), lock_(mailbox.mutex_) {
       mailbox.desk_.waits_for = waits_for;
     }
-    Turn(ShmMailbox& mailbox, const Mail& waits_for) : Turn(mailbox) { mailbox.desk_.waits_for = waits_for.peer; }
+    Turn(ShmMailbox& mailbox, const Mail& mail) : Turn(mailbox) {
+      mailbox.desk_.waits_for = mail.is_receive() ? mail.peer : MailDesk::kNobody;
+    }
     ~Turn();
     Turn(const Turn&) = delete;
     Turn& operator=(const Turn&) = delete;
