@@ -199,35 +199,6 @@ TEST(share_a_receiver_that_waits_does_not_wait_for_its_sender) {
   CHECK(is_read);
 }
 
-// Whoever waits reads a part, then goes away, and nobody waits any more: it comes all the same.
-TEST(share_a_receiver_that_waits_no_longer_has_it_all_the_same) {
-  constexpr std::size_t kCount = (std::size_t{32} << 20) / 8;
-  for (const bool sender_looks : {true, false}) {
-    const ShmJob job(2, 20s, shm::Attach::kAlways);
-    std::atomic<bool> received = false;
-    job.run([&](Communicator& world) {
-      auto out = letter(0, 5, kCount);
-      const Buffer memory = world.allocate(kCount * 8);
-      world.barrier()->wait();
-      if (world.rank() == 0) {
-        OpOptions options;
-        options.awaited = !sender_looks;
-        const MailPtr work = world.mailbox()->send(view_of(out), 1, 5, options);
-        CHECK(eventually([&] { return received.load(); }, 20s));
-        work->wait();
-      } else {
-        const MailPtr work = world.mailbox()->recv(place_in(memory, kCount), 0, 5);
-        (void)work->wait_until(Clock::now() + 1ms);
-        CHECK(eventually([&] { return work->done(); }, 20s));
-        work->wait();
-        received = true;
-        const auto* const values = static_cast<const std::int64_t*>(memory.view.data);
-        check_letter({values, values + kCount}, 0, 5);
-      }
-    });
-  }
-}
-
 // A receiver that computes meanwhile: its sender writes everything, and no core of the receiver's is taken for it.
 TEST(share_a_receiver_that_does_not_wait_copies_nothing) {
   constexpr std::size_t kCount = (std::size_t{8} << 20) / 8;

@@ -137,7 +137,7 @@ template <typename Ready>
   Deadline next_poll = yields_end + kSlice;
   int vain = 0;
   for (;;) {
-    while (now < yields_end && vain < policy.vain_yields && now < next_poll) {
+    while (now < std::min(yields_end, patience.deadline) && vain < policy.vain_yields && now < next_poll) {
       if (ready()) {
         return Waited::kReady;
       }

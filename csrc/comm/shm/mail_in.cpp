@@ -44,17 +44,17 @@ void MailIn::pull() {
       break;
     }
   }
-  if (reads_part()) {
-    out_.push();  // where it lies, so that the sender begins
-    read_part();
-    moved = true;
-  }
   if (moved) {
     desk_.note_progress();
     out_.await_reader();
     ring_.release();
     frames_.release();
     ring(desk_.bell(from_));
+  }
+  if (reads_part()) {
+    out_.push();  // where it lies, so that the sender begins
+    read_part();
+    desk_.note_progress();
   }
 }
 

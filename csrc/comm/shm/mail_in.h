@@ -127,7 +127,8 @@ class MailIn {
   [[nodiscard]] bool may_read() noexcept;
   [[nodiscard]] bool read_offer(const Held& mail, const Frame& frame);
   // A message that its sender writes, and this rank reads from its end until they meet: one message at a time, of which
-  // a part, and only while its caller waits. The sender does the rest; but one that cannot leaves it to this rank.
+  // a part, and only while its caller waits. The sender does the rest; but one that cannot leaves it to this rank,
+  // which reads it a little later.
   [[nodiscard]] bool is_waited_for() const noexcept;
   [[nodiscard]] bool reads_part() const noexcept { return shared_ && Clock::now() >= next_part(); }
   [[nodiscard]] bool may_share(const Frame& frame);

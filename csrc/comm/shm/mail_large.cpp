@@ -16,7 +16,7 @@ constexpr std::size_t kRefused = 1024;
 // Of a message that both copy: then this rank looks after everything else.
 constexpr std::size_t kReadBetweenLooks = std::size_t{1} << 20;
 
-// After so long this rank reads also what nobody waits for: its sender may have left that to it.
+// So long after its caller went away this rank reads the rest all the same: its sender may have left that to it.
 constexpr auto kLeftToReceiver = std::chrono::milliseconds(20);
 
 }  // namespace
@@ -72,10 +72,13 @@ void MailIn::take_offer(const Held& mail, const Frame& frame) {
   }
 }
 
-// The places of messages behind one that both copy are told when that is done: then both may copy the next.
+// The places of messages behind one that both copy are told when that is done, so that both may copy the next; or all
+// of them, where nobody waits for those.
 void MailIn::answer_places() {
-  for (bool shares = false; !placed_.empty() && !shares; placed_.pop_front()) {
-    const auto& [frame, place] = placed_.front();
+  bool shares = false;
+  while (!placed_.empty() && !shares) {
+    const auto [frame, place] = placed_.front();
+    placed_.pop_front();
     shares = !shared_ && may_share(frame);
     if (shares) {
       frames_.share().open(frame.number);
@@ -161,6 +164,7 @@ void MailIn::read_part() {
       }
       read += bytes;
     }
+    shared_since_ = is_waited_for() ? Clock::now() : shared_since_;
   } catch (const Error& why) {
     (void)frames_.share().close();
     shared_.reset();

@@ -332,10 +332,11 @@ void MailOut::deposit(std::uint64_t number, const Frame& place) {
       if (!wrote) {
         return;  // it ends with the mailbox
       }
-      if (!*wrote) {
+      if (*wrote == 0) {
         offer.rest_sent = true;  // the receiver reads all of it
         return;
       }
+      offer.being_read = *wrote < chunks_of(mail.view.bytes);
     } else if (target == nullptr) {
       return send_rest(number);  // it is stopped, perhaps
     } else if (!copy_once(desk_, target + head, static_cast<const char*>(mail.view.data) + head,
@@ -371,10 +372,10 @@ void MailOut::deposit(std::uint64_t number, const Frame& place) {
   outgoing_.push_back(std::move(done));
 }
 
-std::optional<bool> MailOut::deposit_part(const Mail& mail, char* target) {
+std::optional<std::size_t> MailOut::deposit_part(const Mail& mail, char* target) {
   const std::size_t chunk = chunk_bytes(mail.view.bytes);
   const auto* source = static_cast<const char*>(mail.view.data);
-  bool wrote = false;
+  std::size_t wrote = 0;
   while (target != nullptr) {  // else it is stopped, perhaps
     if (desk_.is_cut()) {
       return std::nullopt;
@@ -385,7 +386,7 @@ std::optional<bool> MailOut::deposit_part(const Mail& mail, char* target) {
     }
     const std::size_t begin = *taken * chunk;
     stream_copy(target + begin, source + begin, std::min(chunk, mail.view.bytes - begin));
-    wrote = true;
+    ++wrote;
   }
   return wrote;
 }

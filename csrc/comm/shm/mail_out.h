@@ -119,9 +119,9 @@ class MailOut {
   void finish(const Outgoing& message);
   void take_refusal(const Frame& frame);
   void deposit(std::uint64_t number, const Frame& place);
-  // Copies the part of a message that its receiver leaves to this rank. False where that is none; none at all when the
-  // mailbox is about to fail.
-  [[nodiscard]] std::optional<bool> deposit_part(const Mail& mail, char* target);
+  // Copies the part of a message that its receiver leaves to this rank: so many chunks. Nothing when the mailbox is
+  // about to fail.
+  [[nodiscard]] std::optional<std::size_t> deposit_part(const Mail& mail, char* target);
   void send_rest(std::uint64_t number);
   void settle(std::uint64_t number);
 
