@@ -166,39 +166,6 @@ TEST(share_many_messages_at_once_both_ways) {
   }
 }
 
-// A sender that does not look, since it computes, say: its receiver does not wait for it, but reads everything.
-TEST(share_a_receiver_that_waits_does_not_wait_for_its_sender) {
-  if (!kernel_reads()) {
-    return;
-  }
-  constexpr std::size_t kCount = (std::size_t{8} << 20) / 8;
-  bool is_read = false;
-  // The sender's thread looks for it after 50 ms: once in some attempts the receiver is so late that it writes a part.
-  for (int attempt = 0; attempt < 10 && !is_read; ++attempt) {
-    const ShmJob job(2, 20s, shm::Attach::kAlways);
-    std::atomic<bool> received = false;
-    job.run([&](Communicator& world) {
-      auto out = letter(0, 5, kCount);
-      const Buffer memory = world.allocate(kCount * 8);
-      OpOptions awaited;
-      awaited.awaited = true;
-      world.barrier()->wait();
-      if (world.rank() == 0) {
-        const MailPtr work = world.mailbox()->send(view_of(out), 1, 5, awaited);
-        CHECK(eventually([&] { return received.load(); }, 20s));
-        work->wait();
-      } else {
-        world.mailbox()->recv(place_in(memory, kCount), 0, 5, awaited)->wait();
-        received = true;
-        const auto* const values = static_cast<const std::int64_t*>(memory.view.data);
-        check_letter({values, values + kCount}, 0, 5);
-      }
-    });
-    is_read = job.neighbourhood(1)->reads() == shm::chunks_of(kCount * 8);
-  }
-  CHECK(is_read);
-}
-
 // A receiver that computes meanwhile: its sender writes everything, and no core of the receiver's is taken for it.
 TEST(share_a_receiver_that_does_not_wait_copies_nothing) {
   constexpr std::size_t kCount = (std::size_t{8} << 20) / 8;
