@@ -268,7 +268,7 @@ void MailOut::take_answer(const Frame& answer) {
       if (offer != offers_.end()) {
         // Of a part, the other one is there when this rank has said so.
         const bool in_part = std::exchange(offer->second.being_read, false);
-        offer->second.rest_sent = offer->second.rest_sent || !in_part;
+        offer->second.rest_sent = offer->second.rest_sent || !(in_part || offer->second.owes_word);
         settle(answer.number);
       }
       break;
@@ -366,6 +366,7 @@ void MailOut::deposit(std::uint64_t number, const Frame& place) {
     offer.being_read = false;
     return settle(number);
   }
+  offer.owes_word = true;
   Outgoing done;
   done.frame.kind = FrameKind::kDeposited;
   done.frame.number = number;

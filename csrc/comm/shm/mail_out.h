@@ -105,6 +105,7 @@ class MailOut {
     bool rest_sent = false;
     bool being_read = false;    // by its receiver, which copies a part
     bool through_ring = false;  // its rest
+    bool owes_word = false;     // that this rank has written its part
   };
   using Offers = std::map<std::uint64_t, Offer>;
 
