@@ -9,7 +9,7 @@ from torch._C import _distributed_c10d as c10d
 
 class Event:
     def done(self) -> bool: ...
-    def wait(self, timeout: float = -1.0) -> bool: ...
+    def wait(self, timeout: float | None = None) -> bool: ...
 
 class Stream:
     @staticmethod
@@ -36,14 +36,14 @@ class Work:
     @property
     def sequence(self) -> int:
         """Its number: collectives of a communicator count together, messages per peer and direction."""
-    def wait(self, timeout: float = -1.0) -> None:
+    def wait(self, timeout: float | None = None) -> None:
         """What the program does next comes after the operation.
 
         On the CPU this waits until it has ended. On a GPU torch's current stream waits, and the host goes on; with a
         ``timeout`` the host waits as well. Ctrl-C ends the wait.
 
         Args:
-            timeout: seconds; negative: none, as the operation has a limit of its own.
+            timeout: seconds. None, or negative: no limit, as the operation has one of its own.
 
         Raises:
             RankFailed, PeerError, TimedOut, SchemaMismatch, TransportError: what ended the operation, as often as
@@ -105,8 +105,8 @@ class Communicator:
 
     Operations are issued in the calling thread and run in that order on the lane. Tensors are contiguous, on the
     communicator's device. Each returns a Work; with ``async_op=False`` it has ended already and, on the CPU, is one for
-    all such calls, which names no operation. ``timeout`` is in seconds (negative: the communicator's own). Ranks are
-    positions in ``ranks``.
+    all such calls, which names no operation. ``timeout`` is in seconds (None, or negative: the communicator's own).
+    Ranks are positions in ``ranks``.
 
     send() and recv() run in order like the others, so two ranks that both send first may wait for each other.
     sendrecv() sends ``tensor`` to ``peer`` and receives ``output`` from ``source`` at once, as MPI_Sendrecv does.
@@ -149,7 +149,7 @@ class Communicator:
     def timeout(self) -> float:
         """Seconds that an operation may take, from when it starts on its lane."""
     def all_reduce(
-        self, tensor: torch.Tensor, op: str = "sum", *, async_op: bool = False, timeout: float = -1.0
+        self, tensor: torch.Tensor, op: str = "sum", *, async_op: bool = False, timeout: float | None = None
     ) -> Work:
         """Reduces ``tensor`` over the ranks, in place.
 
@@ -165,7 +165,7 @@ class Communicator:
         op: str = "sum",
         *,
         async_op: bool = False,
-        timeout: float = -1.0,
+        timeout: float | None = None,
     ) -> Work:
         """Reduces ``input`` over the ranks and keeps this rank's part.
 
@@ -175,7 +175,7 @@ class Communicator:
             op: as of :meth:`all_reduce`.
         """
     def all_gather(
-        self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, timeout: float = -1.0
+        self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, timeout: float | None = None
     ) -> Work:
         """Collects ``input`` of all ranks in ``output``, in the order of ranks.
 
@@ -183,18 +183,20 @@ class Communicator:
             output: ``size`` times the elements of ``input``, the same dtype. ``input`` may be this rank's part of it.
         """
     def all_to_all(
-        self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, timeout: float = -1.0
+        self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, timeout: float | None = None
     ) -> Work:
         """Part i of ``input`` goes to rank i; part i of ``output`` comes from it.
 
         Args:
             output, input: of ``size`` equal parts, with as many elements, the same dtype.
         """
-    def broadcast(self, tensor: torch.Tensor, root: int, *, async_op: bool = False, timeout: float = -1.0) -> Work:
+    def broadcast(
+        self, tensor: torch.Tensor, root: int, *, async_op: bool = False, timeout: float | None = None
+    ) -> Work:
         """``tensor`` of rank ``root`` to all, in place."""
-    def send(self, tensor: torch.Tensor, peer: int, *, async_op: bool = False, timeout: float = -1.0) -> Work:
+    def send(self, tensor: torch.Tensor, peer: int, *, async_op: bool = False, timeout: float | None = None) -> Work:
         """Sends ``tensor`` to rank ``peer``. First in, first out for each pair of ranks; there are no tags."""
-    def recv(self, tensor: torch.Tensor, peer: int, *, async_op: bool = False, timeout: float = -1.0) -> Work:
+    def recv(self, tensor: torch.Tensor, peer: int, *, async_op: bool = False, timeout: float | None = None) -> Work:
         """Receives into ``tensor`` what rank ``peer`` sends next: of the same dtype and number of elements."""
     def sendrecv(
         self,
@@ -204,10 +206,10 @@ class Communicator:
         source: int,
         *,
         async_op: bool = False,
-        timeout: float = -1.0,
+        timeout: float | None = None,
     ) -> Work:
         """Sends ``tensor`` to ``peer`` and receives ``output`` from ``source``, neither behind the other."""
-    def barrier(self, *, async_op: bool = False, timeout: float = -1.0) -> Work:
+    def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Work:
         """Ends when all ranks have issued it."""
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor, not initialised, in memory that the transport sends without a copy.

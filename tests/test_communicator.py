@@ -294,6 +294,12 @@ def calls_of_every_form() -> None:
             lambda value: comm.all_reduce(op="sum", tensor=value),
             lambda value: comm.all_reduce(tensor=value, timeout=30.0, async_op=False),
             lambda value: comm.all_reduce(value, timeout=30),
+            lambda value: comm.all_reduce(value, timeout=None),
+            lambda value: comm.all_reduce(value, timeout=-1.0),
+            lambda value: comm.all_reduce(value, timeout=float("inf")),
+            lambda value: comm.all_reduce(value, timeout=1e300),
+            lambda value: comm.all_reduce(value, async_op=True).wait(None),
+            lambda value: comm.all_reduce(value.as_subclass(Labelled), timeout=None),
             lambda value: comm.all_reduce(value, async_op=True).wait(),
             lambda value: type(comm).all_reduce(comm, value),
             lambda value: comm.all_reduce(torch.nn.Parameter(value, requires_grad=False)),
@@ -320,10 +326,13 @@ def calls_of_every_form() -> None:
             lambda: comm.broadcast(value, 0.5),
             lambda: comm.broadcast(value, 1 << 40),
             lambda: comm.barrier(30.0),
+            lambda: comm.barrier(timeout="30"),  # type: ignore[arg-type]
             lambda: type(comm).barrier(object()),  # type: ignore[arg-type]
         ):
             with pytest.raises(TypeError):
                 wrong()
+        with pytest.raises(hpcomm.InvalidArgument, match="nan is no number of seconds"):
+            comm.barrier(timeout=float("nan"))
         assert "async_op: bool = False" in str(type(comm).all_reduce.__doc__)
         comm.barrier()
 
@@ -336,11 +345,11 @@ def test_arguments_may_be_given_in_every_form(run: Run) -> None:
     run(2, calls_of_every_form)
 
 
-def absent_peer() -> None:
+def absent_peer(limit: float) -> None:
     with hpcomm.init(dp=2) as mesh:
         if mesh.rank == 0:
             with pytest.raises(hpcomm.TimedOut, match="all_reduce #0 on lane dp") as caught:
-                mesh.dp.all_reduce(torch.zeros(1), timeout=0.5)
+                mesh.dp.all_reduce(torch.zeros(1), timeout=limit)
             assert caught.value.operation == "all_reduce"
             assert caught.value.sequence == 0
             with pytest.raises(hpcomm.TimedOut):  # nothing can follow in order
@@ -379,8 +388,9 @@ def test_a_call_keeps_the_memory_it_was_given() -> None:
     ranks.run(2, memory_swapped_meanwhile)
 
 
-def test_an_operation_that_one_rank_skips_times_out(run: Run) -> None:
-    run(2, absent_peer)
+@pytest.mark.parametrize("limit", [0.5, 0.0])
+def test_an_operation_that_one_rank_skips_times_out(run: Run, limit: float) -> None:
+    run(2, absent_peer, limit)
 
 
 def abort_here() -> None:

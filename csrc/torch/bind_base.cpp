@@ -9,6 +9,7 @@
 #include "torch/device.h"
 #include "torch/gil.h"
 #include "torch/lost_operations.h"
+#include "torch/seconds.h"
 #include "torch/waiting.h"
 
 namespace py = pybind11;
@@ -32,10 +33,10 @@ void bind_base(py::module_& module) {
       .def("done", &Event::done)
       .def(
           "wait",
-          [](const Event& event, double timeout) {
-            return wait_in_slices(in_seconds(timeout), [&](Deadline until) { return event.wait_until(until); });
+          [](const Event& event, Seconds timeout) {
+            return wait_in_slices(in_seconds(timeout.value), [&](Deadline until) { return event.wait_until(until); });
           },
-          py::arg("timeout") = -1.0);
+          py::arg("timeout") = Seconds());
 
   py::class_<Stream, std::shared_ptr<Stream>>(module, "Stream")
       .def_static("caller", &make_caller_stream)
@@ -52,8 +53,8 @@ void bind_base(py::module_& module) {
 
   py::class_<Work, std::shared_ptr<Work>>(module, "Work", docs::Work::kClass)
       .def(
-          "wait", [](const Work& work, double timeout) { wait_for(work, timeout); }, py::arg("timeout") = -1.0,
-          docs::Work::wait)
+          "wait", [](const Work& work, Seconds timeout) { wait_for(work, timeout.value); },
+          py::arg("timeout") = Seconds(), docs::Work::wait)
       .def(
           "done",
           [](const Work& work) {

@@ -253,7 +253,7 @@ py::object send(TreeSender& self, py::handle tree, int microbatch, py::handle wi
   return has_ended_well(*work) ? calls::ended() : py::cast(work);
 }
 
-py::object take(TreeReceiver& self, int microbatch, double timeout) { return self.take(microbatch, timeout); }
+py::object take(TreeReceiver& self, int microbatch, Seconds timeout) { return self.take(microbatch, timeout.value); }
 
 struct DirectSend {
   static constexpr auto kCall = &send;
@@ -317,7 +317,7 @@ void bind_channel(py::module_& module) {
            py::arg("communicator"), py::arg("peer"), py::arg("frozen"), py::kw_only(), slots, slot_bytes, max_bytes,
            movable)
       .def("recv", &TreeReceiver::recv, py::arg("microbatch") = -1)
-      .def("take", &take, py::arg("microbatch") = -1, py::arg("timeout") = -1.0)
+      .def("take", &take, py::arg("microbatch") = -1, py::arg("timeout") = Seconds())
       .def(
           "take_answer",
           [](TreeReceiver& self, int microbatch, const TreeSender& sent) {

@@ -113,7 +113,7 @@ void bind_comm(py::module_& module) {
       .def_readonly("rank", &CommunicatorConfig::rank);
 
   const auto later = py::arg("async_op") = false;
-  const auto limit = py::arg("timeout") = -1.0;
+  const auto limit = py::arg("timeout") = Seconds();
   py::class_<Communicator, std::shared_ptr<Communicator>> communicator(module, "Communicator",
                                                                        docs::Communicator::kClass);
   communicator.def_property_readonly("rank", &Communicator::rank, docs::Communicator::rank)
@@ -131,14 +131,14 @@ void bind_comm(py::module_& module) {
           docs::Communicator::device)
       .def(
           "all_reduce",
-          [](Communicator& self, const at::Tensor& tensor, const std::string& op, bool async_op, double timeout) {
+          [](Communicator& self, const at::Tensor& tensor, const std::string& op, bool async_op, Seconds timeout) {
             return calls::all_reduce(self, tensor, calls::parse_op(op), async_op, timeout);
           },
           py::arg("tensor"), py::arg("op") = "sum", py::kw_only(), later, limit, docs::Communicator::all_reduce)
       .def(
           "reduce_scatter",
           [](Communicator& self, const at::Tensor& output, const at::Tensor& input, const std::string& op,
-             bool async_op, double timeout) {
+             bool async_op, Seconds timeout) {
             return calls::reduce_scatter(self, output, input, calls::parse_op(op), async_op, timeout);
           },
           py::arg("output"), py::arg("input"), py::arg("op") = "sum", py::kw_only(), later, limit,

@@ -40,7 +40,7 @@ class Held {
 struct Call {
   Communicator& self;
   bool async_op;
-  double timeout;  // seconds; the communicator's own when negative
+  Seconds timeout;  // the communicator's own when negative
 
   // `held` outlives the call.
   [[nodiscard]] OpOptions options(const Held* held) const {
@@ -55,8 +55,8 @@ struct Call {
     } else if (held != nullptr) {
       options.keepalive = held->keepalive();
     }
-    if (timeout > 0) {
-      options.timeout = std::chrono::milliseconds(std::max<std::int64_t>(1, static_cast<std::int64_t>(timeout * 1e3)));
+    if (!(timeout.value < 0)) {
+      options.timeout = std::max(in_milliseconds(timeout.value), std::chrono::milliseconds(1));
     }
     return options;
   }
@@ -104,7 +104,7 @@ ReduceOp parse_op(std::string_view op) {
   return ReduceOp::kSum;
 }
 
-py::object all_reduce(Communicator& self, const at::Tensor& tensor, ReduceOp op, bool async_op, double timeout) {
+py::object all_reduce(Communicator& self, const at::Tensor& tensor, ReduceOp op, bool async_op, Seconds timeout) {
   const BufferView view = view_of(tensor, "all_reduce", self.device());
   const Held held(tensor);
   const Call call{self, async_op, timeout};
@@ -112,7 +112,7 @@ py::object all_reduce(Communicator& self, const at::Tensor& tensor, ReduceOp op,
 }
 
 py::object reduce_scatter(Communicator& self, const at::Tensor& output, const at::Tensor& input, ReduceOp op,
-                          bool async_op, double timeout) {
+                          bool async_op, Seconds timeout) {
   const BufferView to = view_of(output, "reduce_scatter output", self.device());
   const BufferView from = view_of(input, "reduce_scatter input", self.device());
   const Held held(output, input);
@@ -121,7 +121,7 @@ py::object reduce_scatter(Communicator& self, const at::Tensor& output, const at
 }
 
 py::object all_gather(Communicator& self, const at::Tensor& output, const at::Tensor& input, bool async_op,
-                      double timeout) {
+                      Seconds timeout) {
   const BufferView to = view_of(output, "all_gather output", self.device());
   const BufferView from = view_of(input, "all_gather input", self.device());
   const Held held(output, input);
@@ -130,7 +130,7 @@ py::object all_gather(Communicator& self, const at::Tensor& output, const at::Te
 }
 
 py::object all_to_all(Communicator& self, const at::Tensor& output, const at::Tensor& input, bool async_op,
-                      double timeout) {
+                      Seconds timeout) {
   const BufferView to = view_of(output, "all_to_all output", self.device());
   const BufferView from = view_of(input, "all_to_all input", self.device());
   const Held held(output, input);
@@ -138,21 +138,21 @@ py::object all_to_all(Communicator& self, const at::Tensor& output, const at::Te
   return call.run([&] { return self.all_to_all(to, from, call.options(&held)); });
 }
 
-py::object broadcast(Communicator& self, const at::Tensor& tensor, int root, bool async_op, double timeout) {
+py::object broadcast(Communicator& self, const at::Tensor& tensor, int root, bool async_op, Seconds timeout) {
   const BufferView view = view_of(tensor, "broadcast", self.device());
   const Held held(tensor);
   const Call call{self, async_op, timeout};
   return call.run([&] { return self.broadcast(view, root, call.options(&held)); });
 }
 
-py::object send(Communicator& self, const at::Tensor& tensor, int peer, bool async_op, double timeout) {
+py::object send(Communicator& self, const at::Tensor& tensor, int peer, bool async_op, Seconds timeout) {
   const BufferView view = view_of(tensor, "send", self.device());
   const Held held(tensor);
   const Call call{self, async_op, timeout};
   return call.run([&] { return self.send(view, peer, call.options(&held)); });
 }
 
-py::object recv(Communicator& self, const at::Tensor& tensor, int peer, bool async_op, double timeout) {
+py::object recv(Communicator& self, const at::Tensor& tensor, int peer, bool async_op, Seconds timeout) {
   const BufferView view = view_of(tensor, "recv", self.device());
   const Held held(tensor);
   const Call call{self, async_op, timeout};
@@ -160,7 +160,7 @@ py::object recv(Communicator& self, const at::Tensor& tensor, int peer, bool asy
 }
 
 py::object sendrecv(Communicator& self, const at::Tensor& tensor, int peer, const at::Tensor& output, int source,
-                    bool async_op, double timeout) {
+                    bool async_op, Seconds timeout) {
   const BufferView from = view_of(tensor, "sendrecv tensor", self.device());
   const BufferView to = view_of(output, "sendrecv output", self.device());
   const Held held(output, tensor);
@@ -168,7 +168,7 @@ py::object sendrecv(Communicator& self, const at::Tensor& tensor, int peer, cons
   return call.run([&] { return self.sendrecv(from, peer, to, source, call.options(&held)); });
 }
 
-py::object barrier(Communicator& self, bool async_op, double timeout) {
+py::object barrier(Communicator& self, bool async_op, Seconds timeout) {
   const Call call{self, async_op, timeout};
   const auto issue = [&] { return self.barrier(call.options(nullptr)); };
   if (async_op || self.device().type == DeviceType::kCpu) {

@@ -17,6 +17,7 @@
 
 #include "base/reduce_op.h"
 #include "torch/bindings.h"
+#include "torch/seconds.h"
 
 namespace hpcomm::direct {
 
@@ -80,14 +81,14 @@ struct FlagParameter {
 };
 
 struct SecondsParameter {
-  using Value = double;
+  using Value = Seconds;
   static std::optional<Value> read(PyObject* given) {
-    if (given == nullptr) {
-      return -1.0;
+    if (given == nullptr || given == Py_None) {
+      return Seconds{};
     }
-    return PyFloat_CheckExact(given) ? std::optional(PyFloat_AS_DOUBLE(given)) : std::nullopt;
+    return PyFloat_CheckExact(given) ? std::optional(Seconds{PyFloat_AS_DOUBLE(given)}) : std::nullopt;
   }
-  static double pass(Value value) { return value; }
+  static Seconds pass(Value value) { return value; }
 };
 
 struct ObjectParameter {
@@ -110,7 +111,7 @@ struct ParameterOf<int> : IntegerParameter {};
 template <>
 struct ParameterOf<bool> : FlagParameter {};
 template <>
-struct ParameterOf<double> : SecondsParameter {};
+struct ParameterOf<Seconds> : SecondsParameter {};
 template <>
 struct ParameterOf<py::handle> : ObjectParameter {};
 

@@ -1,18 +1,32 @@
 // Waiting on CPUs and GPUs.
 #include "torch/waiting.h"
 
+#include <algorithm>
 #include <cmath>
+#include <cstdint>
 
 #include "base/error.h"
 #include "torch/device.h"
 
 namespace hpcomm {
 
-Deadline in_seconds(double seconds) {
+namespace {
+
+std::chrono::duration<double> bounded(double seconds) {
   HPCOMM_REQUIRE(!std::isnan(seconds), "timeout: nan is no number of seconds");
   constexpr double kForever = 1e9;  // thirty years; a Clock overflows soon after three hundred
-  const double bounded = seconds < 0 ? kForever : std::min(seconds, kForever);
-  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bounded));
+  return std::chrono::duration<double>(seconds < 0 ? kForever : std::min(seconds, kForever));
+}
+
+}  // namespace
+
+Deadline in_seconds(double seconds) {
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(bounded(seconds));
+}
+
+std::chrono::milliseconds in_milliseconds(double seconds) {
+  constexpr std::chrono::milliseconds kMost{INT32_MAX};  // what gloo can count
+  return std::min(std::chrono::duration_cast<std::chrono::milliseconds>(bounded(seconds)), kMost);
 }
 
 void wait_for(const Work& work, double seconds) {

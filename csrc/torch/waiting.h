@@ -17,8 +17,10 @@ void wait_for(const Work& work, double seconds);
 // The same for the host on every device.
 void block_on(const Work& work, double seconds);
 
-// A deadline `seconds` from now; far away when negative.
+// A deadline `seconds` from now; far away when negative. Throws kInvalidArgument for what is no number.
 [[nodiscard]] Deadline in_seconds(double seconds);
+// The same as a duration; 24 days at most.
+[[nodiscard]] std::chrono::milliseconds in_milliseconds(double seconds);
 
 // Calls `step(until)` without the GIL until it says that it is over, and looks at signals in between; false when the
 // deadline came first.
