@@ -3,6 +3,7 @@
 PYTHON ?= python3
 TORCH ?= 2.13.0
 CUDA_TORCH ?= 2.11.0
+NEWEST_TORCH ?= 2.14.1
 COMPAT ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 PIP_ARGS ?=
 CUDA_PIP_ARGS ?=
@@ -48,7 +49,7 @@ SHELL := bash
 .NOTPARALLEL:
 MAKEFLAGS += --no-builtin-rules
 .DEFAULT_GOAL := help
-.PHONY: help build test demo lint format sanitize sanitize-build tsan asan wheel cuda-build cuda-wheel compat gpu-test gpu-bench figures clean check-machine FORCE
+.PHONY: help build test demo lint format sanitize sanitize-build tsan asan wheel cuda-build cuda-wheel check-headers compat gpu-test gpu-bench figures clean check-machine FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -122,6 +123,9 @@ cuda-build: | check-machine ## compile the CUDA half against CUDA_TORCH in .venv
 
 cuda-wheel: $(MADE_TORCH) $(MADE_TOOLS)
 	USE_CUDA=1 $(BIN)/python scripts/make_wheel.py --try-here
+
+check-headers: build ## compile what sees c10d with the headers of NEWEST_TORCH, in two minutes
+	PIP_ARGS='$(PIP_ARGS)' $(BIN)/python scripts/check_headers.py $(BUILD_DIR) $(NEWEST_TORCH)
 
 compat: | check-machine ## build and try hpcomm under every torch of COMPAT, one after the other (gigabytes each)
 	PIP_ARGS='$(PIP_ARGS)' '$(PYTHON)' scripts/compat.py $(COMPAT)

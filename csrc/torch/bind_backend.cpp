@@ -23,8 +23,9 @@ class NamedGroup final : public c10d::ProcessGroup {
   using ProcessGroup::ProcessGroup;
 
   const std::string getBackendName() const override { return "hpcomm"; }
-  // Torch's own ask for a backend that they know.
-  void setSequenceNumberForGroup() override { getDefaultBackend()->setSequenceNumberForGroup(); }
+  // Torch's own ask for a backend that they know. The first is an override up to torch 2.13; there is nothing to
+  // override since.
+  void setSequenceNumberForGroup() { getDefaultBackend()->setSequenceNumberForGroup(); }
   std::uint64_t getSequenceNumberForGroup() override { return getDefaultBackend()->getSequenceNumberForGroup(); }
 };
 
