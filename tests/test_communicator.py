@@ -173,6 +173,31 @@ def test_cma_is_on_or_off() -> None:
     assert "HPCOMM_CMA='yes': expected 0 or 1" in outcome.message
 
 
+def sums_of_16_bit_floats() -> None:
+    with hpcomm.init(dp=3) as mesh:
+        comm, rank = mesh.dp, mesh.rank
+        # One more is lost where a sum is rounded on the way; two more are not.
+        for dtype, large in ((torch.bfloat16, 256), (torch.float16, 2048)):
+            for count in (0, 1, 3, 1000, 300_001):
+                value = torch.full((count,), large if rank == 0 else 1, dtype=dtype)
+                comm.all_reduce(value)
+                assert torch.equal(value, torch.full((count,), large + 2, dtype=dtype))
+                value = torch.full((count,), large if rank == 0 else 1 - rank, dtype=dtype)
+                comm.all_reduce(value, "min")
+                assert torch.equal(value, torch.full((count,), -1, dtype=dtype))
+                value = torch.full((count,), 3 * large if rank == 0 else 3, dtype=dtype)
+                comm.all_reduce(value, "avg")
+                assert torch.equal(value, torch.full((count,), large + 2, dtype=dtype))
+                parts = torch.full((3, count), large if rank == 0 else 1, dtype=dtype)
+                for output in (torch.empty(count, dtype=dtype), parts[rank]):
+                    comm.reduce_scatter(output, parts)
+                    assert torch.equal(output, torch.full((count,), large + 2, dtype=dtype))
+
+
+def test_16_bit_floats_are_summed_in_float32_and_rounded_once(run: Run) -> None:
+    run(3, sums_of_16_bit_floats)
+
+
 def half_an_exchange(limit: float) -> str:
     with hpcomm.init(dp=3, timeout=20.0) as mesh:
         comm, rank = mesh.dp, mesh.rank

@@ -111,9 +111,6 @@ class Issue {
     if (communicator_.size() == 1) {
       return nullptr;
     }
-    if (casts_ && !communicator_.averages_well() && communicator_.device().type == DeviceType::kCpu) {
-      return reduce_in_float32();
-    }
     OpOptions options;
     options.keepalive = reduction_.held;
     options.inline_when_idle = reduction_.in_caller;
@@ -138,47 +135,6 @@ class Issue {
       return communicator_.reduce_scatter(own, view, op(), options);
     }
     return communicator_.all_reduce(view, op(), options);
-  }
-
-  // Transports that round at each hop get slices to carry instead: every rank sums one, in rank order and in float32,
-  // and all gather them. As many bytes travel as in an all-reduce.
-  [[nodiscard]] WorkPtr reduce_in_float32() {
-    const auto ranks = static_cast<std::size_t>(communicator_.size());
-    const DType dtype = reduction_.bucket->dtype;
-    const std::size_t element = size_of(dtype);
-    const std::size_t each = (layout_.bytes() / element + ranks - 1) / ranks;
-    const Buffer memory = communicator_.allocate(2 * ranks * each * element);
-    char* const slices = static_cast<char*>(memory.view.data);
-    char* const received = slices + ranks * each * element;
-    const auto view = [&](char* data, std::size_t count) {
-      return BufferView{data, count * element, count, dtype, memory.view.device};
-    };
-    const auto held = std::make_shared<const std::pair<Keepalive, Keepalive>>(reduction_.held, memory.owner);
-    OpOptions options;
-    options.keepalive = held;
-    char* const bucket = static_cast<char*>(reduction_.memory.data);
-    const std::size_t bytes = layout_.bytes();
-    stream().enqueue([=] {
-      std::memcpy(slices, bucket, bytes);
-      std::memset(slices + bytes, 0, ranks * each * element - bytes);
-      (void)held;
-    });
-    (void)communicator_.all_to_all(view(received, ranks * each), view(slices, ranks * each), options);
-    char* const own = slices + static_cast<std::size_t>(communicator_.rank()) * each * element;
-    stream().enqueue([=] {
-      std::vector<const void*> parts;
-      for (std::size_t r = 0; r < ranks; ++r) {
-        parts.push_back(received + r * each * element);
-      }
-      reduce_cpu(own, parts, each, dtype, ReduceOp::kSum);
-      (void)held;
-    });
-    const WorkPtr gathered = communicator_.all_gather(view(slices, ranks * each), view(own, each), options);
-    stream().enqueue([=] {
-      std::memcpy(bucket, slices, bytes);
-      (void)held;
-    });
-    return gathered;
   }
 
   void scatter() {

@@ -57,9 +57,8 @@ struct BucketReduction {
 //   in place             | none               | in the bucket
 //   somebody else's      | copy, scale, cast  | copied back to where it came from
 //
-// Gradients that are cast are summed in float32, in rank order, and rounded once, unless the transport is NCCL's, which
-// rounds at each hop: shared memory does so by itself, on other host transports slices are exchanged and summed here.
-// `checks` is filled before this returns. Throws what issuing throws.
+// Gradients that are cast are summed as the transport sums 16-bit floats: in float32 on the host, rounded at each hop
+// by NCCL. `checks` is filled before this returns. Throws what issuing throws.
 [[nodiscard]] WorkPtr issue(Communicator& communicator, const BucketReduction& reduction, std::uint64_t number,
                             std::vector<RunCheck>* checks);
 

@@ -12,6 +12,7 @@
 #include "comm/agreement.h"
 #include "comm/host_communicator.h"
 #include "comm/solo/solo_communicator.h"
+#include "pack/reduce.h"
 #include "torch/c10d_reduce_op.h"
 #include "torch/cpu_transports.h"
 #include "torch/tensor.h"
@@ -115,8 +116,6 @@ class C10dCommunicator final : public HostCommunicator {
         throw Error(*differs);
       }
     }
-    const auto remaining = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
-    const auto limit = std::max(remaining, std::chrono::milliseconds(1));
     try {
       switch (operation.kind) {
         case Operation::Kind::kSend:
@@ -126,18 +125,20 @@ class C10dCommunicator final : public HostCommunicator {
         case Operation::Kind::kSendRecv:
           transfer({operation.receiving(), operation.sending()}, deadline);
           return;
-        case Operation::Kind::kAllReduce:
         case Operation::Kind::kReduceScatter:
+          reduce_scatter(operation, deadline);
+          return;
+        case Operation::Kind::kAllReduce:
+          if (is_floating(operation.output.dtype) && size_of(operation.output.dtype) == 2) {
+            all_reduce_in_float32(operation, deadline);
+            return;
+          }
+          [[fallthrough]];
         case Operation::Kind::kAllGather:
         case Operation::Kind::kBroadcast:
         case Operation::Kind::kAllToAll:
         case Operation::Kind::kBarrier:
-          wait_collective(operation, start(operation, limit), deadline);
-          if (operation.kind == Operation::Kind::kReduceScatter) {
-            as_tensor(operation.output, operation.options.keepalive)
-                .copy_(parts(scratch_)[static_cast<std::size_t>(rank())]);
-            scratch_.reset();
-          }
+          wait_collective(operation, start(operation, left_until(deadline)), deadline);
           if (operation.op == ReduceOp::kAverage) {
             at::Tensor sum = as_tensor(operation.output, operation.options.keepalive);
             const bool truncates = c10::isIntegralType(sum.scalar_type(), true);
@@ -173,6 +174,12 @@ class C10dCommunicator final : public HostCommunicator {
 
   // The backend's Work of a message, which can be aborted.
   using Message = c10::intrusive_ptr<c10d::Work>;
+
+  // A millisecond at least: none is no limit for a backend.
+  [[nodiscard]] static std::chrono::milliseconds left_until(Deadline deadline) {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
+    return std::max(left, std::chrono::milliseconds(1));
+  }
 
   // Null for an empty message, which is not sent.
   [[nodiscard]] Message begin(const Operation& operation) {
@@ -236,8 +243,7 @@ class C10dCommunicator final : public HostCommunicator {
       for (std::size_t i = 0; i < started.size(); ++i) {
         at = started[i];
         if (const Message message = held(i)) {
-          const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
-          message->wait(std::max(left, std::chrono::milliseconds(1)));
+          message->wait(left_until(deadline));
         }
       }
     } catch (const Error&) {
@@ -333,15 +339,6 @@ class C10dCommunicator final : public HostCommunicator {
         std::vector<at::Tensor> inputs{input};
         return backend_->allgather(outputs, inputs, options);
       }
-      case Operation::Kind::kReduceScatter: {
-        // gloo has no such collective of its own, and the Work that it returns for one has no future to wait on.
-        c10d::AllreduceOptions options;
-        options.reduceOp = reduce_op(operation.op);
-        options.timeout = limit;
-        scratch_ = input.clone();
-        std::vector<at::Tensor> whole{scratch_};
-        return backend_->allreduce(whole, options);
-      }
       case Operation::Kind::kAllToAll: {
         c10d::AllToAllOptions options;
         options.timeout = limit;
@@ -356,13 +353,66 @@ class C10dCommunicator final : public HostCommunicator {
         options.timeout = limit;
         return backend_->barrier(options);
       }
+      case Operation::Kind::kReduceScatter:
       case Operation::Kind::kSend:
       case Operation::Kind::kRecv:
       case Operation::Kind::kSendRecv:
         break;
     }
-    HPCOMM_ASSERT(false, "not a collective");
+    HPCOMM_ASSERT(false, "not one of the backend's collectives");
     return {};
+  }
+
+  // gloo's reduce_scatter is an all_reduce. Here every rank is sent its own part by all others, half as many bytes, and
+  // reduces it in rank order.
+  void reduce_scatter(const Operation& operation, Deadline deadline) {
+    HPCOMM_REQUIRE(can_reduce(operation.input.dtype, operation.op), "reduce_scatter: no ", to_string(operation.op),
+                   " of ", to_string(operation.input.dtype));
+    if (operation.output.count > 0) {
+      reduce_part(operation, operation.output, as_tensor(operation.input, operation.options.keepalive), deadline);
+    }
+  }
+
+  // gloo rounds a sum of 16-bit floats at each hop. Here every rank reduces a part, in float32, and all gather these:
+  // as many bytes as an all_reduce.
+  void all_reduce_in_float32(const Operation& operation, Deadline deadline) {
+    const BufferView& buffer = operation.output;
+    if (buffer.count == 0) {
+      return;
+    }
+    const auto ranks = static_cast<std::size_t>(size());
+    const std::size_t each = (buffer.count + ranks - 1) / ranks;
+    const auto count = static_cast<std::int64_t>(buffer.count);
+    at::Tensor whole = as_tensor(buffer, operation.options.keepalive);
+    const bool is_even = each * ranks == buffer.count;
+    at::Tensor padded = is_even ? whole : at::zeros({static_cast<std::int64_t>(each * ranks)}, whole.options());
+    if (!is_even) {
+      padded.narrow(0, 0, count).copy_(whole);
+    }
+    std::vector<at::Tensor> own{parts(padded)[static_cast<std::size_t>(rank())]};
+    reduce_part(operation, {own[0].data_ptr(), own[0].nbytes(), each, buffer.dtype, buffer.device}, padded, deadline);
+    c10d::AllgatherOptions options;
+    options.timeout = left_until(deadline);
+    std::vector<std::vector<at::Tensor>> outputs{parts(padded)};
+    wait_collective(operation, backend_->allgather(outputs, own, options), deadline);
+    if (!is_even) {
+      whole.copy_(padded.narrow(0, 0, count));
+    }
+  }
+
+  // This rank's of as many equal parts of `all` as there are ranks, reduced, to `output`, which may be that part.
+  void reduce_part(const Operation& operation, const BufferView& output, at::Tensor all, Deadline deadline) {
+    at::Tensor sent = all.view(at::kByte);  // which every backend takes
+    at::Tensor received = at::empty_like(sent);
+    c10d::AllToAllOptions options;
+    options.timeout = left_until(deadline);
+    std::vector<std::int64_t> even;
+    wait_collective(operation, backend_->alltoall_base(received, sent, even, even, options), deadline);
+    std::vector<const void*> sources;
+    for (const at::Tensor& part : parts(received)) {
+      sources.push_back(part.const_data_ptr());
+    }
+    reduce_cpu(output.data, sources, output.count, output.dtype, operation.op);
   }
 
   // A rank that closed its Control and lives on takes part in nothing more, but keeps gloo's connections open.
@@ -468,7 +518,6 @@ class C10dCommunicator final : public HostCommunicator {
   std::optional<Agreement> agreement_;  // with HPCOMM_CHECK=1
   std::mutex mutex_;
   std::vector<Message> transfers_;  // that the lane waits for, under mutex_
-  at::Tensor scratch_;              // of the reduce_scatter that runs
   std::optional<Deadline> farewell_;
   bool interrupted_ = false;
   bool abandoned_ = false;  // written on the lane, read after shut_down()

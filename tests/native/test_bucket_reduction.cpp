@@ -125,8 +125,9 @@ TEST(a_missing_gradient_counts_as_zeros) {
   });
 }
 
-// Sums that bfloat16 cannot hold on the way: 256 + 1 + 1 + ... rounds back to 256 at each hop, and is 272 in float32.
-TEST(casts_are_summed_in_float32) {
+// Sums that bfloat16 cannot hold on the way: 256 + 1 + 1 + ... rounds back to 256 at each addition, and is 272 in
+// float32.
+TEST(casts_are_scaled_before_they_are_summed) {
   constexpr int kRanks = 17;
   ThreadJob(kRanks).run([](const std::shared_ptr<Communicator>& communicator) {
     Bucket bucket{{0}, Layout({{kFirst, DType::kFloat32}}, DType::kBFloat16), DType::kBFloat16};

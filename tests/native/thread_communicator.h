@@ -29,6 +29,7 @@
 #include "comm/host_communicator.h"
 #include "control/control.h"
 #include "native/check.h"
+#include "pack/reduce.h"
 
 namespace hpcomm::testing {
 
@@ -372,6 +373,14 @@ class ThreadCommunicator final : public HostCommunicator {
         return reduce_as<double>(operation.op, posts, at, result);
       case DType::kInt64:
         return reduce_as<std::int64_t>(operation.op, posts, at, result);
+      case DType::kFloat16:
+      case DType::kBFloat16: {
+        std::vector<const void*> sources;
+        for (const Room::Post& post : posts) {
+          sources.push_back(static_cast<const char*>(post.input.data) + at);
+        }
+        return reduce_cpu(result.data(), sources, result.size() / 2, operation.input.dtype, operation.op);
+      }
       default:
         throw Error(ErrorKind::kInvalidArgument, str("no reduction of ", to_string(operation.input.dtype)));
     }
