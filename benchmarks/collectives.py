@@ -12,6 +12,8 @@ Times are those of the slowest rank (nccl-tests' -a 3; its default is the averag
 
 With --hosts ranks share memory only with those of their own host, and HPCOMM_CPU_TRANSPORT is hierarchical unless it
 is set. Between hosts bytes take the loopback, which is no network: it costs the cores that compute, and has no delay.
+With --link as well the two hosts have networks of their own, and one cable between them that carries so many bits a
+second each way (benchmarks/hosts.py; tc's token bucket).
 
 Peers: hpcomm is our communicator from Python, hpcomm-zero the same on memory from Communicator.allocate, c10d-hpcomm is
 torch.distributed with the backend "hpcomm", gloo is torch.distributed with gloo, mpich is MPICH by way of mpi4py
@@ -36,7 +38,7 @@ from types import FrameType
 from typing import Any
 
 from benchmarks import collectives_table as report
-from benchmarks.launch import JobFailed, find_mpiexec, run_ranks
+from benchmarks.launch import JobFailed, find_mpiexec, link_rate, run_ranks
 from benchmarks.operations import DTYPES, OPERATIONS, REDOPS
 from benchmarks.peers import INSTALL_MPI, PEERS
 
@@ -77,6 +79,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive, help="blocks of each peer per size (7; 4 with --wait)")
     parser.add_argument("--ranks", default="2", help="of each job, such as 2,4,8")
     parser.add_argument("--hosts", type=positive, default=1, help="that the ranks pretend to be on, by HPCOMM_HOST (1)")
+    parser.add_argument("--link", type=link_rate, metavar="RATE", help="between two --hosts, such as 1gbit or 200mbit")
     parser.add_argument("--cores", type=cores, help="of the ranks, such as 0,0,1,1 (the scheduler's choice)")
     parser.add_argument("--ops", default="all_reduce", help=f"of {','.join(OPERATIONS)}; or all")
     parser.add_argument("--vs", default="hpcomm-zero,c10d-hpcomm,gloo,mpich", help=f"peers, of {','.join(PEERS)}")
@@ -98,6 +101,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--cores: {len(arguments.cores)} cores for --ranks {arguments.ranks}")
     if any(ranks % arguments.hosts for ranks in arguments.ranks):
         parser.error(f"--hosts: {arguments.hosts} hosts with equally many of --ranks {arguments.ranks}")
+    if arguments.link and arguments.hosts != 2:
+        parser.error(f"--link is between two --hosts, not {arguments.hosts}")
     arguments.ops = list(OPERATIONS) if arguments.ops == "all" else arguments.ops.split(",")
     arguments.peers = list(dict.fromkeys([arguments.baseline, *filter(None, arguments.vs.split(","))]))
     arguments.dtype = ALIASES.get(arguments.dtype, arguments.dtype)
@@ -128,6 +133,10 @@ def run(arguments: argparse.Namespace) -> int:
     deadline = time.time() + arguments.timeout
     notes = []
     mpiexec = None
+    if "mpich" in arguments.peers and arguments.link:
+        arguments.peers.remove("mpich")
+        notes.append("mpich is left out: its launcher does not start ranks on the hosts of --link")
+        print(f"# {notes[-1]}")
     if "mpich" in arguments.peers:
         mpiexec = find_mpiexec() if importlib.util.find_spec("mpi4py") else None
         if mpiexec is None:
@@ -139,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
         for ranks in arguments.ranks:
             result = Path(folder) / f"{ranks}.json"
             call = ["-m", "benchmarks.collectives_rank", json.dumps(vars(arguments)), str(result)]
-            run_ranks(ranks, call, mpiexec=mpiexec, deadline=deadline)
+            run_ranks(ranks, call, mpiexec=mpiexec, deadline=deadline, link=arguments.link)
             jobs.append(json.loads(result.read_text()))
     wrong = 0
     if arguments.wait:

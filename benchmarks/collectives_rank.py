@@ -34,7 +34,7 @@ import torch.distributed as dist
 import hpcomm
 from benchmarks import collectives_table as report
 from benchmarks.harness import environment
-from benchmarks.launch import adopt_mpi_environment, pretend_hosts
+from benchmarks.launch import adopt_mpi_environment, enter_hosts
 from benchmarks.operations import DTYPES, OPERATIONS, Buffers, Case, Operation, count_of, count_wrong, sizes
 from benchmarks.peers import Mpich, Peer, Step, UnavailableError, UnsupportedError, make_peer
 
@@ -50,7 +50,7 @@ class Rank:
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self._arguments = arguments
         self._notes: list[str] = []
-        pretend_hosts(arguments["hosts"])
+        enter_hosts(arguments["hosts"])
         dist.init_process_group("gloo")
         self._mesh = hpcomm.init()
         self._peers = self._make_peers()
@@ -58,7 +58,9 @@ class Rank:
     def run(self) -> dict[str, Any]:
         """The whole job of these ranks; rank 0's result counts."""
         mesh = self._mesh
-        described = environment(mesh) | ({"hosts": hosts} if (hosts := self._arguments["hosts"]) > 1 else {})
+        described = environment(mesh)
+        if (hosts := self._arguments["hosts"]) > 1:
+            described |= {"hosts": hosts, "link": self._arguments["link"] or "loopback"}
         for peer in self._peers:
             if isinstance(peer, Mpich):
                 described["mpi"] = peer.version

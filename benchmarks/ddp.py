@@ -10,7 +10,7 @@
 A step is zero_grad, forward, loss, backward. "compute only" is the same module without any wrapper. The floor is the
 traffic that no reduction avoids: each gradient packed once, the whole averaged once. Communication that a step does not
 hide is its time minus that of compute only, round by round. Gradients are compared before timing. With --hosts ranks
-share memory only on their own host, as in benchmarks.collectives.
+share memory only on their own host, and with --link that has a network of its own, as in benchmarks.collectives.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.ddp_plot import draw
 from benchmarks.ddp_timeline import timelines
 from benchmarks.ddp_variants import COMPUTE, MODELS, STOCK_ON_GLOO, Model, Vector, floor_of, step_of, variants
 from benchmarks.harness import environment, keep_freed_memory, measure, save, table
-from benchmarks.launch import adopt_mpi_environment, pretend_hosts, run_ranks
+from benchmarks.launch import adopt_mpi_environment, enter_hosts, link_rate, run_ranks
 
 COUNTS = (10, 100, 1000, 10000)
 FLOOR = "floor: pack and reduce"
@@ -46,6 +46,7 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hosts", type=int, default=1, help="that they pretend to be on, by HPCOMM_HOST")
+    parser.add_argument("--link", type=link_rate, metavar="RATE", help="between two --hosts, such as 1gbit or 200mbit")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--models", help="only models whose name contains this")
     parser.add_argument("--memory", action="store_true", help="peak memory instead of times")
@@ -68,8 +69,11 @@ def main() -> None:
             Path(arguments.json).write_text(json.dumps(document, indent=1) + "\n")
     elif arguments.hosts < 1 or arguments.ranks % arguments.hosts:
         parser.error(f"--hosts: {arguments.hosts} hosts with equally many of {arguments.ranks} ranks")
+    elif arguments.link and arguments.hosts != 2:
+        parser.error(f"--link is between two --hosts, not {arguments.hosts}")
     elif "RANK" not in os.environ:
-        run_ranks(arguments.ranks, ["-m", "benchmarks.ddp", *sys.argv[1:]], mpiexec=None, deadline=deadline(arguments))
+        call = ["-m", "benchmarks.ddp", *sys.argv[1:]]
+        run_ranks(arguments.ranks, call, mpiexec=None, deadline=deadline(arguments), link=arguments.link)
     else:
         rank(arguments)
 
@@ -86,7 +90,7 @@ def rank(arguments: argparse.Namespace) -> None:
     """One rank's part, also under torchrun."""
     if "HPCOMM_BENCH_DEADLINE" in os.environ:
         adopt_mpi_environment()
-    pretend_hosts(arguments.hosts)
+    enter_hosts(arguments.hosts)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     mesh = hpcomm.init()
     if arguments.variant:

@@ -1,8 +1,10 @@
-"""Hosts for test ranks on one machine: namespaces of their own for network, mounts and users, joined by one cable.
+"""Two hosts for ranks of one machine: namespaces of their own for network, mounts and users, joined by one cable.
 
 A rank calls :func:`enter` before anything else. Ranks of one host share a network namespace and /dev/shm; between hosts
-there is only a veth pair: host h has the address 10.77.0.(h+1) on its ``eth0``. Nothing of it needs to be root, and all
-of it ends with the last process. Where the machine does not allow it, :func:`why_not` says what it refuses.
+there is only a veth pair: host h has the address 10.77.0.(h+1) on its ``eth0``. It carries as much as the cores can
+copy, or each way as many bits a second as it is told to, with a token bucket (tc-tbf(8)); it has no delay of its own.
+Nothing of it needs to be root, and all of it ends with the last process. Where the machine does not allow it,
+:func:`why_not` says what it refuses.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 import subprocess
 import sys
 import time
@@ -24,27 +27,31 @@ _libc = ctypes.CDLL(None, use_errno=True)
 @functools.cache
 def why_not() -> str:
     """Why this machine cannot have hosts; empty when it can."""
-    code = "import hosts, os; hosts._make(); hosts._cable(os.getpid()); hosts._ip('link', 'show', 'eth0')"
-    root = Path(__file__).parent
+    code = (
+        "from benchmarks import hosts; import os; hosts._make(); hosts._cable(os.getpid());"
+        "hosts._up(0); hosts._slow_down('1gbit')"
+    )
+    root = Path(__file__).parent.parent
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=False
     )
     return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["unknown"])[-1]
 
 
-def enter(folder: Path, rank: int, host: int, *, first: bool) -> None:
+def enter(folder: Path, rank: int, host: int, *, first: bool, rate: str | None = None) -> None:
     """Moves this process, which has one thread, to ``host`` (0 or 1), and sets the job's environment.
 
     Args:
         folder: where the ranks find each other; empty at first.
         first: this rank makes the host; the other ranks of the host join it. Rank 0 is the first of host 0.
+        rate: of the cable, each way, as tc takes it ("1gbit"); None: no limit.
     """
     if first and host == 0:
         _make()
         _say(folder, "host0")
         other = int(_heard(folder, "host1"))
         _cable(other)
-        _up(host)
+        _up(host, rate)
         _say(folder, "cable")
     elif first:
         # In the user namespace of host 0, whose root may then join the two networks.
@@ -53,11 +60,13 @@ def enter(folder: Path, rank: int, host: int, *, first: bool) -> None:
         _own_memory()
         _say(folder, "host1")
         _heard(folder, "cable")
-        _up(host)
+        _up(host, rate)
         _say(folder, "up1")
     else:
         _join(int(_heard(folder, f"host{host}")), ("user", "net", "mnt"))
     _heard(folder, "up1")
+    dumpable = 4  # which a process with other credentials is not; ranks of a host read each other's memory
+    _call(_libc.prctl, dumpable, 1, 0, 0, 0)
     os.environ.update(MASTER_ADDR=address(0), MASTER_PORT="29500", GLOO_SOCKET_IFNAME=INTERFACE)
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # rank 0 has the store
 
@@ -119,16 +128,36 @@ def _cable(other: int) -> None:
     _ip("link", "set", "peer0", "netns", str(other), "name", INTERFACE if other != os.getpid() else "peer1")
 
 
-def _up(host: int) -> None:
+def _up(host: int, rate: str | None = None) -> None:
     _ip("link", "set", "lo", "up")
     _ip("address", "add", f"{address(host)}/24", "dev", INTERFACE)
     _ip("link", "set", INTERFACE, "up")
+    if rate is not None:
+        _slow_down(rate)
+
+
+def _slow_down(rate: str) -> None:
+    """What this host sends: at most ``rate``. The bucket holds what goes out between two ticks of a slow clock."""
+    bucket = max(128 << 10, bits_of(rate) // 8 // 250)
+    _run("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", rate, "burst", str(bucket), "latency", "50ms")
+
+
+def bits_of(rate: str) -> int:
+    """Per second; ValueError for what is none, such as "fast"."""
+    found = re.fullmatch(r"([1-9][0-9]*)([kmg])bit", rate)
+    if found is None:
+        raise ValueError(f"{rate!r}: expected a rate such as 1gbit or 200mbit")
+    return int(found[1]) * 1000 ** ("kmg".index(found[2]) + 1)
 
 
 def _ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20, check=False)
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     if done.returncode != 0:
-        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
 def _call(function: object, *arguments: object) -> None:

@@ -6,6 +6,7 @@ environment; under mpiexec :func:`adopt_mpi_environment` derives what is differe
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import faulthandler
@@ -14,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -23,9 +25,12 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
+from benchmarks.hosts import bits_of, enter
+
 ROOT = Path(__file__).resolve().parent.parent
 GRACE = 2.0  # seconds that ranks have to fail as well after the first one failed
 _DEADLINE = "HPCOMM_BENCH_DEADLINE"
+_MEETING, _LINK = "HPCOMM_BENCH_MEETING", "HPCOMM_BENCH_LINK"
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
@@ -53,10 +58,12 @@ def run_ranks(
     mpiexec: str | None,
     deadline: float,
     extra: Mapping[str, str] | None = None,
+    link: str | None = None,
 ) -> None:
     """Runs ``python ARGUMENTS`` in ``ranks`` processes until ``deadline`` (of ``time.time()``).
 
-    ``extra`` goes on top of this process's environment.
+    ``extra`` goes on top of this process's environment. ``link``: of the cable between two hosts of their own, which
+    the ranks enter by :func:`enter_hosts`.
 
     Raises:
         JobFailed: a rank failed or the deadline passed; no rank is left.
@@ -83,6 +90,7 @@ def run_ranks(
         per_process = [(command, {**common, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(ranks)]
         names = [f"rank {r}" for r in range(ranks)]
     processes: list[subprocess.Popen[bytes]] = []
+    folder = tempfile.TemporaryDirectory(prefix="hpcomm-bench-") if link else None
     try:
         # Sessions of their own: the terminal's Ctrl-C reaches this process alone, which then ends them.
         options: dict[str, Any] = {
@@ -91,6 +99,8 @@ def run_ranks(
             "preexec_fn": partial(_die_with_parent, signal.SIGTERM),  # mpiexec ends its ranks at SIGTERM
         }
         for line, environment in per_process:
+            if folder is not None and link is not None:
+                environment.update({_MEETING: folder.name, _LINK: link})
             processes.append(subprocess.Popen(line, env=environment, cwd=ROOT, **options))  # noqa: PERF401 - see finally
         _wait(processes, names, deadline)
     finally:
@@ -98,6 +108,8 @@ def run_ranks(
             if process.poll() is None:
                 kill_tree(process.pid)
             process.wait()
+        if folder is not None:
+            folder.cleanup()
 
 
 def adopt_mpi_environment() -> None:
@@ -105,19 +117,33 @@ def adopt_mpi_environment() -> None:
     if "PMI_RANK" in os.environ:
         os.environ["RANK"] = os.environ["PMI_RANK"]
         os.environ["LOCAL_RANK"] = os.environ["MPI_LOCALRANKID"]
-    _die_with_parent(signal.SIGKILL)
-    seconds = float(os.environ[_DEADLINE]) - time.time()
-    # Says where the rank was, which the launcher could not.
-    faulthandler.dump_traceback_later(max(seconds, 0.1), exit=True)
+    _end_in_time()
 
 
-def pretend_hosts(hosts: int) -> None:
-    """In a rank, before ``hpcomm.init()``: as many ranks on each of ``hosts`` hosts, which share no memory. What would
-    be a network between them is the loopback.
+def enter_hosts(hosts: int) -> None:
+    """In a rank, before ``hpcomm.init()``: as many ranks on each of ``hosts`` hosts, which share no memory. Between
+    them is the loopback, or the link of :func:`run_ranks`.
     """
     if hosts > 1:
-        os.environ["HPCOMM_HOST"] = f"host {int(os.environ['RANK']) * hosts // int(os.environ['WORLD_SIZE'])}"
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        host = rank * hosts // size
+        if _MEETING in os.environ:
+            faulthandler.cancel_dump_traceback_later()
+            _await_last_thread()
+            enter(Path(os.environ[_MEETING]), rank, host, first=rank * hosts % size == 0, rate=os.environ[_LINK])
+            _end_in_time()
+        else:
+            os.environ["HPCOMM_HOST"] = f"host {host}"
         os.environ.setdefault("HPCOMM_CPU_TRANSPORT", "hierarchical")
+
+
+def link_rate(text: str) -> str:
+    """The argument of ``--link``, for argparse."""
+    try:
+        bits_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def kill_tree(process: int) -> None:
@@ -125,6 +151,23 @@ def kill_tree(process: int) -> None:
     for descendant in _tree(process):
         with contextlib.suppress(OSError):
             os.kill(descendant, signal.SIGKILL)
+
+
+def _await_last_thread() -> None:
+    """Only a process of one thread may enter; that of faulthandler ends a moment after it was told to."""
+    for _ in range(100):
+        if len(os.listdir("/proc/self/task")) == 1:
+            return
+        time.sleep(0.01)
+    raise RuntimeError("a thread besides the main one keeps this rank from its host; is OMP_NUM_THREADS=1?")
+
+
+def _end_in_time() -> None:
+    """A rank ends with its launcher (the kernel forgets that where credentials change), or when the time is up."""
+    _die_with_parent(signal.SIGKILL)
+    seconds = float(os.environ[_DEADLINE]) - time.time()
+    # Says where the rank was, which the launcher could not.
+    faulthandler.dump_traceback_later(max(seconds, 0.1), exit=True)
 
 
 def _die_with_parent(number: int) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hosts
 import pytest
 import ranks
 import torch
@@ -17,6 +17,10 @@ from patience import with_patience
 from test_ddp import loss_of, model, one_process, shard
 
 import hpcomm
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # `pytest` alone does not look there
+
+from benchmarks import hosts  # noqa: E402
 
 pytestmark = pytest.mark.skipif(hosts.why_not() != "", reason=f"no namespaces of our own: {hosts.why_not()}")
 
