@@ -17,7 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # `pytest` alone, other than `python -m pytest`, does not look there
 
-from benchmarks import collectives, collectives_table, launch, operations, pack  # noqa: E402
+from benchmarks import collectives, collectives_table, hosts, launch, operations, pack  # noqa: E402
 from benchmarks.collectives_rank import Fresh  # noqa: E402
 from benchmarks.operations import DTYPES, OPERATIONS, REDOPS, Case  # noqa: E402
 
@@ -112,6 +112,22 @@ def test_ranks_pretend_to_be_on_hosts(tmp_path: Path) -> None:
     document = json.loads(file.read_text())
     assert document["wrong"] == 0
     assert (document["environment"]["transport"], document["environment"]["hosts"]) == ("hierarchical", 2)
+
+
+@pytest.mark.skipif(hosts.why_not() != "", reason=f"no namespaces of our own: {hosts.why_not()}")
+def test_a_link_between_hosts_carries_no_more_than_it_is_told_to(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    size = ("-b", "256K", "-e", "256K", "--json", str(file))
+    done = run("--ranks", "4", "--hosts", "2", "--link", "20mbit", "--vs", "gloo,mpich", *size)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mpich is left out: its launcher does not start ranks on the hosts of --link" in done.stdout
+    document = json.loads(file.read_text())
+    assert document["wrong"] == 0
+    assert (document["environment"]["transport"], document["environment"]["link"]) == ("hierarchical", "20mbit")
+    (row,) = document["jobs"][0]["rows"]
+    for peer in row["peers"].values():
+        # Each host sends all of it to the other, twice in a block; the bucket lets a part go at once.
+        assert peer["time_us"]["low"] >= ((2 * row["size"] - (128 << 10)) * 8 / 20e6) * 1e6 / 2
 
 
 def test_fresh_input_is_written_before_every_step() -> None:
@@ -250,6 +266,8 @@ def test_sizes_and_counts() -> None:
         (["--cores", "0,0,0"], "3 cores for --ranks [2]"),
         (["--cores", "0,x"], "expected cores of"),
         (["--ranks", "3", "--hosts", "2"], "2 hosts with equally many of --ranks [3]"),
+        (["--ranks", "4", "--link", "1gbit"], "--link is between two --hosts, not 1"),
+        (["--ranks", "4", "--hosts", "2", "--link", "fast"], "'fast': expected a rate such as 1gbit or 200mbit"),
         (["--redop", "avg", "--dtype", "int32"], "not exact"),
     ],
 )
