@@ -102,6 +102,12 @@ FILES = (
     File("collectives-hosts-cpu-4-ranks", "Collectives over two hosts, 4 ranks of one machine that pretend to be there",
          f"{COLLECTIVES} --ranks 4 --hosts 2 --ops all_reduce,all_gather,reduce_scatter,broadcast -b 4 -e 25M -f 2560 "
          "--vs gloo --rounds 7", cpu_tables.collectives),
+    File("collectives-link-cpu-4-ranks", "Collectives over two hosts and a link of 1 Gbit/s, 4 ranks",
+         f"{COLLECTIVES} --ranks 4 --hosts 2 --link 1gbit --ops all_reduce,all_gather,reduce_scatter,broadcast "
+         "-b 4 -e 25M -f 2560 --vs gloo --rounds 5", cpu_tables.collectives),
+    File("ddp-link-cpu-4-ranks", "Data-parallel steps over two hosts and a link of 1 Gbit/s, 4 ranks",
+         "python -m benchmarks.ddp --ranks 4 --hosts 2 --link 1gbit --rounds 8 --models 'Linear(1024)'",
+         cpu_tables.ddp_link),
 )  # fmt: skip
 
 # What README shows, of all lines.

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 Document = Mapping[str, Any]
 Samples = Sequence[float]
 
-STOCK_DDP = ("stock", "stock, bucket views", "stock, batched copies", "stock, fp16 hook")
+HALVED = "stock, fp16 hook"
+STOCK_DDP = ("stock", "stock, bucket views", "stock, batched copies", HALVED)
 STOCK_MESSAGES = ("send", "batch", "cat")
 COMPUTE, FLOOR = "compute only", "floor: pack and reduce"
 DDP_AIMS = {
@@ -149,6 +150,26 @@ def ddp(document: Document) -> Section:
         if least is not None:
             aims.append(Aim(f"{what}, against the best stock variant", times(least), times(ratio), ratio >= least))
     return Section(rows(["ms a step", *variants, "best stock on gloo / hpcomm"], body), aims, lines)
+
+
+def ddp_link(document: Document) -> Section:
+    """benchmarks.ddp --link: gradients as they are, and those that travel in 16 bits."""
+    body, lines = [], []
+    arguments = document["arguments"]
+    models: Mapping[str, Mapping[str, Samples]] = document["seconds"]
+    variants = list(dict.fromkeys(name for samples in models.values() for name in samples))
+    for model, samples in models.items():
+        median = {name: statistics.median(s) for name, s in samples.items()}
+        exact = min((name for name in STOCK_DDP if name in samples and name != HALVED), key=median.__getitem__)
+        cells = [f"{median[name] / MILLISECOND:.0f}" for name in variants]
+        for bits, theirs, ours in (("", exact, "hpcomm"), (", in 16 bits", HALVED, "hpcomm, bfloat16")):
+            ratio = by_rounds(samples[theirs], samples[ours])
+            where = f"{arguments['ranks']} ranks on {arguments['hosts']} hosts, {arguments['link']}"
+            lines.append(Line(f"DDP step of {model}, {where}{bits}", median[theirs], median[ours], ratio))
+            cells.append(times(ratio))
+        body.append([model, *cells])
+    heads = ["best stock in 32 bits / hpcomm", "stock, fp16 hook / hpcomm, bfloat16"]
+    return Section(rows(["ms a step", *variants, *heads], body), [], lines)
 
 
 def ddp_memory(document: Document) -> Section:
