@@ -60,14 +60,6 @@ struct OpOptions {
   // and which of its buckets, equal on all ranks. Sums of equal size are otherwise alike.
   std::int32_t reducer_id = -1;
   std::uint16_t bucket = 0;
-  // Of a Mailbox's sends: what follows under this tag means nothing without it. Its time-out ends the mailbox, as one
-  // in the midst of a message does.
-  bool must_precede = false;
-  // Of a Mailbox's: its caller waits for it from here to its end, so that nobody else need look after it.
-  bool awaited = false;
-  // Of a Mailbox's: the number by which errors name it, that of the message it is a part of; below 0, the mailbox's own
-  // count.
-  std::int64_t number = -1;
   // Of transports that take_behind(), outside of groups: called once, before the call returns and before the Work's
   // event, unless nothing was launched (no elements, too). What it issues on stream() is part of the operation; what it
   // throws ends the communicator as a failed launch does.
@@ -75,9 +67,6 @@ struct OpOptions {
   // False: an operation that has ended well when its call returns gives null in place of a Work, which costs to make.
   bool wants_work = true;
 
-  [[nodiscard]] std::uint64_t number_or(std::uint64_t own) const noexcept {
-    return number < 0 ? own : static_cast<std::uint64_t>(number);
-  }
   // Reducer and bucket, as they are compared; -1 without a reducer.
   [[nodiscard]] std::int32_t label() const noexcept {
     return reducer_id < 0 ? -1 : (reducer_id & 0x7fff) << 16 | bucket;

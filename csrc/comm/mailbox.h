@@ -2,15 +2,33 @@
 // send and recv beyond a Communicator's first-in-first-out.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 
 #include "base/view.h"
-#include "comm/communicator.h"
 #include "comm/work.h"
 
 namespace hpcomm {
+
+struct MailOptions {
+  // Zero means the communicator's default. Counted from the call.
+  std::chrono::milliseconds timeout{0};
+  // Held until the message has ended, also when nobody waits for it.
+  Keepalive keepalive;
+  // Of sends: what follows under this tag means nothing without it. Its time-out ends the mailbox, as one in the midst
+  // of a message does.
+  bool must_precede = false;
+  // Its caller waits for it from here to its end, so that nobody else need look after it.
+  bool awaited = false;
+  // By which errors name it, that of the message it is a part of; below 0, the mailbox's own count.
+  std::int64_t number = -1;
+
+  [[nodiscard]] std::uint64_t number_or(std::uint64_t own) const noexcept {
+    return number < 0 ? own : static_cast<std::uint64_t>(number);
+  }
+};
 
 class MailWork : public Work {
  public:
@@ -34,12 +52,12 @@ class Mailbox {
   // of one sender with one tag arrive in the order they were sent. From any thread.
   //
   // A send has ended when its buffer may be reused. Empty messages are messages. Sizes and dtypes of the two ends must
-  // agree: kSchemaMismatch otherwise. The time-out in `options` counts from here; its keepalive is held until the end.
-  virtual MailPtr send(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options = {}) = 0;
-  virtual MailPtr recv(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options = {}) = 0;
+  // agree: kSchemaMismatch otherwise.
+  virtual MailPtr send(const BufferView& buffer, int peer, std::uint64_t tag, const MailOptions& options = {}) = 0;
+  virtual MailPtr recv(const BufferView& buffer, int peer, std::uint64_t tag, const MailOptions& options = {}) = 0;
   // Takes a shorter message as well, one that travels whole at once: MailWork::bytes() says what came.
   virtual MailPtr recv_at_most(const BufferView& buffer, int peer, std::uint64_t tag,
-                               const OpOptions& options = {}) = 0;
+                               const MailOptions& options = {}) = 0;
 };
 
 }  // namespace hpcomm

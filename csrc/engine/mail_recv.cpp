@@ -261,8 +261,8 @@ class MailRecv final : public RecvRoute {
     }
 
     // Errors of a mail name the message that it is a part of.
-    [[nodiscard]] OpOptions mail_options(Keepalive owner, std::uint64_t sequence) const {
-      OpOptions options;
+    [[nodiscard]] MailOptions mail_options(Keepalive owner, std::uint64_t sequence) const {
+      MailOptions options;
       options.number = static_cast<std::int64_t>(sequence);
       options.awaited = true;
       options.keepalive = std::move(owner);

@@ -260,7 +260,7 @@ class MailSend final : public SendRoute {
     }
 
     WorkPtr post(const Outgoing& message, const void* data, std::size_t bytes, const Keepalive& keepalive) {
-      OpOptions options;
+      MailOptions options;
       options.number = message.what.sequence;  // errors of a mail name the message that it is a part of
       options.keepalive = keepalive;
       options.timeout = limit;

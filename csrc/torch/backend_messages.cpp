@@ -24,7 +24,8 @@ HpcommBackend::C10dWork HpcommBackend::message(c10d::OpType type, const char* ti
     const at::Tensor memory =
         is_direct(tensor) || sends ? direct(tensor, what) : at::empty(tensor.sizes(), tensor.options());
     const BufferView view = movable_view(memory, what, kHost);
-    OpOptions options = op_options(c10d::kUnsetTimeout);
+    MailOptions options;
+    options.timeout = std::chrono::milliseconds(timeout_);
     options.keepalive = keep(memory);
     const bool profiled = at::hasCallbacks();
     const bool staged = !sends && !memory.is_same(tensor);
@@ -84,7 +85,7 @@ void HpcommBackend::monitoredBarrier(const c10d::BarrierOptions& barrier_options
     HPCOMM_REQUIRE(mailbox_ != nullptr, "monitored_barrier: the ", communicator_->transport(),
                    " transport carries no messages");
     const auto options = [&](const Note& note, std::chrono::milliseconds timeout) {
-      OpOptions mail;
+      MailOptions mail;
       mail.timeout = timeout;
       mail.keepalive = note.word;
       return mail;

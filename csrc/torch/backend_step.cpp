@@ -185,10 +185,14 @@ Step::Step(HostCommunicator& communicator, Mailbox* mailbox, const ErrorContext&
       // Signals are the business of the thread that waits for us, when this is the lane.
       poll_(communicator.stream().is_current() ? nullptr : &check_signals) {}
 
+std::chrono::milliseconds Step::left() const {
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline_ - Clock::now());
+  return std::max(left, std::chrono::milliseconds(1));
+}
+
 OpOptions Step::options() const {
   OpOptions options;
-  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline_ - Clock::now());
-  options.timeout = std::max(left, std::chrono::milliseconds(1));
+  options.timeout = left();
   options.poll = poll_;
   options.is_step = true;
   return options;
@@ -344,10 +348,10 @@ void Step::broadcast(const at::Tensor& tensor, int root) const {
   communicator_.broadcast(movable_view(tensor, what_.operation.c_str(), kHost), root, options())->wait();
 }
 
-OpOptions Step::mail_options(const at::Tensor& tensor) const {
+MailOptions Step::mail_options(const at::Tensor& tensor) const {
   HPCOMM_ASSERT(mailbox_ != nullptr, "the ", communicator_.transport(), " transport carries no messages");
-  OpOptions mail = options();
-  mail.poll = nullptr;
+  MailOptions mail;
+  mail.timeout = left();
   mail.keepalive = keep(tensor);
   return mail;
 }
@@ -355,7 +359,7 @@ OpOptions Step::mail_options(const at::Tensor& tensor) const {
 void Step::send(const at::Tensor& contiguous, int peer) {
   if (contiguous.numel() > 0) {
     const BufferView view = movable_view(contiguous, what_.operation.c_str(), kHost);
-    const OpOptions mail = mail_options(contiguous);
+    const MailOptions mail = mail_options(contiguous);
     messages_.push_back(mailbox_->send(view, peer, tag_, mail));
   }
 }
@@ -363,7 +367,7 @@ void Step::send(const at::Tensor& contiguous, int peer) {
 void Step::recv(const at::Tensor& contiguous, int peer) {
   if (contiguous.numel() > 0) {
     const BufferView view = movable_view(contiguous, what_.operation.c_str(), kHost);
-    const OpOptions mail = mail_options(contiguous);
+    const MailOptions mail = mail_options(contiguous);
     messages_.push_back(mailbox_->recv(view, peer, tag_, mail));
   }
 }

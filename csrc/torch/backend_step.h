@@ -96,8 +96,10 @@ class Step {
   struct Description;
   // False where ranks have as many tensors, and others; throws kSchemaMismatch on all ranks for any other difference.
   [[nodiscard]] bool compare(Description mine);
+  // Until the deadline; 1 ms when it is over, for 0 means the communicator's default.
+  [[nodiscard]] std::chrono::milliseconds left() const;
   [[nodiscard]] OpOptions options() const;
-  [[nodiscard]] OpOptions mail_options(const at::Tensor& tensor) const;
+  [[nodiscard]] MailOptions mail_options(const at::Tensor& tensor) const;
 
   HostCommunicator& communicator_;
   Mailbox* mailbox_;

@@ -859,7 +859,7 @@ TEST(shm_memory_that_was_shown_is_not_trusted_when_its_communicator_is_destroyed
     const BufferView view{values, kCount * 4, kCount, DType::kFloat32, {}};
     if (rank == 0) {
       std::fill_n(values, kCount, 1.0F);
-      OpOptions options;
+      MailOptions options;
       options.keepalive = memory.owner;
       const MailPtr mail = world->mailbox()->send(view, 1, 3, options);
       CHECK(!mail->wait_until(Clock::now() + 5ms));

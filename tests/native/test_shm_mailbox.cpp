@@ -224,7 +224,7 @@ TEST(shm_mail_moves_though_nobody_waits) {
   ShmJob(2).run([](Communicator& world) {
     const auto mailbox = world.mailbox();
     constexpr std::size_t kCount = 600000;
-    OpOptions options;
+    MailOptions options;
     if (world.rank() == 0) {
       auto out = letter(0, 2, kCount);
       for (const bool awaited : {false, true}) {

@@ -109,7 +109,7 @@ TEST(shm_a_receive_that_nobody_serves_times_out_and_the_mailbox_goes_on) {
     const auto mailbox = world.mailbox();
     std::vector<std::int64_t> value{world.rank()};
     if (world.rank() == 0) {
-      OpOptions options;
+      MailOptions options;
       options.timeout = 50ms;
       for (const bool waits : {true, false, false}) {
         options.awaited = !options.awaited;
@@ -144,7 +144,7 @@ TEST(shm_a_receive_in_vain_names_its_tag_and_what_came_beside_it) {
       return;
     }
     world.barrier()->wait();  // by then both have sent
-    OpOptions options;
+    MailOptions options;
     options.timeout = 100ms;
     const MailPtr from_one = mailbox->recv(view_of(values), 1, 3, options);
     const MailPtr from_any = mailbox->recv(view_of(values), Mailbox::kAnySource, 4, options);
@@ -378,7 +378,7 @@ TEST(shm_large_mail_that_nobody_takes_times_out) {
       const auto world = job.communicator(rank);
       std::vector<std::int64_t> values(1000000, 1);
       if (rank == 0) {
-        OpOptions options;
+        MailOptions options;
         options.timeout = 100ms;
         const auto error = error_of(*world->mailbox()->send(view_of(values), 1, 1, options));
         CHECK(error && error->kind() == ErrorKind::kTimedOut && error->context().peer == 1);
@@ -398,7 +398,7 @@ TEST(shm_mail_that_must_precede_ends_the_row_when_it_is_late) {
   run_ranks(2, [&](int rank) {
     const auto world = job.communicator(rank);
     const auto mailbox = world->mailbox();
-    OpOptions options;
+    MailOptions options;
     options.timeout = rank == 0 ? 200ms : 2s;
     options.must_precede = true;
     std::vector<std::int64_t> value(1);

@@ -324,7 +324,7 @@ TEST(shm_messages_that_may_be_read_where_they_are_do_not_wait_for_a_receive) {
       for (int i = 0; i < 400; ++i) {  // until they go that way, unless the machine is busy
         world->sendrecv(view_of(out), 1 - rank, view_of(in), 1 - rank, {})->wait();
       }
-      OpOptions patient;
+      MailOptions patient;
       patient.timeout = 20s;
       auto other = letter(rank, 2, 8192);
       std::vector<MailPtr> sent;
@@ -367,7 +367,7 @@ TEST(shm_messages_that_may_be_read_where_they_are_do_not_wait_for_who_sleeps) {
                    auto out = letter(world.rank(), 1, 8192);
                    std::vector<std::int64_t> in(out.size());
                    std::vector<std::int64_t> last(1);
-                   OpOptions awaited;
+                   MailOptions awaited;
                    awaited.awaited = true;
                    auto least = Clock::duration::max();
                    for (int round = 0; round < 8; ++round) {

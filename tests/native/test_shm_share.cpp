@@ -101,7 +101,7 @@ TEST(share_large_messages_arrive_whole) {
         for (std::uint64_t i = 0; i < 6; ++i) {
           auto out = letter(world.rank(), 1000 * i, count);
           std::fill_n(in, count + 1, -1);
-          OpOptions awaited;
+          MailOptions awaited;
           awaited.awaited = true;
           if (world.rank() == 0) {
             world.mailbox()->send(view_of(out), peer, 1, awaited)->wait();

@@ -215,7 +215,9 @@ TEST(shm_mail_in_the_memory_of_a_stopped_rank_is_late_and_the_next_one_comes) {
       mailbox->send(view_of(next), 1, 1, {})->wait();
     } else {
       std::vector<std::int64_t> large(kLarge, -1);
-      const auto error = error_of(*mailbox->recv(view_of(large), 0, 1, within(300ms)));
+      MailOptions hasty;
+      hasty.timeout = 300ms;
+      const auto error = error_of(*mailbox->recv(view_of(large), 0, 1, hasty));
       CHECK(error && error->kind() == ErrorKind::kTimedOut && error->context().peer == 0);
       CHECK_EQ(large[0], -1);
       std::vector<std::int64_t> got(10);

@@ -330,14 +330,16 @@ class Player {
       put(data, sent(step, step.from, step.to));
     }
     flight.expected.emplace_back(data, sent(step, step.from, step.to));  // a sender's as well: nobody writes there
+    MailOptions of_mail;
+    of_mail.keepalive = options.keepalive;
     if (step.kind == Kind::kMessage) {
       flight.work = sends ? group.send(data, step.to, options) : group.recv(data, step.from, options);
     } else if (sends) {
-      flight.work = group.mailbox()->send(data, step.to, step.tag, options);
+      flight.work = group.mailbox()->send(data, step.to, step.tag, of_mail);
     } else if (step.unique && own_() % 2 == 0) {
-      flight.work = flight.mail = group.mailbox()->recv(data, Mailbox::kAnySource, step.tag, options);
+      flight.work = flight.mail = group.mailbox()->recv(data, Mailbox::kAnySource, step.tag, of_mail);
     } else {
-      flight.work = group.mailbox()->recv(data, step.from, step.tag, options);
+      flight.work = group.mailbox()->recv(data, step.from, step.tag, of_mail);
     }
   }
 

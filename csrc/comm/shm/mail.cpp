@@ -26,7 +26,7 @@ class MailEvent final : public EventState {
 }  // namespace
 
 Mail::Mail(std::shared_ptr<ShmMailbox> owner, ErrorContext what, const BufferView& buffer, int from_or_to,
-           std::uint64_t with_tag, const OpOptions& options, Deadline limit)
+           std::uint64_t with_tag, const MailOptions& options, Deadline limit)
     : tag(with_tag),
       deadline(limit),
       awaited(options.awaited),

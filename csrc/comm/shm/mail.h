@@ -18,7 +18,7 @@ class Mail final : public MailWork, public std::enable_shared_from_this<Mail> {
  public:
   // A receive from anybody has the peer Mailbox::kAnySource until it is matched.
   Mail(std::shared_ptr<ShmMailbox> owner, ErrorContext what, const BufferView& buffer, int from_or_to,
-       std::uint64_t with_tag, const OpOptions& options, Deadline limit);
+       std::uint64_t with_tag, const MailOptions& options, Deadline limit);
 
   [[nodiscard]] const ErrorContext& what() const noexcept override { return what_; }
   [[nodiscard]] bool done() const override { return done_.load(std::memory_order_acquire); }
@@ -35,8 +35,8 @@ class Mail final : public MailWork, public std::enable_shared_from_this<Mail> {
 
   const std::uint64_t tag;
   const Deadline deadline;
-  const bool awaited;       // OpOptions::awaited
-  const bool must_precede;  // OpOptions::must_precede
+  const bool awaited;       // MailOptions::awaited
+  const bool must_precede;  // MailOptions::must_precede
   // Guarded by the mailbox's mutex until it has ended.
   BufferView view;
   int peer;

@@ -2,7 +2,7 @@
 //
 // A timer wakes it when something has been pending for a while, and the less often the less it finds: each time costs
 // the rank on its core some microseconds, and what that core's caches hold. A caller who is going to wait
-// (OpOptions::awaited) does not set it.
+// (MailOptions::awaited) does not set it.
 #pragma once
 
 #include <algorithm>

@@ -238,7 +238,7 @@ class ShmCommunicator final : public HostCommunicator {
     if (view.bytes == 0) {
       return nullptr;
     }
-    OpOptions options;
+    MailOptions options;
     options.awaited = true;  // by finish()
     options.keepalive = operation.options.owner();
     options.timeout = std::max(std::chrono::milliseconds(1),

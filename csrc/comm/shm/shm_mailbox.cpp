@@ -68,7 +68,7 @@ Error ShmMailbox::failed(ErrorContext what, const Error& why) const {
 }
 
 Held ShmMailbox::make(const char* operation, const BufferView& view, int peer, std::uint64_t tag,
-                      const OpOptions& options, std::uint64_t sequence) {
+                      const MailOptions& options, std::uint64_t sequence) {
   const auto limit = options.timeout.count() > 0 ? options.timeout : desk_.setup().timeout;
   auto mail = std::make_shared<Mail>(shared_from_this(), context(operation, peer, options.number_or(sequence)), view,
                                      peer, tag, options, deadline_after(limit));
@@ -76,7 +76,7 @@ Held ShmMailbox::make(const char* operation, const BufferView& view, int peer, s
   return mail;
 }
 
-MailPtr ShmMailbox::send(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options) {
+MailPtr ShmMailbox::send(const BufferView& buffer, int peer, std::uint64_t tag, const MailOptions& options) {
   require_parent("send");  // before the mutex, which a thread of the parent may have held
   const Turn turn(*this);
   require_peer("send", peer);
@@ -93,15 +93,15 @@ MailPtr ShmMailbox::send(const BufferView& buffer, int peer, std::uint64_t tag, 
   return mail;
 }
 
-MailPtr ShmMailbox::recv(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options) {
+MailPtr ShmMailbox::recv(const BufferView& buffer, int peer, std::uint64_t tag, const MailOptions& options) {
   return post(buffer, peer, tag, options, false);
 }
 
-MailPtr ShmMailbox::recv_at_most(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options) {
+MailPtr ShmMailbox::recv_at_most(const BufferView& buffer, int peer, std::uint64_t tag, const MailOptions& options) {
   return post(buffer, peer, tag, options, true);
 }
 
-Held ShmMailbox::post(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options, bool at_most) {
+Held ShmMailbox::post(const BufferView& buffer, int peer, std::uint64_t tag, const MailOptions& options, bool at_most) {
   require_parent("recv");
   const Turn turn(*this, options.awaited ? peer : MailDesk::kNobody);
   require_peer("recv", peer == kAnySource ? static_cast<int>(desk_.rank() == 0) : peer);

@@ -27,9 +27,9 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   explicit ShmMailbox(MailSetup setup);
   ~ShmMailbox() override;
 
-  MailPtr send(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options) override;
-  MailPtr recv(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options) override;
-  MailPtr recv_at_most(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options) override;
+  MailPtr send(const BufferView& buffer, int peer, std::uint64_t tag, const MailOptions& options) override;
+  MailPtr recv(const BufferView& buffer, int peer, std::uint64_t tag, const MailOptions& options) override;
+  MailPtr recv_at_most(const BufferView& buffer, int peer, std::uint64_t tag, const MailOptions& options) override;
 
   // Makes everything progress until `mail` has ended; false when the deadline came first. Does not throw its error.
   [[nodiscard]] bool drive(const Mail& mail, Deadline deadline, void (*poll)() = nullptr);
@@ -80,7 +80,7 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
     std::unique_lock<std::mutex> lock_;
   };
 
-  [[nodiscard]] Held post(const BufferView& buffer, int peer, std::uint64_t tag, const OpOptions& options,
+  [[nodiscard]] Held post(const BufferView& buffer, int peer, std::uint64_t tag, const MailOptions& options,
                           bool at_most);
   void require_parent(const char* operation) const;
   void require_peer(const char* operation, int peer) const;
@@ -94,7 +94,7 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   [[nodiscard]] ErrorContext context(const char* operation, int peer, std::uint64_t sequence) const;
   [[nodiscard]] Error failed(ErrorContext what, const Error& why) const;
   [[nodiscard]] Held make(const char* operation, const BufferView& view, int peer, std::uint64_t tag,
-                          const OpOptions& options, std::uint64_t sequence);
+                          const MailOptions& options, std::uint64_t sequence);
   // Before anything is sent or expected: nobody would drive it.
   void start();
   void arm();
