@@ -2,7 +2,6 @@
 #include "engine/reducer.h"
 
 #include <algorithm>
-#include <chrono>
 #include <exception>
 #include <utility>
 
@@ -10,39 +9,26 @@
 
 namespace hpcomm {
 
-namespace {
-
-double now() { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); }
-
-}  // namespace
-
 Reducer::Reducer(std::shared_ptr<Communicator> communicator, BucketPlan plan, std::vector<TensorSize> params,
                  std::shared_ptr<Allocator> allocator)
-    : communicator_(std::move(communicator)), plan_(std::move(plan)), places_(params.size()), marked_(params.size()) {
-  std::vector<bool> placed(params.size(), false);
-  for (std::size_t b = 0; b < plan_.buckets.size(); ++b) {
-    const Bucket& bucket = plan_.buckets[b];
-    const std::vector<Layout::Entry>& entries = bucket.layout.entries();
-    HPCOMM_REQUIRE(entries.size() == bucket.params.size(), "bucket ", b, " has ", bucket.params.size(),
-                   " parameters and places for ", entries.size());
-    for (std::size_t e = 0; e < bucket.params.size(); ++e) {
-      const auto param = static_cast<std::size_t>(bucket.params[e]);
-      HPCOMM_REQUIRE(param < params.size() && !placed[param], "the bucket plan places parameter ", param,
-                     " twice, or the model has no such parameter");
-      HPCOMM_REQUIRE(entries[e].count == params[param].count && entries[e].dtype == params[param].dtype,
-                     "the bucket plan was made for another model: it has ", entries[e].count, " ",
-                     to_string(entries[e].dtype), " for parameter ", param, ", which has ", params[param].count, " ",
-                     to_string(params[param].dtype));
-      // pack() would copy the former as they are, without the factor; no transport sums the latter.
-      HPCOMM_REQUIRE(can_scale(params[param].dtype) && size_of(params[param].dtype) > 1, "gradients of ",
-                     to_string(params[param].dtype), " cannot be scaled and summed (parameter ", param, ")");
-      placed[param] = true;
-      places_[param] = {b, e};
-    }
+    : communicator_(std::move(communicator)),
+      plan_(std::move(plan)),
+      places_(places_of(plan_, params.size())),
+      marked_(params.size()) {
+  for (std::size_t i = 0; i < params.size(); ++i) {
+    const TensorSize planned = expected(static_cast<int>(i));
+    HPCOMM_REQUIRE(planned.count == params[i].count && planned.dtype == params[i].dtype,
+                   "the bucket plan was made for another model: it has ", planned.count, " ", to_string(planned.dtype),
+                   " for parameter ", i, ", which has ", params[i].count, " ", to_string(params[i].dtype));
+    // pack() would copy the former as they are, without the factor; no transport sums the latter.
+    HPCOMM_REQUIRE(can_scale(params[i].dtype) && size_of(params[i].dtype) > 1, "gradients of ",
+                   to_string(params[i].dtype), " cannot be scaled and summed (parameter ", i, ")");
+  }
+  for (const Bucket& bucket : plan_.buckets) {
     Buffer buffer;
     if (communicator_->size() > 1) {
       // One gradient is reduced where it lies, but for a rank that has none: it brings this memory.
-      const bool is_packed = entries.size() > 1;
+      const bool is_packed = bucket.params.size() > 1;
       buffer =
           is_packed ? allocator->allocate_alike(bucket.layout.bytes()) : allocator->allocate(bucket.layout.bytes());
       // Padding is summed too; zero once is zero for ever.
@@ -52,9 +38,6 @@ Reducer::Reducer(std::shared_ptr<Communicator> communicator, BucketPlan plan, st
       buffer.view.count = bucket.count();
     }
     buffers_.push_back(std::move(buffer));
-  }
-  for (std::size_t i = 0; i < placed.size(); ++i) {
-    HPCOMM_REQUIRE(placed[i], "the bucket plan leaves out parameter ", i);
   }
 }
 
@@ -95,7 +78,7 @@ void Reducer::mark_ready(int param, void* gradient, Keepalive keepalive) {
                  " was marked ready twice in one step: its gradient was final "
                  "already when it changed again");
   marked = 1;
-  const Place place = places_[static_cast<std::size_t>(param)];
+  const BucketPlace place = places_[static_cast<std::size_t>(param)];
   Pending& pending = pending_[place.bucket];
   pending.gradients[place.entry] = gradient;
   pending.owners[place.entry] = std::move(keepalive);
@@ -107,7 +90,7 @@ void Reducer::mark_ready(int param, void* gradient, Keepalive keepalive) {
 }
 
 TensorSize Reducer::expected(int param) const {
-  const Place place = places_.at(static_cast<std::size_t>(param));
+  const BucketPlace place = places_.at(static_cast<std::size_t>(param));
   const Layout::Entry& entry = plan_.buckets[place.bucket].layout.entries()[place.entry];
   return {entry.count, entry.dtype};
 }
@@ -147,7 +130,7 @@ std::vector<Reducer::Times> Reducer::times() const {
 
 void Reducer::note(std::size_t bucket, double Times::* moment) {
   if (times_ != nullptr) {
-    communicator_->stream().enqueue([times = times_, bucket, moment] { times->at(bucket).*moment = now(); });
+    communicator_->stream().enqueue([times = times_, bucket, moment] { times->at(bucket).*moment = seconds_now(); });
   }
 }
 
@@ -204,7 +187,7 @@ void Reducer::finish(const std::function<void(const Work&)>& wait) {
 WorkPtr Reducer::fetch(int param, void* gradient, Keepalive keepalive) {
   std::lock_guard lock(mutex_);
   HPCOMM_ASSERT(!armed_ && communicator_->size() > 1, "fetch() before finish(), or alone");
-  const Place place = places_.at(static_cast<std::size_t>(param));
+  const BucketPlace place = places_.at(static_cast<std::size_t>(param));
   const Buffer& buffer = buffers_[place.bucket];
   std::vector<void*> targets(plan_.buckets[place.bucket].params.size(), nullptr);
   targets[place.entry] = gradient;
@@ -233,7 +216,7 @@ WorkPtr Reducer::issue(std::size_t index) {
       held_.emplace_back(std::make_shared<Held>(Held{pending.owners, buffers_[index].owner, pending.stream}));
   ErrorContext what = communicator_->context("reduce", -1, index);
   if (times_ != nullptr) {
-    times_->at(index).issued = now();
+    times_->at(index).issued = seconds_now();
   }
   note(index, &Times::begun);
 

@@ -83,10 +83,6 @@ class Reducer {
     std::vector<Keepalive> owners;
     UsedOn stream;  // of the caller, at the marks
   };
-  struct Place {
-    std::size_t bucket = 0;
-    std::size_t entry = 0;
-  };
 
   // A bucket's gradients and its memory. Kept by all tasks that touch them, which only ask that they live.
   struct Held {
@@ -104,8 +100,8 @@ class Reducer {
 
   std::shared_ptr<Communicator> communicator_;
   const BucketPlan plan_;
-  std::vector<Place> places_;    // of each parameter
-  std::vector<Buffer> buffers_;  // of each bucket; empty where nothing is ever packed
+  std::vector<BucketPlace> places_;  // of each parameter
+  std::vector<Buffer> buffers_;      // of each bucket; empty where nothing is ever packed
 
   // Hooks call from the thread that runs the backward, the runner from its own.
   mutable std::mutex mutex_;

@@ -175,6 +175,26 @@ std::uint64_t BucketPlan::fingerprint() const noexcept {
   return hash.value();
 }
 
+std::vector<BucketPlace> places_of(const BucketPlan& plan, std::size_t params) {
+  std::vector<BucketPlace> places(params);
+  std::vector<bool> placed(params, false);
+  for (std::size_t b = 0; b < plan.buckets.size(); ++b) {
+    const Bucket& bucket = plan.buckets[b];
+    HPCOMM_REQUIRE(bucket.layout.entries().size() == bucket.params.size(), "bucket ", b, " has ", bucket.params.size(),
+                   " parameters and places for ", bucket.layout.entries().size());
+    for (std::size_t e = 0; e < bucket.params.size(); ++e) {
+      const auto param = static_cast<std::size_t>(bucket.params[e]);
+      HPCOMM_REQUIRE(param < params && !placed[param], "the bucket plan places parameter ", param,
+                     " twice, or the model has no such parameter");
+      placed[param] = true;
+      places[param] = {b, e};
+    }
+  }
+  const auto missing = std::find(placed.begin(), placed.end(), false);
+  HPCOMM_REQUIRE(missing == placed.end(), "the bucket plan leaves out parameter ", missing - placed.begin());
+  return places;
+}
+
 std::string BucketPlan::to_text() const {
   std::string text;
   for (std::size_t i = 0; i < buckets.size(); ++i) {

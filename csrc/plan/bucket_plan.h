@@ -42,6 +42,15 @@ struct BucketPlan {
   [[nodiscard]] std::string to_text() const;
 };
 
+// Where a gradient lies: in which bucket, and which of the entries of its Layout.
+struct BucketPlace {
+  std::size_t bucket = 0;
+  std::size_t entry = 0;
+};
+
+// Of each of `params` parameters. Throws kInvalidArgument where the plan has none, or two, for one of them.
+[[nodiscard]] std::vector<BucketPlace> places_of(const BucketPlan& plan, std::size_t params);
+
 // Walks `params` in `ready_order` (indices; normally the reverse of the model's order) and closes a bucket when
 // the next gradient would take it over its limit. A gradient larger than the limit gets a bucket of its own.
 // Dtypes never share a bucket. `wire` replaces the type of floating point gradients in the buffers; limits count bytes

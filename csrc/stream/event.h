@@ -13,6 +13,11 @@ namespace hpcomm {
 using Clock = std::chrono::steady_clock;
 using Deadline = Clock::time_point;
 
+// Of that clock, since it began: what traces are made of.
+[[nodiscard]] inline double seconds_now() {
+  return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+}
+
 // `limit` from now and up to 10 ms more: by the clock that the kernel sets at its ticks, whose reading takes 5 ns where
 // Clock's takes 22. A small message has five limits, most of them minutes.
 [[nodiscard]] inline Deadline roughly_after(std::chrono::milliseconds limit) noexcept {

@@ -44,20 +44,7 @@ bool is_laid_out_as(const at::Tensor& gradient, const at::Tensor& param) {
 
 void DdpReducer::lay_out(BucketPlan plan) {
   plan_ = std::move(plan);
-  places_.assign(params_.size(), {});
-  std::vector<bool> placed(params_.size(), false);
-  for (std::size_t b = 0; b < plan_.buckets.size(); ++b) {
-    const Bucket& bucket = plan_.buckets[b];
-    for (std::size_t e = 0; e < bucket.params.size(); ++e) {
-      const auto param = static_cast<std::size_t>(bucket.params[e]);
-      HPCOMM_REQUIRE(param < params_.size() && !placed[param], "the bucket plan places parameter ", param,
-                     " twice, or the model has no such parameter");
-      placed[param] = true;
-      places_[param] = {b, e};
-    }
-  }
-  HPCOMM_REQUIRE(std::find(placed.begin(), placed.end(), false) == placed.end(),
-                 "the bucket plan leaves out a parameter");
+  places_ = places_of(plan_, params_.size());
   slots_.clear();
   slots_.resize(plan_.buckets.size());
   for (std::size_t b = 0; b < slots_.size(); ++b) {

@@ -17,12 +17,6 @@
 
 namespace hpcomm {
 
-namespace {
-
-double now() { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); }
-
-}  // namespace
-
 void DdpReducer::prepare(const std::vector<at::Tensor>& outputs) {
   std::lock_guard lock(mutex_);
   if (state_ == State::kReducing || state_ == State::kDraining) {
@@ -42,7 +36,7 @@ void DdpReducer::prepare(const std::vector<at::Tensor>& outputs) {
   expect_none();
   if (!alone_) {
     state_ = State::kExpecting;
-    stats_.prepared = now();
+    stats_.prepared = seconds_now();
   }
 }
 
@@ -104,7 +98,7 @@ void DdpReducer::mark(int param, const at::Tensor& incoming) {
       }
       state_ = State::kReducing;
       backward_ = torch::autograd::get_current_graph_task_id();
-      stats_.first_ready = now();
+      stats_.first_ready = seconds_now();
       counts_.issued = 0;
       packs_.clear();
       for (const int unused : std::exchange(unused_, {})) {
@@ -128,10 +122,10 @@ void DdpReducer::mark_locked(int param, const at::Tensor& incoming) {
   marked_[index] = params_[index].grad().defined() ? kMarkedWithGradient : kMarked;
   order_.push_back(param);
   if (carries_) {
-    const double begin = times_ == nullptr ? 0 : now();
+    const double begin = times_ == nullptr ? 0 : seconds_now();
     carry(param, incoming);
     if (times_ != nullptr) {
-      packs_.emplace_back(begin, now());
+      packs_.emplace_back(begin, seconds_now());
     }
   }
   Slot& slot = slots_[places_[index].bucket];
@@ -203,9 +197,9 @@ void DdpReducer::complete_bucket(std::size_t index, const at::Tensor& incoming) 
     };
   }
   if (times_ != nullptr) {
-    times_->at(index).complete = now();
-    reduction.begun = [times = times_, index] { times->at(index).begun = now(); };
-    reduction.packed = [times = times_, index] { times->at(index).packed = now(); };
+    times_->at(index).complete = seconds_now();
+    reduction.begun = [times = times_, index] { times->at(index).begun = seconds_now(); };
+    reduction.packed = [times = times_, index] { times->at(index).packed = seconds_now(); };
   }
   slot.checks.clear();
 }
@@ -213,7 +207,7 @@ void DdpReducer::complete_bucket(std::size_t index, const at::Tensor& incoming) 
 void DdpReducer::issue_bucket(std::size_t index, bool in_caller) {
   Slot& slot = slots_[index];
   if (counts_.issued++ == 0) {
-    stats_.first_issued = now();
+    stats_.first_issued = seconds_now();
   }
   slot.event = begin_event(options_.shard ? "reduce_scatter" : "all_reduce", slot.flat);
   BucketReduction reduction = std::exchange(slot.complete, {});
@@ -224,13 +218,13 @@ void DdpReducer::issue_bucket(std::size_t index, bool in_caller) {
   // On a GPU that would be a query of an event that was recorded a moment ago.
   if (communicator_->device().type == DeviceType::kCpu && slot.work->done()) {
     if (times_ != nullptr) {
-      times_->at(index).reduced = now();
+      times_->at(index).reduced = seconds_now();
     }
     return;
   }
   end_on_lane(slot.event);
   if (times_ != nullptr) {
-    communicator_->stream().enqueue([times = times_, index] { times->at(index).reduced = now(); });
+    communicator_->stream().enqueue([times = times_, index] { times->at(index).reduced = seconds_now(); });
   }
 }
 
@@ -268,7 +262,7 @@ void DdpReducer::at_end_of_backward() {
 // lane does, so that this one can look at signals and at its deadline meanwhile.
 void DdpReducer::issue_at_end() {
   constexpr auto kPatience = std::chrono::milliseconds(50);
-  stats_.computed = now();
+  stats_.computed = seconds_now();
   const bool in_caller = communicator_->all_here(kPatience);
   for (std::size_t b = 0; b < slots_.size(); ++b) {
     issue_bucket(b, in_caller);
@@ -286,7 +280,7 @@ void DdpReducer::issue_at_end() {
 // the wait for all: what is under way then is settled before the next step.
 void DdpReducer::drain() {
   if (!at_end_) {
-    stats_.computed = now();
+    stats_.computed = seconds_now();
   }
   std::exception_ptr first;
   bool interrupted = false;
@@ -329,7 +323,7 @@ void DdpReducer::drain() {
     used_.zero_();
   }
   ++stats_.backwards;
-  stats_.finished = now();
+  stats_.finished = seconds_now();
   if (options_.check_finite) {
     report_not_finite(0, slots_.size());
   }

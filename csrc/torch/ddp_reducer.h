@@ -148,10 +148,6 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
     c10::Device device;
     std::int64_t numel;
   };
-  struct Place {
-    std::size_t bucket = 0;
-    std::size_t entry = 0;
-  };
   using Storages = std::vector<c10::Storage>;
   // What a reduction uses to its end: storages of gradients that get a copy of the result, and the bucket by its
   // memory, for its storage is counted to see who else looks at it. The lane keeps both without looking into them, and
@@ -239,7 +235,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   mutable std::recursive_mutex mutex_;
   State state_ = State::kIdle;
   BucketPlan plan_;
-  std::vector<Place> places_;
+  std::vector<BucketPlace> places_;
   std::vector<Slot> slots_;
   std::vector<Mark> marked_;
   int backward_ = -1;  // autograd's number of the one that has marked last, nested ones included
