@@ -29,7 +29,7 @@ std::string number_of(const std::string& told) { return told.substr(0, told.find
 std::string words_of(const std::string& told) { return told.substr(std::min(told.size(), told.find(' ')) + 1); }
 
 std::string title(const Issued& issued, const Communicator& communicator) {
-  return str(issued.what.operation, " #", issued.what.sequence, " on lane ", communicator.lane());
+  return title_of(issued.what, communicator.lane());
 }
 
 }  // namespace

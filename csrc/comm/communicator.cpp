@@ -99,10 +99,9 @@ Error Communicator::ended_by(const Error& why, const ErrorContext& what) const {
   if ((!is_of_job && !is_of_a_wait) || why.context().operation == what.operation) {
     return why;
   }
-  ErrorContext context = what;
-  context.peer = why.context().peer;
-  return {why.kind(), str(what.operation, " #", what.sequence, " on lane ", lane(), ": ", why.what()),
-          std::move(context)};
+  ErrorContext ended = what;
+  ended.peer = why.context().peer;
+  return as_end_of(std::move(ended), lane(), why);
 }
 
 void Communicator::require_peer(const char* operation, int peer) const {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/fork.h"
+#include "comm/issued.h"
 
 namespace hpcomm {
 
@@ -159,10 +160,9 @@ void HostCommunicator::throw_if_aborted(const ErrorContext& what) const {
     return;
   }
   const Error why = *aborted();
-  ErrorContext context = what;
-  context.peer = why.context().peer;
-  throw Error(why.kind(), str(what.operation, " #", what.sequence, " on lane ", lane(), ": ", why.what()),
-              std::move(context));
+  ErrorContext ended = what;
+  ended.peer = why.context().peer;
+  throw as_end_of(std::move(ended), lane(), why);
 }
 
 bool HostCommunicator::idle_until(Deadline deadline) const {

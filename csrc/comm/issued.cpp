@@ -6,6 +6,15 @@
 
 namespace hpcomm {
 
+std::string title_of(const ErrorContext& what, const std::string& lane) {
+  return str(what.operation, " #", what.sequence, " on lane ", lane);
+}
+
+Error as_end_of(ErrorContext what, const std::string& lane, const Error& why) {
+  const std::string text = str(title_of(what, lane), ": ", why.what());
+  return {why.kind(), text, std::move(what)};
+}
+
 std::string elements_of(std::uint64_t count, const char* dtype) {
   return str(count, " ", dtype, count == 1 ? " element" : " elements");
 }

@@ -12,6 +12,11 @@
 
 namespace hpcomm {
 
+// "all_reduce #12 on lane gradient".
+[[nodiscard]] std::string title_of(const ErrorContext& what, const std::string& lane);
+// `why` in the words of the operation `what`, which it has ended: of its kind, and about `what.peer`.
+[[nodiscard]] Error as_end_of(ErrorContext what, const std::string& lane, const Error& why);
+
 // "4 float32 elements". `dtype` is the name of one.
 [[nodiscard]] std::string elements_of(std::uint64_t count, const char* dtype);
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "comm/issued.h"
 #include "engine/joint_work.h"
 #include "engine/lane_route.h"
 #include "engine/route.h"
@@ -179,8 +180,7 @@ class LaneSend final : public SendRoute {
       }
       ErrorContext what = work->what();
       what.peer = why->context().peer;
-      work->fail(std::make_exception_ptr(
-          Error(why->kind(), str(what.operation, " #", what.sequence, " on lane ", lane, ": ", why->what()), what)));
+      work->fail(std::make_exception_ptr(as_end_of(std::move(what), lane, *why)));
     };
     control.send_lent(peer, edge_, std::move(parts));
     if (work->done()) {

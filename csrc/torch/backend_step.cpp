@@ -6,6 +6,7 @@
 #include <chrono>
 #include <iterator>
 
+#include "comm/issued.h"
 #include "torch/backend_work.h"
 #include "torch/device.h"
 #include "torch/gil.h"
@@ -220,9 +221,8 @@ void Step::mismatch(std::size_t rank, const std::string& one, std::size_t peer, 
   const auto& job_ranks = communicator_.ranks();
   context.peer = job_ranks[peer];
   throw Error(ErrorKind::kSchemaMismatch,
-              str(what_.operation, " #", what_.sequence, " on lane ", communicator_.lane(), ": ranks disagree: rank ",
-                  job_ranks[rank], " called ", one, ", rank ", job_ranks[peer], " called ", other,
-                  "; no data has moved and the group is usable"),
+              str(title_of(what_, communicator_.lane()), ": ranks disagree: rank ", job_ranks[rank], " called ", one,
+                  ", rank ", job_ranks[peer], " called ", other, "; no data has moved and the group is usable"),
               std::move(context));
 }
 

@@ -11,6 +11,7 @@
 
 #include "comm/agreement.h"
 #include "comm/host_communicator.h"
+#include "comm/issued.h"
 #include "comm/solo/solo_communicator.h"
 #include "pack/reduce.h"
 #include "torch/c10d_reduce_op.h"
@@ -439,9 +440,7 @@ class C10dCommunicator final : public HostCommunicator {
   [[noreturn]] void fail_without(int gone, const Operation& operation) {
     ErrorContext what = what_of(operation);
     what.peer = gone;
-    const Error error(
-        ErrorKind::kRankFailed,
-        str(what.operation, " #", what.sequence, " on lane ", lane(), ": rank ", gone, " has left the job"), what);
+    const Error error(ErrorKind::kRankFailed, str(title_of(what, lane()), ": rank ", gone, " has left the job"), what);
     abort(error);
     throw error;
   }

@@ -351,7 +351,7 @@ class HierarchicalCommunicator final : public HostCommunicator {
       text.replace(at, kNothingMoved.size(),
                    ". Other hosts may have begun, so the communicator has ended; HPCOMM_CHECK=1 finds this before");
     }
-    const Error told(why.kind(), str(what.operation, " #", what.sequence, " on lane ", lane(), ": ", text), what);
+    const Error told(why.kind(), str(title_of(what, lane()), ": ", text), what);
     if (!goes_on) {
       abort(told);
     }

@@ -10,6 +10,7 @@
 
 #include "base/fork.h"
 #include "comm/agreement.h"
+#include "comm/issued.h"
 #include "comm/nccl/launch_order.h"
 #include "comm/nccl/nccl_calls.h"
 #include "comm/nccl/nccl_init.h"
@@ -274,8 +275,8 @@ class NcclCommunicator final : public Communicator {
   [[nodiscard]] bool forked() const noexcept { return fork_generation() != session_->generation; }
 
   void require_buffer(const BufferView& buffer, const ErrorContext& what) const {
-    HPCOMM_REQUIRE(buffer.count == 0 || (buffer.data != nullptr && buffer.device == device()), what.operation, " #",
-                   what.sequence, " on lane ", lane(), ": a buffer is not on CUDA device ", session_->device);
+    HPCOMM_REQUIRE(buffer.count == 0 || (buffer.data != nullptr && buffer.device == device()), title_of(what, lane()),
+                   ": a buffer is not on CUDA device ", session_->device);
   }
 
   [[nodiscard]] std::vector<Call> checked_calls(const Operation& operation, const ErrorContext& what) const {
@@ -289,7 +290,7 @@ class NcclCommunicator final : public Communicator {
     require_buffer(input, what);
     require_buffer(output, what);
     if (operation.kind == Kind::kAllToAll) {
-      HPCOMM_REQUIRE(are_apart(input, output), what.operation, " #", what.sequence, " on lane ", lane(),
+      HPCOMM_REQUIRE(are_apart(input, output), title_of(what, lane()),
                      ": input and output overlap, and NCCL needs two buffers");
     }
     return calls_of(operation, static_cast<std::size_t>(size()), what);

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/fork.h"
+#include "comm/issued.h"
 #include "comm/nccl/watchdog.h"
 
 namespace hpcomm::nccl {
@@ -47,8 +48,7 @@ void Session::settle(Result result, CommHandle polled, Deadline deadline, const 
     }
     if (Clock::now() >= deadline) {
       throw Error(ErrorKind::kTimedOut,
-                  str(what.operation, " #", what.sequence, " on lane ", lane,
-                      ": NCCL is still at it when the time is up; ", "did every rank come here?"),
+                  str(title_of(what, lane), ": NCCL is still at it when the time is up; did every rank come here?"),
                   what);
     }
     // Launches take microseconds, connections to peers milliseconds and more.
@@ -65,8 +65,7 @@ void Session::settle(Result result, CommHandle polled, Deadline deadline, const 
     if (is_aborted()) {  // which is what made it fail
       throw error_of_operation(*aborted(), what, lane);
     }
-    throw Error(ErrorKind::kTransport,
-                str(what.operation, " #", what.sequence, " on lane ", lane, ": ", nccl.words(result, polled)), what);
+    throw Error(ErrorKind::kTransport, str(title_of(what, lane), ": ", nccl.words(result, polled)), what);
   }
 }
 

@@ -5,15 +5,16 @@
 #include <thread>
 #include <utility>
 
+#include "comm/issued.h"
+
 namespace hpcomm::nccl {
 
 Error error_of_operation(const Error& why, const ErrorContext& what, const std::string& lane) {
-  ErrorContext context = what;
+  ErrorContext ended = what;
   if (why.context().peer >= 0) {
-    context.peer = why.context().peer;
+    ended.peer = why.context().peer;
   }
-  return {why.kind(), str(what.operation, " #", what.sequence, " on lane ", lane, ": ", why.what()),
-          std::move(context)};
+  return as_end_of(std::move(ended), lane, why);
 }
 
 NcclWork::NcclWork(ErrorContext what, std::string lane, Device device, std::chrono::milliseconds limit, WorkPtr after)

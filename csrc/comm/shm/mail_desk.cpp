@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "comm/issued.h"
 
 namespace hpcomm::shm {
 
@@ -28,8 +29,7 @@ Error MailDesk::late(const Mail& mail, const std::string& beside) const {
   const ErrorContext& what = mail.what();
   const bool is_named = mail.tag < Mailbox::kTagsOfPrograms;
   return {ErrorKind::kTimedOut,
-          str(what.operation, " #", what.sequence, " on lane ", setup_.lane,
-              what.peer < 0 ? str(" from any rank") : str(" with rank ", what.peer),
+          str(title_of(what, setup_.lane), what.peer < 0 ? str(" from any rank") : str(" with rank ", what.peer),
               " took longer than its time-out; is the other end running, and did it issue the matching ",
               what.operation == "send" ? "recv" : "send", is_named ? str(" with tag ", mail.tag) : "", "?", beside),
           what};
@@ -48,8 +48,7 @@ Error MailDesk::ended_by(const Mail& mail, const Error& why) const {
     return why;
   }
   what.peer = why.context().peer;
-  const std::string text = str(what.operation, " #", what.sequence, " on lane ", setup_.lane, ": ", why.what());
-  return {why.kind(), text, std::move(what)};
+  return as_end_of(std::move(what), setup_.lane, why);
 }
 
 void MailDesk::break_by(const Mail& mail) {

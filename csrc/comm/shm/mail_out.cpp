@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "comm/issued.h"
 #include "pack/reduce.h"
 
 namespace hpcomm::shm {
@@ -293,7 +294,7 @@ void MailOut::take_refusal(const Frame& frame) {
   const bool as_sent =
       sent != nullptr && sent->view.count == frame.count && static_cast<std::uint8_t>(sent->view.dtype) == frame.dtype;
   const Error error(as_sent ? ErrorKind::kPeerError : ErrorKind::kSchemaMismatch,
-                    str("send #", what.sequence, " on lane ", setup.lane, ": rank ", receiver,
+                    str(title_of(what, setup.lane), ": rank ", receiver,
                         as_sent ? " could not take it; its own error says why"
                                 : str(" refused it: it expected ", elements_of(frame.count, frame.dtype))),
                     what);
@@ -352,10 +353,10 @@ void MailOut::deposit(std::uint64_t number, const Frame& place) {
   }
   if (desk_.gone(to_) == Gone::kGivenUp) {
     ErrorContext what = mail.what();
-    Error error(ErrorKind::kPeerError,
-                str("send #", what.sequence, " on lane ", desk_.setup().lane, ": rank ", what.peer,
-                    " gave this message up before it had arrived"),
-                what);
+    Error error(
+        ErrorKind::kPeerError,
+        str(title_of(what, desk_.setup().lane), ": rank ", what.peer, " gave this message up before it had arrived"),
+        what);
     try {
       desk_.require_alive(to_, mail.deadline);
     } catch (const Error& why) {

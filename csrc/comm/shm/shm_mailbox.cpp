@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "base/fork.h"
+#include "comm/issued.h"
 
 namespace hpcomm::shm {
 
@@ -63,8 +64,7 @@ ErrorContext ShmMailbox::context(const char* operation, int peer, std::uint64_t 
 
 Error ShmMailbox::failed(ErrorContext what, const Error& why) const {
   what.peer = why.context().peer >= 0 ? why.context().peer : what.peer;
-  const std::string text = str(what.operation, " #", what.sequence, " on lane ", desk_.setup().lane, ": ", why.what());
-  return {why.kind(), text, std::move(what)};
+  return as_end_of(std::move(what), desk_.setup().lane, why);
 }
 
 Held ShmMailbox::make(const char* operation, const BufferView& view, int peer, std::uint64_t tag,
@@ -370,7 +370,7 @@ Error ShmMailbox::gone(const Mail& mail) const {
   const Pair* pair = mail.peer == kAnySource ? nullptr : pairs_[index(mail.peer)].get();
   const bool left = pair == nullptr || pair->departed;
   return {left ? ErrorKind::kRankFailed : ErrorKind::kPeerError,
-          str(what.operation, " #", what.sequence, " on lane ", desk_.setup().lane, ": ",
+          str(title_of(what, desk_.setup().lane), ": ",
               pair == nullptr ? std::string("all other ranks have left the job")
               : left          ? str("rank ", what.peer, " has left the job")
                               : str("rank ", what.peer, " ", to_string(desk_.gone(mail.peer))),
