@@ -1,5 +1,8 @@
 // send, recv and recv from anybody, with tags; and the barrier that names who is missing.
 #include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "torch/backend.h"
 #include "torch/backend_issue.h"
@@ -66,9 +69,120 @@ struct Note {
 constexpr std::int32_t kAllHere = -1;
 constexpr std::int32_t kNotAllHere = -2;
 
+// One barrier, of one rank: rank 0 hears from everybody, then answers everybody.
+class MonitoredBarrier {
+ public:
+  MonitoredBarrier(Mailbox& mailbox, std::uint64_t tag, ErrorContext what, std::chrono::milliseconds limit)
+      : mailbox_(mailbox), tag_(tag), what_(std::move(what)), limit_(limit) {}
+
+  // Of all other ranks: `rank`, in the group.
+  void arrive(int rank) const {
+    const Note here;
+    const Note answer;
+    std::string why;
+    std::int32_t gone = kNotAllHere;
+    try {
+      const MailPtr received = mailbox_.recv(answer.view(), 0, tag_, options(answer, patience()));
+      wait_to_end(*mailbox_.send(here.view(), 0, tag_, options(here, patience())), kNoTimeout);
+      wait_to_end(*received, kNoTimeout);
+      if (*answer.word == kAllHere) {
+        return;
+      }
+      gone = *answer.word;
+      why = gone >= 0 ? str("rank 0 reports that rank ", gone, " is gone")
+                      : "rank 0 reports that others did not reach it";
+    } catch (const Error& error) {
+      if (error.kind() == ErrorKind::kClosed) {
+        throw;
+      }
+      gone = who_is_gone(error);
+      why = error.what();
+    }
+    fail(gone, str("Rank ", rank, " successfully reached monitoredBarrier, but received errors while waiting for ",
+                   "send/recv from rank 0. Please check rank 0 logs for faulty rank.\n", why));
+  }
+
+  // Of rank 0, in a group of `size`; names the first that is missing, or all.
+  void gather(int size, bool name_all) const {
+    const Deadline deadline = deadline_after(limit_);
+    std::vector<MailPtr> arrivals;
+    for (int peer = 1; peer < size; ++peer) {
+      const Note here;
+      arrivals.push_back(mailbox_.recv(here.view(), peer, tag_, options(here, limit_)));
+    }
+    std::string missing;
+    std::string details;
+    std::int32_t gone = kNotAllHere;
+    for (int peer = 1; peer < size; ++peer) {
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
+      try {
+        wait_to_end(*arrivals[static_cast<std::size_t>(peer - 1)], std::max(left, std::chrono::milliseconds(1)));
+      } catch (const Error& error) {
+        if (error.kind() == ErrorKind::kClosed) {
+          throw;
+        }
+        if (missing.empty() || name_all) {
+          missing += str(missing.empty() ? "" : ", ", peer);
+          details += str("\n", error.what());
+          gone = gone >= 0 ? gone : who_is_gone(error);
+        }
+      }
+    }
+    const std::vector<MailPtr> answers = answer(size, missing.empty() ? kAllHere : gone);
+    if (!missing.empty()) {
+      fail(gone, str("[Rank 0]: ", name_all ? "Ranks " : "Rank ", missing, " failed to pass monitoredBarrier in ",
+                     limit_.count(), " ms", details));
+    }
+    for (const MailPtr& sent : answers) {
+      wait_to_end(*sent, kNoTimeout);
+    }
+  }
+
+ private:
+  // Rank 0 gives up first, so that the others hear from it.
+  [[nodiscard]] std::chrono::milliseconds patience() const { return limit_ + std::chrono::seconds(5); }
+
+  [[nodiscard]] static MailOptions options(const Note& note, std::chrono::milliseconds timeout) {
+    MailOptions mail;
+    mail.timeout = timeout;
+    mail.keepalive = note.word;
+    return mail;
+  }
+
+  [[nodiscard]] std::vector<MailPtr> answer(int size, std::int32_t word) const {
+    std::vector<MailPtr> answers;
+    for (int peer = 1; peer < size; ++peer) {
+      const Note note;
+      *note.word = word;
+      try {
+        answers.push_back(mailbox_.send(note.view(), peer, tag_, options(note, patience())));
+      } catch (const Error&) {
+        // It has left or died: what gather() throws says so.
+      }
+    }
+    return answers;
+  }
+
+  [[nodiscard]] static std::int32_t who_is_gone(const Error& error) {
+    return error.kind() == ErrorKind::kRankFailed && error.context().peer >= 0 ? error.context().peer : kNotAllHere;
+  }
+
+  // A rank that is gone is no rank that is late.
+  [[noreturn]] void fail(std::int32_t gone, const std::string& text) const {
+    ErrorContext context = what_;
+    context.peer = std::max(gone, -1);
+    throw Error(gone >= 0 ? ErrorKind::kRankFailed : ErrorKind::kTimedOut, text, std::move(context));
+  }
+
+  Mailbox& mailbox_;
+  const std::uint64_t tag_;
+  const ErrorContext what_;
+  const std::chrono::milliseconds limit_;
+};
+
 }  // namespace
 
-// Not on the lane: it has to work when the lane is stuck. Rank 0 hears from everybody, then answers everybody.
+// Not on the lane: it has to work when the lane is stuck.
 void HpcommBackend::monitoredBarrier(const c10d::BarrierOptions& barrier_options, bool wait_all_ranks) {
   for_torch([&] {
     const WithoutGil scope;
@@ -84,88 +198,11 @@ void HpcommBackend::monitoredBarrier(const c10d::BarrierOptions& barrier_options
     }
     HPCOMM_REQUIRE(mailbox_ != nullptr, "monitored_barrier: the ", communicator_->transport(),
                    " transport carries no messages");
-    const auto options = [&](const Note& note, std::chrono::milliseconds timeout) {
-      MailOptions mail;
-      mail.timeout = timeout;
-      mail.keepalive = note.word;
-      return mail;
-    };
-    // A rank that is gone is no rank that is late.
-    const auto fail = [&](std::int32_t gone, const std::string& text) {
-      ErrorContext context = what;
-      context.peer = std::max(gone, -1);
-      throw Error(gone >= 0 ? ErrorKind::kRankFailed : ErrorKind::kTimedOut, text, std::move(context));
-    };
-    const auto who_is_gone = [](const Error& error) {
-      return error.kind() == ErrorKind::kRankFailed && error.context().peer >= 0 ? error.context().peer : kNotAllHere;
-    };
-    // Rank 0 gives up first, so that the others hear from it.
-    const auto patience = limit + std::chrono::seconds(5);
-    if (rank_ != 0) {
-      const Note here;
-      const Note answer;
-      std::string why;
-      std::int32_t gone = kNotAllHere;
-      try {
-        const MailPtr received = mailbox_->recv(answer.view(), 0, tag, options(answer, patience));
-        wait_to_end(*mailbox_->send(here.view(), 0, tag, options(here, patience)), kNoTimeout);
-        wait_to_end(*received, kNoTimeout);
-        if (*answer.word == kAllHere) {
-          return;
-        }
-        gone = *answer.word;
-        why = gone >= 0 ? str("rank 0 reports that rank ", gone, " is gone")
-                        : "rank 0 reports that others did not reach it";
-      } catch (const Error& error) {
-        if (error.kind() == ErrorKind::kClosed) {
-          throw;
-        }
-        gone = who_is_gone(error);
-        why = error.what();
-      }
-      fail(gone, str("Rank ", rank_, " successfully reached monitoredBarrier, but received errors while waiting for ",
-                     "send/recv from rank 0. Please check rank 0 logs for faulty rank.\n", why));
-    }
-    const Deadline deadline = deadline_after(limit);
-    std::vector<MailPtr> arrivals;
-    for (int peer = 1; peer < size_; ++peer) {
-      const Note here;
-      arrivals.push_back(mailbox_->recv(here.view(), peer, tag, options(here, limit)));
-    }
-    std::string missing;
-    std::string details;
-    std::int32_t gone = kNotAllHere;
-    for (int peer = 1; peer < size_; ++peer) {
-      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
-      try {
-        wait_to_end(*arrivals[static_cast<std::size_t>(peer - 1)], std::max(left, std::chrono::milliseconds(1)));
-      } catch (const Error& error) {
-        if (error.kind() == ErrorKind::kClosed) {
-          throw;
-        }
-        if (missing.empty() || wait_all_ranks) {
-          missing += str(missing.empty() ? "" : ", ", peer);
-          details += str("\n", error.what());
-          gone = gone >= 0 ? gone : who_is_gone(error);
-        }
-      }
-    }
-    std::vector<MailPtr> answers;
-    for (int peer = 1; peer < size_; ++peer) {
-      const Note answer;
-      *answer.word = missing.empty() ? kAllHere : gone;
-      try {
-        answers.push_back(mailbox_->send(answer.view(), peer, tag, options(answer, patience)));
-      } catch (const Error&) {
-        // It has left or died: the error below says so.
-      }
-    }
-    if (!missing.empty()) {
-      fail(gone, str("[Rank 0]: ", wait_all_ranks ? "Ranks " : "Rank ", missing, " failed to pass monitoredBarrier in ",
-                     limit.count(), " ms", details));
-    }
-    for (const MailPtr& answer : answers) {
-      wait_to_end(*answer, kNoTimeout);
+    const MonitoredBarrier barrier(*mailbox_, tag, what, limit);
+    if (rank_ == 0) {
+      barrier.gather(size_, wait_all_ranks);
+    } else {
+      barrier.arrive(rank_);
     }
   });
 }
