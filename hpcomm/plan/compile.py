@@ -97,24 +97,7 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
         DeadlockError: a compute order that contradicts its data, or needs more slots than ``slot_depth``.
     """
     pp, num_microbatches = _whole(pp, "pp"), _whole(num_microbatches, "num_microbatches")
-    table: Sequence[Sequence[ComputeAction]]
-    if isinstance(schedule, str):
-        table, placement, per_rank = by_name(schedule, pp, num_microbatches, stages_per_rank)
-        if stage_to_rank is not None and list(stage_to_rank) != placement:
-            raise InvalidArgument(
-                f"schedule {schedule!r} puts its stages on {placement}; stage_to_rank is {stage_to_rank}"
-            )
-    else:
-        table = schedule
-        if not any(table):
-            raise InvalidArgument("the schedule has no computations")
-        named = {action.stage for actions in table for action in actions}
-        num_stages = max(named) + 1
-        if num_stages > len(named):
-            missing = next(stage for stage in range(len(named) + 1) if stage not in named)
-            raise InvalidArgument(f"the schedule has an action of stage {num_stages - 1} and none of stage {missing}")
-        per_rank = -(-num_stages // pp)
-        placement = one_stage_each(pp, per_rank)[:num_stages] if stage_to_rank is None else list(stage_to_rank)
+    table, placement, per_rank = _placed(schedule, pp, num_microbatches, stages_per_rank, stage_to_rank)
     num_stages = len(placement)
 
     native = load()
@@ -142,29 +125,69 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
     ]
     spec.loss_stages = [_whole(stage, "a loss stage") for stage in loss_stages or ()]
     for link in _chain(num_stages, activation_bytes) if links is None else links:
-        if not 3 <= len(link) <= 4:
-            raise InvalidArgument(
-                f"a link is (from_stage, to_stage, bytes) or has True or False behind, not {link!r:.60}"
-            )
-        source, target = (_whole(stage, "a link's stage") for stage in link[:2])
-        size = _whole(link[2], "activation_bytes" if links is None else "a link", _MOST_BYTES)
-        spec.add_link(source, target, size, *link[3:])
+        _add_link(spec, link, "activation_bytes" if links is None else "a link")
     if costs is None:
-        costs = native.CostModel()
-        costs.link_latency_seconds = costs.collective_latency_seconds = link_latency
-        costs.link_bytes_per_second = costs.collective_bytes_per_second = link_bandwidth
-        forward = _per_stage("forward_cost", forward_cost, DEFAULT_FORWARD_COST, num_stages)
-        backward = _per_stage("backward_cost", backward_cost, DEFAULT_BACKWARD_COST, num_stages)
-        costs.stages = [native.StageCost(f, b) for f, b in zip(forward, backward, strict=True)]
+        spec.cost = _costs(
+            link_latency,
+            link_bandwidth,
+            _per_stage("forward_cost", forward_cost, DEFAULT_FORWARD_COST, num_stages),
+            _per_stage("backward_cost", backward_cost, DEFAULT_BACKWARD_COST, num_stages),
+        )
     elif forward_cost is not None or backward_cost is not None or link_latency or not math.isinf(link_bandwidth):
         raise InvalidArgument("give costs, or forward_cost, backward_cost, link_latency and link_bandwidth, not both")
-    spec.cost = costs
+    else:
+        spec.cost = costs
     kinds = {letter: native.OpKind.__members__[name] for letter, name in KIND_NAMES.items()}
     for actions in table:
         spec.add_compute([(kinds[kind], stage, microbatch) for kind, stage, microbatch in actions])
     if slot_depth is not None:
         return _compile(spec, _whole(slot_depth, "slot_depth"), 0)
     return _compile(spec, 2 * max(per_rank, 1), num_microbatches * (num_stages + 1))
+
+
+def _placed(
+    schedule: str | Sequence[Sequence[ComputeAction]],
+    pp: int,
+    num_microbatches: int,
+    stages_per_rank: int | None,
+    stage_to_rank: Sequence[int] | None,
+) -> tuple[Sequence[Sequence[ComputeAction]], list[int], int]:
+    """The table of a schedule, the pipeline rank of each stage, and how many stages a rank holds at most."""
+    if isinstance(schedule, str):
+        table, placement, per_rank = by_name(schedule, pp, num_microbatches, stages_per_rank)
+        if stage_to_rank is not None and list(stage_to_rank) != placement:
+            raise InvalidArgument(
+                f"schedule {schedule!r} puts its stages on {placement}; stage_to_rank is {stage_to_rank}"
+            )
+        return table, placement, per_rank
+    if not any(schedule):
+        raise InvalidArgument("the schedule has no computations")
+    named = {action.stage for actions in schedule for action in actions}
+    num_stages = max(named) + 1
+    if num_stages > len(named):
+        missing = next(stage for stage in range(len(named) + 1) if stage not in named)
+        raise InvalidArgument(f"the schedule has an action of stage {num_stages - 1} and none of stage {missing}")
+    per_rank = -(-num_stages // pp)
+    placement = one_stage_each(pp, per_rank)[:num_stages] if stage_to_rank is None else list(stage_to_rank)
+    return schedule, placement, per_rank
+
+
+def _add_link(spec: CompileSpec, link: Sequence[Any], what: str) -> None:
+    """A link as the caller of :func:`compile` gave it; ``what`` names its bytes."""
+    if not 3 <= len(link) <= 4:
+        raise InvalidArgument(f"a link is (from_stage, to_stage, bytes) or has True or False behind, not {link!r:.60}")
+    source, target = (_whole(stage, "a link's stage") for stage in link[:2])
+    spec.add_link(source, target, _whole(link[2], what, _MOST_BYTES), *link[3:])
+
+
+def _costs(latency: float, bandwidth: float, forward: Sequence[float], backward: Sequence[float]) -> CostModel:
+    """One latency, in seconds, and one bandwidth, in bytes per second, of messages and collectives alike."""
+    native = load()
+    costs: CostModel = native.CostModel()
+    costs.link_latency_seconds = costs.collective_latency_seconds = latency
+    costs.link_bytes_per_second = costs.collective_bytes_per_second = bandwidth
+    costs.stages = [native.StageCost(f, b) for f, b in zip(forward, backward, strict=True)]
+    return costs
 
 
 def _compile(spec: CompileSpec, slot_depth: int, enough: int) -> StepPlan:
