@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Container
+from collections.abc import Callable, Container
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 FORMAT = "hpcomm.CostModel"
 _STAGE = ("forward_seconds", "backward_seconds", "input_grad_seconds", "weight_grad_seconds", "activation_bytes")
-_NUMBERS = ("header_seconds", "issue_seconds", "step_seconds", "pack_bytes_per_second")
 _LINKS = ("link", "collective")
 _SWITCHES = ("host_copies", "host_waits")
 _MOST = 1e30  # of anything: sums of a step's stay finite
@@ -61,19 +61,8 @@ def costs_from_json(text: str) -> CostModel:
     document = parse_json(text, "a cost model")
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise InvalidArgument(f'not a cost model: "format" must be "{FORMAT}"')
-    known = {
-        "format",
-        "stages",
-        "links",
-        "messages",
-        "ranks_per_host",
-        "cores_per_host",
-        *_SWITCHES,
-        *_LINKS,
-        *_NUMBERS,
-    }
-    if unknown := sorted(document.keys() - known):
-        raise InvalidArgument(f"a cost model has no {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    if unknown := sorted(document.keys() - _KNOWN):
+        raise InvalidArgument(f"a cost model has no {unknown[0]!r}; it has {', '.join(sorted(_KNOWN))}")
     native = load()
     costs: CostModel = native.CostModel()
     costs.stages = [_stage(entry, f"stages[{i}]") for i, entry in enumerate(_list(document, "stages"))]
@@ -81,32 +70,11 @@ def costs_from_json(text: str) -> CostModel:
         latency, bandwidth = _link(document.get(name, {}), name)
         setattr(costs, f"{name}_latency_seconds", latency)
         setattr(costs, f"{name}_bytes_per_second", bandwidth)
-    links: dict[tuple[int, int], tuple[float, float]] = {}
-    messages: dict[tuple[int, int], float] = {}
-    for i, entry in enumerate(_list(document, "links")):
-        ends, rest = _ends(entry, where := f"links[{i}]", links)
-        links[ends] = _link(rest, where)
-    for i, entry in enumerate(_list(document, "messages")):
-        ends, rest = _ends(entry, where := f"messages[{i}]", messages)
-        if costs.stages and max(ends) >= len(costs.stages):
-            raise InvalidArgument(
-                f"{where}: goes from stage {ends[0]} to stage {ends[1]}, and stages has {len(costs.stages)} entries"
-            )
-        if rest.keys() != {"bytes"}:
-            raise InvalidArgument(f"{where}: expected source, destination and bytes, found {entry!r:.60}")
-        messages[ends] = _amount(rest["bytes"], f"{where}.bytes")
-    costs.links, costs.message_bytes = links, messages
-    if "header_seconds" in document:
-        costs.header_seconds = _amount(document["header_seconds"], "header_seconds")
-    for name in ("issue_seconds", "step_seconds"):
+    costs.links = _links(_list(document, "links"))
+    costs.message_bytes = _messages(_list(document, "messages"), len(costs.stages))
+    for name, read in _NUMBERS.items():
         if name in document:
-            setattr(costs, name, _amount(document[name], name))
-    if "pack_bytes_per_second" in document:
-        costs.pack_bytes_per_second = _bandwidth(document["pack_bytes_per_second"], "pack_bytes_per_second")
-    if "ranks_per_host" in document:
-        costs.ranks_per_host = _int(document["ranks_per_host"], "ranks_per_host", 1)
-    if "cores_per_host" in document:
-        costs.cores_per_host = _int(document["cores_per_host"], "cores_per_host")
+            setattr(costs, name, read(document[name], name))
     for name in _SWITCHES:
         if not isinstance(document.get(name, False), bool):
             raise InvalidArgument(f"{name}: expected true or false, found {document[name]!r:.40}")
@@ -148,6 +116,30 @@ def costs_to_json(costs: CostModel) -> str:
         },
         indent=1,
     )
+
+
+def _links(entries: list[Any]) -> dict[tuple[int, int], tuple[float, float]]:
+    """Latencies and bandwidths by source and destination."""
+    links: dict[tuple[int, int], tuple[float, float]] = {}
+    for i, entry in enumerate(entries):
+        ends, rest = _ends(entry, where := f"links[{i}]", links)
+        links[ends] = _link(rest, where)
+    return links
+
+
+def _messages(entries: list[Any], num_stages: int) -> dict[tuple[int, int], float]:
+    """Bytes by source and destination, which are among ``num_stages`` if that is not 0."""
+    messages: dict[tuple[int, int], float] = {}
+    for i, entry in enumerate(entries):
+        ends, rest = _ends(entry, where := f"messages[{i}]", messages)
+        if num_stages and max(ends) >= num_stages:
+            raise InvalidArgument(
+                f"{where}: goes from stage {ends[0]} to stage {ends[1]}, and stages has {num_stages} entries"
+            )
+        if rest.keys() != {"bytes"}:
+            raise InvalidArgument(f"{where}: expected source, destination and bytes, found {entry!r:.60}")
+        messages[ends] = _amount(rest["bytes"], f"{where}.bytes")
+    return messages
 
 
 def _list(document: dict[str, Any], key: str) -> list[Any]:
@@ -209,3 +201,15 @@ def _int(value: object, where: str, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
         raise InvalidArgument(f"{where}: expected an integer, at least {least}, found {value!r:.40}")
     return value
+
+
+# Numbers of the whole model, and how each is read.
+_NUMBERS: dict[str, Callable[[object, str], float]] = {
+    "header_seconds": _amount,
+    "issue_seconds": _amount,
+    "step_seconds": _amount,
+    "pack_bytes_per_second": _bandwidth,
+    "ranks_per_host": partial(_int, least=1),
+    "cores_per_host": _int,
+}
+_KNOWN = {"format", "stages", "links", "messages", *_LINKS, *_NUMBERS, *_SWITCHES}
