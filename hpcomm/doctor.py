@@ -23,6 +23,7 @@ from hpcomm import _native
 from hpcomm._version import __version__
 from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import HpcommError, InvalidArgument
+from hpcomm.settings import LONGEST_TIMEOUT, default_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -57,7 +58,7 @@ _START = 60.0  # seconds in which processes of this machine import torch, also w
 _SHORT, _LONG = 4, 16 << 20  # bytes of the messages that are timed
 _SPARE_FILES = 64  # descriptors that a rank needs beside one for each other rank
 _PAIRS = 16  # of hosts whose link is timed
-_MOST_RANKS, _MOST_SECONDS = 1024, 2_000_000
+_MOST_RANKS = 1024
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
 
@@ -88,8 +89,8 @@ def add_to(commands: Any) -> None:
 def _run(options: Any) -> int:
     if not 1 <= options.ranks <= _MOST_RANKS:
         raise InvalidArgument(f"--ranks {options.ranks}: expected 1 to {_MOST_RANKS}, which start on this machine")
-    if options.timeout is not None and not 0 < options.timeout <= _MOST_SECONDS:
-        raise InvalidArgument(f"--timeout {options.timeout:g}: expected seconds, above 0, at most {_MOST_SECONDS:,}")
+    if options.timeout is not None and not 0 < options.timeout <= LONGEST_TIMEOUT:
+        raise InvalidArgument(f"--timeout {options.timeout:g}: expected seconds, above 0, at most {LONGEST_TIMEOUT:,}")
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         broken = build()
         if broken.mark == FAIL:  # the ranks would say the same, each of them
@@ -207,7 +208,6 @@ def meeting_place(environment: Any) -> Finding:
 def _as_rank(options: Any) -> int:
     """Joins the job that somebody has started; rank 0 prints what all ranks have found."""
     from hpcomm import mesh as meshes
-    from hpcomm.communicator import default_timeout
 
     built = build()
     if built.mark == FAIL:
@@ -429,8 +429,6 @@ def _seconds(mesh: Mesh, group: Communicator, step: Callable[[Any], object], siz
 def _start(options: Any) -> int:
     """Starts ranks on this machine, which do the rest; ends with them."""
     from torch._C._distributed_c10d import TCPStore
-
-    from hpcomm.communicator import default_timeout
 
     timeout = default_timeout(TIMEOUT) if options.timeout is None else options.timeout
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # as torchrun's agent has one

@@ -17,17 +17,10 @@ from torch._C._distributed_c10d import (
 )
 
 from hpcomm import _C
-from hpcomm.communicator import (
-    checks,
-    cpu_transport,
-    gloo_group,
-    nccl_limits,
-    over_shared_memory,
-    start_control,
-    while_they_stay,
-)
+from hpcomm.communicator import gloo_group, over_shared_memory, start_control, while_they_stay
 from hpcomm.errors import HpcommError, SchemaMismatch
 from hpcomm.rendezvous import Look, nothing, own_store, store_errors
+from hpcomm.settings import checks, cpu_transport, nccl_limits
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend

@@ -23,19 +23,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from hpcomm import _C
 from hpcomm.channel import forget_parted, let_go
-from hpcomm.communicator import (
-    agree,
-    checked_timeout,
-    checking,
-    cpu_transport,
-    default_timeout,
-    emulation,
-    first_communicator,
-    start_control,
-)
+from hpcomm.communicator import agree, first_communicator, start_control
 from hpcomm.devices import pick_device
 from hpcomm.errors import Closed, InvalidArgument, PeerError, RankFailed, TimedOut, TransportError
 from hpcomm.rendezvous import interruptible, own_store
+from hpcomm.settings import checked_timeout, checking, cpu_transport, default_timeout, emulation
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

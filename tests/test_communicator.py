@@ -15,7 +15,7 @@ import torch
 from patience import with_patience
 
 import hpcomm
-from hpcomm.communicator import nccl_limits
+from hpcomm.settings import nccl_limits
 
 Run = Callable[..., list[Any]]
 

@@ -21,6 +21,7 @@ LAYERS = ("base", "plan", "stream", "pack", "control", "comm", "engine", "torch"
 # Lowest first: a module of hpcomm/ imports those before it. `_C` is the native module; a package is above its parts.
 MODULES = (
     "errors",
+    "settings",
     "_version",
     "_build",
     "nccl_variables",

@@ -14,18 +14,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from hpcomm.communicator import (
-    agree,
-    checking,
-    default_timeout,
-    emulation,
-    first_communicator,
-    levels,
-    start_control,
-)
+from hpcomm.communicator import agree, first_communicator, start_control
 from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import InvalidArgument, TimedOut
 from hpcomm.rendezvous import own_store
+from hpcomm.settings import checking, default_timeout, emulation, levels
 
 if TYPE_CHECKING:
     from hpcomm._C import Communicator
