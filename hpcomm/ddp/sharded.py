@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,32 @@ _MEMBERS = "_hpcomm_members"  # of the same: its whole parameters, by group
 # Of torch's: they look at a parameter's shape or norm, or at all of them. Others may as well, which nobody can tell.
 _WHOLE = tuple(getattr(torch.optim, name) for name in ("Adafactor", "LBFGS", "Muon") if hasattr(torch.optim, name))
 
-_Piece = tuple[torch.nn.Parameter, int, int]
+
+@dataclass
+class _Shard:
+    """Where a parameter lies, this rank's piece of it, and how far it was stepped."""
+
+    name: str
+    index: int  # of the parameter, in the reducer
+    bucket: int
+    place: int  # of its first element, in the bucket
+    piece: torch.nn.Parameter | None  # a leaf of one dimension; None where this rank owns nothing of it
+    first: int  # element of the piece, in the bucket
+    # What the parameter was made: a view of its place, where that lies, and its strides.
+    view: torch.Tensor
+    address: int
+    strides: tuple[int, ...]
+    # How many reductions of the bucket were stepped or dropped. Each parameter counts by itself: optimizers over
+    # different ones need not step equally often, and a new one goes on where another ended.
+    taken: int = 0
+    stepped_by: weakref.ref[torch.optim.Optimizer] | None = None  # since the last reduction
+
+    def take(self, reduced: int, stepped_by: torch.optim.Optimizer | None) -> None:
+        """The gradient of reduction number ``reduced``, and of those before it, is stepped, or never will be."""
+        self.taken = reduced
+        self.stepped_by = None if stepped_by is None else weakref.ref(stepped_by)
+        if self.piece is not None:
+            self.piece.grad = None  # so that nobody holds the bucket in the next step
 
 
 def give_gradients(optimizer: torch.optim.Optimizer) -> None:
@@ -64,27 +90,16 @@ class ShardedParameters:
     def __init__(self, lane: Communicator, reducer: NativeReducer) -> None:
         self._lane = lane
         self._reducer = reducer
-        parameters = [parameter for _, parameter in reducer.parameters]
+        self._parameters = [parameter for _, parameter in reducer.parameters]
         self._names = {id(parameter): name for name, parameter in reducer.parameters}
-        self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}  # of the reducer
         self._flats: list[torch.Tensor] = []
-        # Parameter -> the rank's piece of it: a leaf of one dimension, its bucket, and where it lies there.
-        self._pieces: dict[int, list[_Piece]] = {id(p): [] for p in parameters}
-        # Parameter -> its bucket, and how many reductions of that were stepped or dropped. Each parameter counts by
-        # itself: optimizers over different ones need not step equally often, and a new one goes on where another ended.
-        self._buckets: dict[int, int] = {}
-        self._places: dict[int, int] = {}  # of the first number, in the bucket
-        self._taken: dict[int, int] = {}
-        # What the parameters were made: views of their places, where those lie, and their strides.
-        self._views: dict[int, tuple[torch.Tensor, int, tuple[int, ...]]] = {}
-        self._stepped_by: dict[int, weakref.ref[torch.optim.Optimizer]] = {}  # since the last reduction
+        self._shards: dict[int, _Shard] = {}  # by id of the parameter; none where nothing is divided
         self._steps = False  # an optimizer was made
-        self._parameters = parameters
-        if lane.size == 1:  # nothing is reduced, and nothing divided
+        if lane.size == 1:  # nothing is reduced, either
             return
         self._require_own_memory()
-        for bucket, members in enumerate(reducer.plan.buckets):
-            self._move(bucket, [parameters[index] for index in members])
+        for bucket, indices in enumerate(reducer.plan.buckets):
+            self._move(bucket, indices)
 
     def _require_own_memory(self) -> None:
         """Parameters that share memory would be moved apart, and trained apart. Columns of one tensor may alternate."""
@@ -103,29 +118,30 @@ class ShardedParameters:
                     "use one torch.nn.Parameter in both places"
                 )
 
-    def _move(self, bucket: int, members: list[torch.nn.Parameter]) -> None:
+    def _move(self, bucket: int, indices: Sequence[int]) -> None:
+        """Moves the parameters of a bucket."""
+        members = [self._parameters[index] for index in indices]
         dtype = members[0].dtype.to_real()  # complex numbers lie in it as pairs, as in the bucket of gradients
         # As the reducer pads: to equal parts on cache lines.
         grain = _LINE * self._lane.size
         count = -(-self._reducer.plan.bytes[bucket] // grain) * grain // dtype.itemsize
         flat = self._lane.allocate([count], dtype).zero_()
         self._flats.append(flat)
-        for parameter, offset in zip(members, _C.Layout(members).offsets, strict=True):
-            self._buckets[id(parameter)] = bucket
-            self._taken[id(parameter)] = 0
-            numbers = flat.view(parameter.dtype)  # in which its places count; cache lines hold whole ones
-            each = numbers.numel() // self._lane.size
+        for index, parameter, offset in zip(indices, members, _C.Layout(members).offsets, strict=True):
+            whole = flat.view(parameter.dtype)  # in which its places count; cache lines hold whole ones
+            each = whole.numel() // self._lane.size
             begin, end = self._lane.rank * each, (self._lane.rank + 1) * each
-            place = self._places[id(parameter)] = offset // parameter.dtype.itemsize
-            view = numbers.as_strided(parameter.shape, _dense_strides(parameter), place)
+            place = offset // parameter.dtype.itemsize
+            view = whole.as_strided(parameter.shape, _dense_strides(parameter), place)
             with torch.no_grad():
                 view.copy_(parameter)
             parameter.data = view
-            self._views[id(parameter)] = view, view.data_ptr(), view.stride()
             first, last = max(place, begin), min(place + parameter.numel(), end)
-            if first < last:
-                piece = torch.nn.Parameter(numbers[first:last])
-                self._pieces[id(parameter)].append((piece, bucket, first))
+            piece = torch.nn.Parameter(whole[first:last]) if first < last else None
+            name = self._names[id(parameter)]
+            self._shards[id(parameter)] = _Shard(
+                name, index, bucket, place, piece, first, view, view.data_ptr(), view.stride()
+            )
 
     def make(
         self, optimizer: type[torch.optim.Optimizer], parameters: Iterable[Any], **options: Any
@@ -192,7 +208,7 @@ class ShardedParameters:
         """The whole parameters of a group."""
         members = [parameter for _, parameter in _named(group)]
         for parameter in members:
-            if id(parameter) not in self._pieces and getattr(parameter, "requires_grad", True):
+            if id(parameter) not in self._names and getattr(parameter, "requires_grad", True):
                 raise InvalidArgument(
                     "a sharded optimizer steps parameters of its wrapper that required a gradient in the first forward "
                     f"or make_optimizer(); this one is none of them: {_description(parameter)}"
@@ -202,7 +218,8 @@ class ShardedParameters:
     def _divided(self, group: dict[str, Any]) -> dict[str, Any]:
         """The group with this rank's pieces in the place of the parameters."""
         named = _named(group)
-        pieces = [(name, piece) for name, p in named for piece, _, _ in self._pieces.get(id(p), ())]
+        shards = [(name, self._shards[id(p)]) for name, p in named if id(p) in self._shards]
+        pieces = [(name, shard.piece) for name, shard in shards if shard.piece is not None]
         # A rank may own nothing of a group; what schedules its options finds all groups everywhere.
         pieces = pieces or [(named[0][0] if named else None, torch.nn.Parameter(torch.zeros(0)))]
         return {**group, "params": [piece if name is None else (name, piece) for name, piece in pieces]}
@@ -218,13 +235,12 @@ class ShardedParameters:
         return [self._member(name, parameter) for name, parameter in _named(group)]
 
     def _member(self, name: str | None, parameter: torch.nn.Parameter) -> Member:
-        number = id(parameter)
-        if number not in self._buckets:  # frozen: nobody has a piece, and a checkpoint has its number
+        shard = self._shards.get(id(parameter))
+        if shard is None:  # frozen: nobody has a piece, and a checkpoint has its number
             return Member(name, parameter, -1, 0, 0, None, 0)
-        piece, _, first = next(iter(self._pieces[number]), (None, 0, 0))
-        bucket = self._buckets[number]
-        numbers = self._flats[bucket].nbytes // parameter.dtype.itemsize
-        return Member(name, parameter, bucket, numbers, self._places[number], piece, first)
+        numbers = self._flats[shard.bucket].nbytes // parameter.dtype.itemsize
+        first = 0 if shard.piece is None else shard.first
+        return Member(name, parameter, shard.bucket, numbers, shard.place, shard.piece, first)
 
     def whole_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """What ``state_dict()`` of an optimizer over the whole parameters would be (collective)."""
@@ -256,12 +272,11 @@ class ShardedParameters:
         self._give_gradients(self._parameters)
         powers = torch.zeros(len(self._parameters), dtype=torch.float64, device=self._lane.device)
         gradients = []
-        for place, parameter in enumerate(self._parameters):
-            for piece, _, _ in self._pieces[id(parameter)]:
-                if piece.grad is not None:
-                    gradients.append(piece.grad)
-                    norm = torch.linalg.vector_norm(piece.grad, norm_type).double()
-                    powers[place] = norm if math.isinf(norm_type) else norm**norm_type
+        for shard in self._divided_of(self._parameters):
+            if shard.piece is not None and shard.piece.grad is not None:
+                gradients.append(shard.piece.grad)
+                norm = torch.linalg.vector_norm(shard.piece.grad, norm_type).double()
+                powers[shard.index] = norm if math.isinf(norm_type) else norm**norm_type
         self._lane.all_reduce(powers, "max" if math.isinf(norm_type) else "sum")
         return (powers if math.isinf(norm_type) else powers ** (1 / norm_type)).to(dtype), gradients
 
@@ -292,15 +307,12 @@ class ShardedParameters:
     def _take(self, mine: Iterable[torch.nn.Parameter], stepped_by: torch.optim.Optimizer | None = None) -> None:
         """The gradients of these parameters that were reduced so far are stepped, or never will be."""
         reduced = self._reduced()
-        for number in map(id, mine):
-            if number not in self._buckets:  # frozen, or alone
-                continue
-            self._taken[number] = reduced(self._buckets[number])
-            self._stepped_by.pop(number, None)
-            if stepped_by is not None:
-                self._stepped_by[number] = weakref.ref(stepped_by)
-            for piece, _, _ in self._pieces[number]:
-                piece.grad = None  # so that nobody holds the bucket in the next step
+        for shard in self._divided_of(mine):
+            shard.take(reduced(shard.bucket), stepped_by)
+
+    def _divided_of(self, parameters: Iterable[torch.nn.Parameter]) -> list[_Shard]:
+        """Those of ``parameters``, without the frozen ones; none where this rank is alone."""
+        return [self._shards[id(parameter)] for parameter in parameters if id(parameter) in self._shards]
 
     def _before_step(
         self,
@@ -328,40 +340,21 @@ class ShardedParameters:
         """
         reduced = self._reduced()
         for parameter in mine:
-            number = id(parameter)
-            if number not in self._buckets:
+            shard = self._shards.get(id(parameter))
+            if shard is None:
                 if parameter.grad is not None:
                     raise InvalidArgument(
                         f"a parameter that was frozen when it was wrapped has a gradient, which nobody reduces "
                         f"({_description(parameter)}): wrap the model after its layers are unfrozen"
                     )
                 continue
-            self._take_back(parameter)
-            other = self._stepped_by.get(number, lambda: None)()
-            if (
-                optimizer is not None
-                and other not in (None, optimizer)
-                and reduced(self._buckets[number]) == self._taken[number]
-            ):
+            _take_back(parameter, shard)
+            other = None if shard.stepped_by is None else shard.stepped_by()
+            if optimizer is not None and other not in (None, optimizer) and reduced(shard.bucket) == shard.taken:
                 raise InvalidArgument(
-                    f"the gradient of {self._names[number]} was stepped by another optimizer of this wrapper, which "
+                    f"the gradient of {shard.name} was stepped by another optimizer of this wrapper, which "
                     "has taken it: give each parameter to one of them"
                 )
-
-    def _take_back(self, parameter: torch.nn.Parameter) -> None:
-        """Where a program has set ``.data`` its numbers count, as torch's optimizers would go on with them."""
-        view, address, strides = self._views[id(parameter)]
-        if parameter.data_ptr() == address and parameter.stride() == strides:
-            return
-        kind = parameter.shape, parameter.stride(), parameter.dtype, parameter.device
-        if kind != (view.shape, strides, view.dtype, view.device):
-            raise InvalidArgument(
-                f"{self._names[id(parameter)]} is {_description(parameter)}, and was {_description(view)} in the "
-                "first forward: convert the model before it is wrapped"
-            )
-        with torch.no_grad():
-            view.copy_(parameter)
-        parameter.data = view
 
     def _giving(self, closure: Callable[[], Any], mine: list[torch.nn.Parameter]) -> Callable[[], Any]:
         def closed() -> Any:
@@ -373,9 +366,8 @@ class ShardedParameters:
 
     def _give_gradients(self, mine: Iterable[torch.nn.Parameter]) -> None:
         reduced = self._reduced()
-        numbers = [number for number in map(id, mine) if number in self._buckets]
-        fresh = {number: reduced(self._buckets[number]) - self._taken[number] for number in numbers}
-        most = max(fresh.values(), default=0)
+        shards = self._divided_of(mine)
+        most = max((reduced(shard.bucket) - shard.taken for shard in shards), default=0)
         if most > 1:  # a bucket holds the last one's; all ranks count alike, also where they own no piece
             raise InvalidArgument(
                 f"{most} backwards were reduced since the last step or zero_grad() of these parameters, and "
@@ -385,14 +377,16 @@ class ShardedParameters:
             )
         used = self._reducer.used_by()
         by_hand = self._reducer.reductions_by_hand
-        for number in numbers:
+        for shard in shards:
+            if shard.piece is None:
+                continue
             # A bucket keeps what was stepped or dropped: that is no gradient any more. Nor is what no rank has used: a
             # step with zeros would decay it, and go on with its momentum.
-            bucket = self._buckets[number]
-            is_used = used is None or bucket in by_hand or used[self._numbers[number]] > 0
-            gradients = self._reducer.gradients_of(bucket) if fresh[number] and is_used else None
-            for piece, _, first in self._pieces[number]:
-                piece.grad = None if gradients is None else gradients.view(piece.dtype)[first : first + piece.numel()]
+            is_fresh = reduced(shard.bucket) > shard.taken
+            is_used = used is None or shard.bucket in by_hand or used[shard.index] > 0
+            gradients = self._reducer.gradients_of(shard.bucket) if is_fresh and is_used else None
+            last = shard.first + shard.piece.numel()
+            shard.piece.grad = None if gradients is None else gradients.view(shard.piece.dtype)[shard.first : last]
 
     def _after_step(self, optimizer: torch.optim.Optimizer, mine: list[torch.nn.Parameter]) -> None:
         """Gathers what the ranks have stepped."""
@@ -401,6 +395,22 @@ class ShardedParameters:
             each = flat.numel() // self._lane.size
             begin = self._lane.rank * each
             self._lane.all_gather(flat, flat[begin : begin + each])
+
+
+def _take_back(parameter: torch.nn.Parameter, shard: _Shard) -> None:
+    """Where a program has set ``.data`` its numbers count, as torch's optimizers would go on with them."""
+    view = shard.view
+    if parameter.data_ptr() == shard.address and parameter.stride() == shard.strides:
+        return
+    kind = parameter.shape, parameter.stride(), parameter.dtype, parameter.device
+    if kind != (view.shape, shard.strides, view.dtype, view.device):
+        raise InvalidArgument(
+            f"{shard.name} is {_description(parameter)}, and was {_description(view)} in the "
+            "first forward: convert the model before it is wrapped"
+        )
+    with torch.no_grad():
+        view.copy_(parameter)
+    parameter.data = view
 
 
 def _extent(tensor: torch.Tensor) -> int:
