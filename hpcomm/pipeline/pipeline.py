@@ -140,48 +140,31 @@ class Pipeline(LocalModel):
         materialize_together(mesh, modules, here, seed, init_fn)
         owned = sharing.owners_of(modules)
         super().__init__(mesh, modules, owned, plain.placement)
-        self._init_fn = init_fn
-        self._loss_fn = loss_fn
-        self._parts = num_microbatches
-        self._schema = schema
+        self._asked = asked._replace(balance=None)  # whose sample may be large
         self._schedule = plain
-        self._seed = seed
         self._whole = frozenset(whole)
         self._promised = frozenset(keywords) if inputs == "first" else None
         calls = chain.calls_by_stage(modules, chain.skips_of(whole_model))
         self._calls = [call for stage in calls for call in stage]
         self._links = links_of(calls, loaders_of(calls, keywords) if inputs == "first" else ())
         ties = sharing.ties_of(owned)
-        self._deterministic = deterministic
         if deterministic:
             shared = [entry.name for entry in owned if len(entry.stages) > 1 and entry.parameter.requires_grad]
             require_ordered(mesh.dp.size, num_microbatches, shared)
         alone = [sharing.reduced_alone(owned, stage) for stage in range(plain.stages)]
         buckets = [sharing.bucket_plan(parameters, bucket_cap_mb) for parameters in alone]
         self._wishes = Wishes(
-            self._links,
-            [plan.bytes for plan in buckets],
-            [(tie.stages, sum(tie.buckets.bytes)) for tie in ties],
-            reduce,
-            schema,
-            costs,
+            links=self._links,
+            bucket_bytes=[plan.bytes for plan in buckets],
+            ties=[(tie.stages, sum(tie.buckets.bytes)) for tie in ties],
+            reduce=reduce,
+            schema=schema,
+            costs=costs,
         )
         self.plan = plan_together(mesh, plain, self._wishes)
 
         self.bucket_plans = {stage: buckets[stage] for stage in here}
-        divided = {(a.stage, a.microbatch) for row in plain.table for a in row if a.kind == "I"}
-        stages = {
-            stage: Stage(
-                stage,
-                self.stages[stage],
-                calls[stage],
-                [link for link in self._links if link.target == stage],
-                [link for link in self._links if link.source == stage],
-                {microbatch for s, microbatch in divided if s == stage},
-            )
-            for stage in here
-        }
-        self._local_stages = stages
+        self._local_stages = {stage: self._made(stage, calls[stage]) for stage in here}
         # Of this rank alone: whoever keeps the others' parameters keeps the whole model.
         self._reduced = ({s: alone[s] for s in here}, {i: t for i, t in enumerate(ties) if set(t.stages) & set(here)})
         self._loss = _C.StepLoss(scalar_lane(self.plan, mesh))
@@ -239,7 +222,7 @@ class Pipeline(LocalModel):
         with self._telling_peers(runner):
             if not self._schedule.trains:
                 raise InvalidArgument("step(): the schedule has no backwards; use eval_step()")
-            if self._loss_fn is None:
+            if self._asked.loss_fn is None:
                 raise InvalidArgument("step(): the Pipeline was made with loss_fn=None: there is nothing to train on")
             if identity(self.module) != self._identity:
                 raise InvalidArgument(
@@ -247,9 +230,9 @@ class Pipeline(LocalModel):
                     "converted); make a new Pipeline of the changed model"
                 )
             require_no_gradient([("inputs", inputs), ("target", target), *keywords.items()])
-            batch = self._batch(inputs, target, keywords, self._loss_fn)
+            batch = self._batch(inputs, target, keywords, self._asked.loss_fn)
             batch.reduce, batch.keep_outputs = reduce, return_outputs
-            if self._deterministic and not reduce:
+            if self._asked.deterministic and not reduce:
                 raise InvalidArgument("step(): deterministic=True sums one step's gradients; use more microbatches")
             if not self._sums.is_open:  # else it stays: all of a sum is counted in one unit
                 self._unit.value = 1.0
@@ -276,11 +259,11 @@ class Pipeline(LocalModel):
                 self._evaluation = self._evaluator()
             with self._telling_peers(self._evaluation):
                 wants_loss = target is not None or not return_outputs
-                if wants_loss and self._loss_fn is None:
+                if wants_loss and self._asked.loss_fn is None:
                     raise InvalidArgument(
                         "eval_step(): the Pipeline was made with loss_fn=None: pass return_outputs=True, and no target"
                     )
-                batch = self._batch(inputs, target, keywords, self._loss_fn)
+                batch = self._batch(inputs, target, keywords, self._asked.loss_fn)
                 # Who has the target knows: with inputs="first" the last stage hears of it with the first message.
                 batch.needs_target = batch.keep_outputs = return_outputs
                 with self._random_numbers(batch):
@@ -289,9 +272,9 @@ class Pipeline(LocalModel):
 
     def loss_of(self, output: Any, target: Any) -> Loss:
         """The weighted loss of any output, as the last stage computes it for a microbatch."""
-        if self._loss_fn is None:
+        if self._asked.loss_fn is None:
             raise InvalidArgument("loss_of(): the Pipeline was made with loss_fn=None")
-        return evaluate(self._loss_fn, output, target)
+        return evaluate(self._asked.loss_fn, output, target)
 
     # --- Plans ---
 
@@ -354,7 +337,7 @@ class Pipeline(LocalModel):
     def materialize(self, model: Model) -> torch.nn.Module:
         """The whole ``model`` as one chain on ``mesh.device``; from "meta" it gets this pipeline's initial values."""
         whole = as_chain(model)
-        return materialize(whole, device=self.mesh.device, seed=self._seed, init_fn=self._init_fn)
+        return materialize(whole, device=self.mesh.device, seed=self._asked.seed, init_fn=self._asked.init_fn)
 
     # --- The model ---
 
@@ -376,7 +359,7 @@ class Pipeline(LocalModel):
     @property
     def num_microbatches(self) -> int:
         """Parts of a replica's batch."""
-        return self._parts
+        return self._asked.num_microbatches
 
     @property
     def bucket_plan(self) -> BucketPlan:
@@ -387,17 +370,28 @@ class Pipeline(LocalModel):
 
     def draws(self, step: int, replica: int) -> Draws:
         """The random numbers of a replica's microbatches in a step."""
-        return Draws(self._generator, self._seed, step, replica * self._parts)
+        return Draws(self._generator, self._asked.seed, step, replica * self.num_microbatches)
 
     def split_keywords(self, keywords: Mapping[str, Any], inputs: Any) -> list[dict[str, Any]]:
         """Keyword arguments of a step by microbatch."""
-        return split_keywords(keywords, self._parts, samples(inputs), self._whole)
+        return split_keywords(keywords, self.num_microbatches, samples(inputs), self._whole)
+
+    def _made(self, stage: int, calls: Sequence[chain.Call]) -> Stage:
+        """One of this rank's stages, with its links."""
+        return Stage(
+            stage,
+            self.stages[stage],
+            calls,
+            incoming=[link for link in self._links if link.target == stage],
+            outgoing=[link for link in self._links if link.source == stage],
+            divided=self._schedule.divided(stage),
+        )
 
     def _batch(self, inputs: tuple[Any, ...], target: Any, keywords: dict[str, Any], loss_fn: LossFn | None) -> Batch:
         """The arguments' part for this rank, cut into microbatches."""
         for stage in self._local_stages.values():
             stage.refresh()
-        parts, first, last = self._parts, 0 in self.stages, self._schedule.stages - 1 in self.stages
+        parts, first, last = self.num_microbatches, 0 in self.stages, self._schedule.stages - 1 in self.stages
         if first and (not inputs or all(value is None for value in inputs)):
             raise InvalidArgument("step(): the first stage needs an input, got None")
         for name in keywords:
@@ -412,7 +406,7 @@ class Pipeline(LocalModel):
         if first:
             require_equal_rows(inputs, samples(inputs))
             cut_inputs = list(zip(*[split(value, parts, "input") for value in inputs], strict=True))
-            if self._deterministic and self.mesh.dp.size > 1 and any(samples(value) % parts for value in inputs):
+            if self._asked.deterministic and self.mesh.dp.size > 1 and any(samples(value) % parts for value in inputs):
                 raise InvalidArgument(
                     f"step(): deterministic=True with several replicas needs equal microbatches; {parts} cannot be cut "
                     f"from a batch of {samples(inputs)} samples"
@@ -434,15 +428,15 @@ class Pipeline(LocalModel):
         reductions = None
         if self._schedule.trains:
             parameters, ties = self._reduced
-            plans, ordered = self.bucket_plans, self._deterministic
+            plans, ordered = self.bucket_plans, self._asked.deterministic
             reductions = Reductions(self.plan, self.mesh, parameters, plans, ties, ordered=ordered)
         return self._runner_of(self.plan, reductions, self._loss)
 
     def _runner_of(self, plan: StepPlan, reductions: Reductions | None, loss: StepLoss) -> Runner:
-        ordered = OrderedLoss(scalar_lane(plan, self.mesh), self.mesh.dp.size) if self._deterministic else None
+        ordered = OrderedLoss(scalar_lane(plan, self.mesh), self.mesh.dp.size) if self._asked.deterministic else None
         stages, links = self._local_stages, self._links
         first = self.mesh.ranks("pp")[self._schedule.placement[0]]
-        return Runner(plan, self.mesh, stages, links, reductions, loss, ordered, first, schema=self._schema)
+        return Runner(plan, self.mesh, stages, links, reductions, loss, ordered, first, schema=self._asked.schema)
 
     def _evaluator(self) -> Runner:
         plan = plan_together(self.mesh, self._schedule.forwards(), self._wishes)

@@ -45,6 +45,10 @@ class Schedule(NamedTuple):
         """Whether there are backwards."""
         return any(action.kind != "F" for row in self.table for action in row)
 
+    def divided(self, stage: int) -> set[int]:
+        """The microbatches whose backward of ``stage`` is run in two halves."""
+        return {a.microbatch for row in self.table for a in row if a.kind == "I" and a.stage == stage}
+
     def forwards(self) -> Schedule:
         """Evaluation: the same forwards in the same order."""
         return Schedule([[action for action in row if action.kind == "F"] for row in self.table], self.placement)
