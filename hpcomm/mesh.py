@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import logging
 import math
 import os
 import sys
 import time
-import traceback
-import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -25,7 +20,8 @@ from hpcomm import _C
 from hpcomm.channel import forget_parted, let_go
 from hpcomm.communicator import agree, first_communicator, start_control
 from hpcomm.devices import pick_device
-from hpcomm.errors import Closed, InvalidArgument, PeerError, RankFailed, TimedOut, TransportError
+from hpcomm.errors import Closed, InvalidArgument, TimedOut, TransportError
+from hpcomm.leaving import ExitWatch, describe
 from hpcomm.rendezvous import interruptible, own_store
 from hpcomm.settings import checked_timeout, checking, cpu_transport, default_timeout, emulation
 
@@ -41,19 +37,6 @@ AXES = ("pp", "dp", "tp")  # outermost to innermost
 # names a group by its ranks, and one that is made after another of that name has been destroyed would read from the
 # store what that one left there; so the next mesh takes them, and they end with the default group.
 _idle: dict[tuple[tuple[int, ...], str], list[dist.ProcessGroup]] = {}
-
-_exit_codes: dict[int, int] = {}  # by process: a fork of this one has its own
-
-
-@atexit.register
-def _exit() -> None:
-    """An exception at exit would be printed and leave the exit code 0. Registered early, so that it runs late."""
-    if os.getpid() in _exit_codes:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(_exit_codes[os.getpid()])
-
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -136,7 +119,7 @@ class Mesh:
         self._groups = {axis: self._new_group(row) for axis, row in self._rows.items()}
         # Others may still be connecting to this rank, and would fail if it left now.
         agree(self.control, "groups of the mesh", [], timeout=timeout)
-        self._watch_exit()
+        self._watch = ExitWatch(self, owns_group=owns_group)
 
     @property
     def shape(self) -> dict[str, int]:
@@ -218,7 +201,7 @@ class Mesh:
         self._communicators.clear()
         self.control.close()
         forget_parted(self.control)
-        self._forget_exit()
+        self._watch.forget()
         if not dist.is_initialized():
             return
         if self._owns_group:
@@ -235,7 +218,7 @@ class Mesh:
         if error is None:
             self.close()
         else:
-            # Closed at exit, when the traceback is out: the peers wait for that, see _watch_exit.
+            # Closed at exit, when the traceback is out: the peers wait for that, see ExitWatch.
             self.control.abort(describe(error))
 
     def __repr__(self) -> str:
@@ -293,61 +276,6 @@ class Mesh:
         )
         assert isinstance(group, dist.ProcessGroup)
         return group
-
-    def _let_end_first(self, peer: int) -> None:
-        """Launchers blame the first rank that exits, and end the others: let it be the one that failed."""
-        deadline = time.monotonic() + 3.0
-        known = 0 <= peer < self.size and peer != self.rank  # an error that came by way of autograd names nobody
-        while known and not self.control.has_ended(peer) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.5)  # from the end of its connection to the end of its process
-
-    def _watch_exit(self) -> None:
-        """Ends in order at exit; tells the peers when an exception ends this process."""
-        myself = weakref.ref(self)
-        owned = weakref.ref(dist.group.WORLD) if self._owns_group else None
-        previous = sys.excepthook
-        failed = False
-
-        def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            nonlocal failed
-            failed = True
-            mesh = myself()
-            with contextlib.suppress(Exception):  # whatever goes wrong here must not hide the program's own error
-                if mesh is not None and not mesh._closed:
-                    mesh.control.abort(describe(error))
-                    if isinstance(error, (PeerError, RankFailed)):
-                        mesh._let_end_first(error.peer)
-            previous(kind, error, trace)
-
-        process = self._process
-
-        def leave() -> None:
-            if os.getpid() != process:
-                return
-            mesh = myself()
-            # After a failure the connections stay until the process is gone: that is what the peers wait for.
-            if mesh is not None and not failed:
-                try:
-                    mesh._raise_unseen() if mesh.control.failure() else mesh.close()
-                except Exception as error:
-                    if mesh.control.failure():
-                        report(type(error), error, error.__traceback__)
-                        _exit_codes[process] = 1
-            # A mesh that was dropped: torch's NCCL complains of a group that nobody destroys.
-            if mesh is None and owned is not None and not failed and dist.is_initialized():
-                with contextlib.suppress(Exception):
-                    if dist.group.WORLD is owned():
-                        dist.destroy_process_group()
-
-        def forget() -> None:
-            if sys.excepthook is report:  # somebody else's later hook calls ours, which then does nothing
-                sys.excepthook = previous
-            atexit.unregister(leave)
-
-        sys.excepthook = report
-        atexit.register(leave)
-        self._forget_exit = forget
 
 
 def init(
@@ -443,11 +371,6 @@ def _meeting_store(rank: int, world: int, seconds: float) -> Store:
 def _torch_backend(device: torch.device) -> str:
     """What torch's own wrappers (stock DDP, FSDP2) get from ``mesh.group``."""
     return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-
-
-def describe(error: BaseException) -> str:
-    """The traceback as the peers shall read it."""
-    return "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
 
 
 def rank_and_size() -> tuple[int, int]:

@@ -37,6 +37,7 @@ MODULES = (
     "job",
     "named_group",
     "backend",
+    "leaving",
     "mesh",
     "ddp.module",
     "ddp.parameters",

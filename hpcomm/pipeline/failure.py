@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpcomm.errors import TimedOut
-from hpcomm.mesh import describe
+from hpcomm.leaving import describe
 from hpcomm.pipeline.board import report, text_of
 
 if TYPE_CHECKING:

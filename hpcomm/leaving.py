@@ -1,0 +1,106 @@
+"""How a process leaves its job: in order at exit, or with an error, of which the peers are told first."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import time
+import traceback
+import weakref
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from hpcomm.errors import PeerError, RankFailed
+
+if TYPE_CHECKING:
+    from hpcomm._C import Control
+    from hpcomm.mesh import Mesh
+
+__all__: list[str] = []
+
+_PATIENCE = 3.0  # seconds for the rank that failed to end first
+_exit_codes: dict[int, int] = {}  # by process: a fork of this one has its own
+
+
+@atexit.register
+def _exit() -> None:
+    """An exception at exit would be printed and leave the exit code 0. Registered early, so that it runs late."""
+    if os.getpid() in _exit_codes:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_exit_codes[os.getpid()])
+
+
+def describe(error: BaseException) -> str:
+    """The traceback as the peers shall read it."""
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
+
+
+class ExitWatch:
+    """Ends a mesh in order at exit; tells the peers when an exception ends this process. It does not keep the mesh.
+
+    Args:
+        owns_group: the mesh has made the default group.
+    """
+
+    def __init__(self, mesh: Mesh, *, owns_group: bool) -> None:
+        self._mesh = weakref.ref(mesh)
+        self._owned = weakref.ref(dist.group.WORLD) if owns_group else None
+        self._process = os.getpid()
+        self._failed = False
+        self._previous = sys.excepthook
+        sys.excepthook = self._report
+        atexit.register(self._leave)
+
+    def forget(self) -> None:
+        """The mesh has left."""
+        if sys.excepthook == self._report:  # somebody else's later hook calls ours, which then does nothing
+            sys.excepthook = self._previous
+        atexit.unregister(self._leave)
+
+    def _report(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._failed = True
+        mesh = self._mesh()
+        with contextlib.suppress(Exception):  # whatever goes wrong here must not hide the program's own error
+            if mesh is not None and not mesh._closed:
+                mesh.control.abort(describe(error))
+                if isinstance(error, (PeerError, RankFailed)):
+                    _let_end_first(mesh.control, error.peer)
+        self._previous(kind, error, trace)
+
+    def _leave(self) -> None:
+        # After a failure the connections stay until the process is gone: that is what the peers wait for.
+        if self._failed or os.getpid() != self._process:
+            return
+        mesh = self._mesh()
+        if mesh is None:
+            self._destroy_group()
+            return
+        try:
+            mesh._raise_unseen() if mesh.control.failure() else mesh.close()
+        except Exception as error:
+            if mesh.control.failure():
+                self._report(type(error), error, error.__traceback__)
+                _exit_codes[self._process] = 1
+
+    def _destroy_group(self) -> None:
+        """Of a mesh that was dropped: torch's NCCL complains of a group that nobody destroys."""
+        if self._owned is not None and dist.is_initialized():
+            with contextlib.suppress(Exception):
+                if dist.group.WORLD is self._owned():
+                    dist.destroy_process_group()
+
+
+def _let_end_first(control: Control, peer: int) -> None:
+    """Launchers blame the first rank that exits, and end the others: let it be the one that failed."""
+    deadline = time.monotonic() + _PATIENCE
+    known = 0 <= peer < control.size and peer != control.rank  # an error that came by way of autograd names nobody
+    while known and not control.has_ended(peer) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.5)  # from the end of its connection to the end of its process
