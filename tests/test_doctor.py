@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import hpcomm
-from hpcomm import doctor
 from hpcomm.cli import main
+from hpcomm.doctor import alone, together
 
 ROOT = Path(__file__).parent.parent
 DEADLINE = 120.0  # seconds
@@ -148,8 +148,8 @@ def test_arguments_that_cannot_be(arguments: tuple[str, str], capsys: pytest.Cap
 
 def test_too_few_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
-    assert doctor.files(36).mark == "ok"
-    finding = doctor.files(37)
+    assert alone.files(36).mark == "ok"
+    finding = alone.files(37)
     assert finding.mark == "FAIL"
     assert "raise `ulimit -n`" in finding.text
 
@@ -157,7 +157,7 @@ def test_too_few_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_variable_of_the_reference_is_known() -> None:
     text = (ROOT / "docs/reference/environment.md").read_text()
     named = set(re.findall(r"\bHPCOMM_[A-Z0-9_]+", text))
-    assert named - set(doctor.ELSEWHERE) == set(doctor.VARIABLES)
+    assert named - set(alone.ELSEWHERE) == set(alone.VARIABLES)
 
 
 @pytest.mark.parametrize(
@@ -171,5 +171,5 @@ def test_two_levels_are_advised_where_there_are_two(
     monkeypatch.setenv("HPCOMM_CPU_TRANSPORT", chosen)
     mesh: Any = SimpleNamespace(world=SimpleNamespace(transport="c10d"))
     everybody: list[dict[str, Any]] = [{"apart": {}} for ranks in ranks_of_hosts for _ in ranks]
-    text = doctor._transport_found(mesh, ranks_of_hosts, everybody).text
+    text = together._transport_found(mesh, ranks_of_hosts, everybody).text
     assert ("HPCOMM_CPU_TRANSPORT=hierarchical" in text) == advised

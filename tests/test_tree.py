@@ -101,6 +101,9 @@ MODULES = (
     "reference",
     "report",
     "",  # hpcomm itself: the list of public names
+    "doctor.finding",
+    "doctor.alone",
+    "doctor.together",
     "doctor",
     "cli",
     "__main__",
