@@ -68,7 +68,7 @@ PARTS = (
         ("to_json", "from_json", "to_csv", "plan_to_csv", "plan_from_csv", "table_from_csv"),
         ("hpcomm/plan/serialize.py", "hpcomm/plan/torch_csv.py"),
     ),
-    Part("Traces: `hpcomm.report`", ("read", "table", "timeline", "picture"), ("hpcomm/report.py",)),
+    Part("Traces: `hpcomm.report`", ("read", "table", "timeline", "picture"), ("hpcomm/trace.py", "hpcomm/report.py")),
     Part(
         "Errors: `hpcomm.errors`",
         (

@@ -99,6 +99,7 @@ MODULES = (
     "pipeline",
     "amp",
     "reference",
+    "trace",
     "report",
     "",  # hpcomm itself: the list of public names
     "doctor.finding",
