@@ -12,7 +12,7 @@ import hpcomm.plan
 from hpcomm._native import load
 from hpcomm.errors import InvalidArgument
 from hpcomm.plan import Layer, costs_from_json, costs_to_json, load_costs, load_layers, tune
-from hpcomm.plan.tuning import cut_layers
+from hpcomm.plan.layers import cut_layers
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -25,8 +25,7 @@ import hpcomm
 from hpcomm.ddp.choice import Under
 from hpcomm.ddp.sizes import LinkCost, best_bytes
 from hpcomm.pipeline.sharing import bucket_plan
-from hpcomm.plan.tuning import Layer
-from hpcomm.plan.tuning import _buckets as tuner_buckets
+from hpcomm.plan.layers import Layer, buckets_of
 
 Stock = nn.parallel.DistributedDataParallel
 Step = Callable[[nn.Module], None]
@@ -474,7 +473,7 @@ def test_the_gradients_that_are_ready_last_have_a_small_bucket() -> None:
     stage = [nn.Linear(512, 512) for _ in range(6)]
     plan = bucket_plan([p for each in stage for p in each.parameters()], 25.0)
     assert (sum(plan.bytes), plan.bytes[-1]) == (6 * layer, layer)
-    assert tuner_buckets([Layer(1.0, parameter_bytes=layer)] * 6, 25 << 20) == small
+    assert buckets_of([Layer(1.0, parameter_bytes=layer)] * 6, 25 << 20) == small
 
 
 def compiled() -> None:

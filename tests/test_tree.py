@@ -66,6 +66,7 @@ MODULES = (
     "plan.torch_csv",
     "plan.render",
     "plan.chrome",
+    "plan.layers",
     "plan.tuning",
     "plan.command",
     "plan",

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 from hpcomm.plan.compile import compile  # noqa: A004 - the public name
 from hpcomm.plan.costs import costs_from_json, costs_to_json, load_costs
+from hpcomm.plan.layers import Layer, load_layers
 from hpcomm.plan.loops import forward_only, gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
 from hpcomm.plan.schedules import SCHEDULES, Schedule
 from hpcomm.plan.serialize import from_json, to_json
 from hpcomm.plan.table import ComputeAction, Table, draw, parse
 from hpcomm.plan.timeline import draw_ticks
 from hpcomm.plan.torch_csv import plan_from_csv, plan_to_csv, table_from_csv, to_csv
-from hpcomm.plan.tuning import Candidate, Choice, Layer, load_layers, tune
+from hpcomm.plan.tuning import Candidate, Choice, tune
 from hpcomm.plan.zero_bubble import dualpipev, zb1p, zbv
 
 if TYPE_CHECKING:

@@ -12,13 +12,14 @@ from hpcomm.plan.chrome import to_chrome_trace
 from hpcomm.plan.compile import compile as compile_plan
 from hpcomm.plan.costs import costs_to_json, load_costs
 from hpcomm.plan.files import read_text, say, write_text
+from hpcomm.plan.layers import load_layers
 from hpcomm.plan.render import to_svg
 from hpcomm.plan.schedules import SCHEDULES
 from hpcomm.plan.serialize import from_json, to_json
 from hpcomm.plan.table import draw, num_microbatches_of, parse, placement_of, require_positive
 from hpcomm.plan.timeline import draw_ticks, first_replicas
 from hpcomm.plan.torch_csv import plan_from_csv, table_from_csv
-from hpcomm.plan.tuning import load_layers, tune
+from hpcomm.plan.tuning import tune
 
 if TYPE_CHECKING:
     from hpcomm._C import CostModel, StepPlan, Timeline

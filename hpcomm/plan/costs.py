@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcomm._native import load
 from hpcomm.errors import InvalidArgument
-from hpcomm.plan.files import parse_json, read_text
+from hpcomm.plan.files import parse_json, read_json
 
 if TYPE_CHECKING:
     from hpcomm._C import CostModel, StageCost
@@ -30,11 +30,7 @@ def load_costs(path: str | PathLike[str]) -> CostModel:
         InvalidArgument: an entry is wrong; the message names it.
         OSError: the file cannot be read.
     """
-    try:
-        text = read_text(path)
-    except UnicodeDecodeError as error:
-        raise InvalidArgument(f"not a cost model: not JSON ({error})") from None
-    return costs_from_json(text)
+    return _costs(read_json(path, "a cost model"))
 
 
 def costs_from_json(text: str) -> CostModel:
@@ -58,7 +54,10 @@ def costs_from_json(text: str) -> CostModel:
     Raises:
         InvalidArgument: an entry is wrong; the message names it.
     """
-    document = parse_json(text, "a cost model")
+    return _costs(parse_json(text, "a cost model"))
+
+
+def _costs(document: object) -> CostModel:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise InvalidArgument(f'not a cost model: "format" must be "{FORMAT}"')
     if unknown := sorted(document.keys() - _KNOWN):

@@ -44,6 +44,20 @@ def say(text: str) -> None:
             print(text, file=sys.stderr, flush=True)
 
 
+def read_json(path: str | PathLike[str], what: str) -> Any:
+    """:func:`parse_json` of a file.
+
+    Raises:
+        InvalidArgument: it holds no such text, or no text at all.
+        OSError: it cannot be read.
+    """
+    try:
+        text = read_text(path)
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"not {what}: not JSON ({error})") from None
+    return parse_json(text, what)
+
+
 def parse_json(text: str, what: str) -> Any:
     """The value of JSON text in which no object has a key twice: Python would take the last one and say nothing.
 

@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
-from os import PathLike
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcomm._native import load
 from hpcomm.errors import InvalidArgument
 from hpcomm.plan.compile import compile as compile_plan
-from hpcomm.plan.files import parse_json, read_text
+from hpcomm.plan.layers import Layer, buckets_of, cut_layers, require_amounts, stage_cost
 from hpcomm.plan.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from hpcomm._C import CostModel, StageCost, StepPlan, Timeline
 
 _MIB = 1 << 20
-_FIRST_BUCKET = _MIB
-_MOST = 2.0**63
-
-
-class Layer(NamedTuple):
-    """What one layer of a model takes, on one rank. Seconds and bytes are of one sample, unless it says otherwise."""
-
-    forward_seconds: float
-    backward_seconds: float = 0.0  # 0: twice the forward
-    output_bytes: float = 0.0  # what the next layer gets
-    activation_bytes: float = 0.0  # kept for the backward
-    parameter_bytes: float = 0.0  # of the layer
-    overhead_seconds: float = 0.0  # of a forward, and of each half of a backward, whatever the number of samples
 
 
 class Choice(NamedTuple):
@@ -108,7 +93,7 @@ def tune(
         raise InvalidArgument(f"memory_bytes={memory_bytes}; give bytes above 0, or None for no bound")
     if keep < 1:
         raise InvalidArgument(f"keep={keep}; it is how many candidates to return, at least 1")
-    _require_amounts(layers, batch)
+    require_amounts(layers, batch)
     best: list[Candidate] = []
     smallest = math.inf
     for choice in _choices(pp, batch, len(layers), schedules, stages_per_rank, num_microbatches, bucket_bytes, dp):
@@ -128,64 +113,6 @@ def tune(
         closest = f"the smallest candidate needs {smallest:.4g}"
         raise InvalidArgument(f"nothing fits in {memory_bytes:.4g} bytes a rank; {closest}")
     return best
-
-
-def load_layers(path: str | PathLike[str]) -> list[Layer]:
-    """Layers from a JSON file: ``{"format": "hpcomm.Layers", "layers": [{"forward_seconds": 0.001, ...}, ...]}``.
-
-    An entry has the fields of ``Layer``, and may have ``count``, a number of equal layers.
-
-    Raises:
-        InvalidArgument: not such a file; the message names what is wrong.
-        OSError: the file cannot be read.
-    """
-    try:
-        text = read_text(path)
-    except UnicodeDecodeError as error:
-        raise InvalidArgument(f"not a list of layers: not JSON ({error})") from None
-    document = parse_json(text, "a list of layers")
-    if not isinstance(document, dict) or document.get("format") != "hpcomm.Layers":
-        raise InvalidArgument('not a list of layers: "format" must be "hpcomm.Layers"')
-    if unknown := sorted(document.keys() - {"format", "layers"}):
-        raise InvalidArgument(f"a list of layers has no {unknown[0]!r}; it has format and layers")
-    layers: list[Layer] = []
-    entries = document.get("layers")
-    if not isinstance(entries, list):
-        raise InvalidArgument(f"layers: expected a list, found {entries!r:.40}")
-    for i, entry in enumerate(entries):
-        if not isinstance(entry, dict):
-            raise InvalidArgument(f"layers[{i}]: expected an object, found {entry!r:.40}")
-        fields = dict(entry)
-        count = fields.pop("count", 1)
-        wrong = [key for key, value in fields.items() if key not in Layer._fields or not _is_amount(value)]
-        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= 100_000:
-            raise InvalidArgument(f"layers[{i}]: count is {count!r:.20}; equal layers may be 1 to 100,000")
-        if wrong or "forward_seconds" not in fields:
-            what = wrong[0] if wrong else "forward_seconds"
-            raise InvalidArgument(f"layers[{i}]: {what} is missing or wrong; a layer has {', '.join(Layer._fields)}")
-        layers += [Layer(**fields)] * count
-    if not layers:
-        raise InvalidArgument("the file names no layers")
-    return layers
-
-
-def _is_amount(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
-
-
-def _require_amounts(layers: Sequence[Layer], batch: int) -> None:
-    """Plans count bytes with 64 bits."""
-    for name in Layer._fields:
-        amounts = [getattr(layer, name) for layer in layers]
-        wrong = next((i for i, amount in enumerate(amounts) if not 0 <= amount <= sys.float_info.max), None)
-        if wrong is not None:
-            raise InvalidArgument(f"layers[{wrong}]: {name} is {amounts[wrong]}; give a number, at least 0")
-        total = sum(amounts) * (1 if name == "parameter_bytes" else batch)
-        if total >= _MOST:
-            samples = "" if name == "parameter_bytes" else f" for {batch} samples"
-            raise InvalidArgument(
-                f"{name} of {len(layers)} layers{samples} add up to {total:.4g}; plans count up to {_MOST:.4g}"
-            )
 
 
 def _choices(
@@ -230,7 +157,7 @@ def _candidate(
 ) -> Candidate:
     stages = cut_layers(layers, pp * choice.stages_per_rank)
     samples = batch // choice.num_microbatches
-    model = _with_stages(costs, [_stage_cost(stage, samples) for stage in stages])
+    model = _with_stages(costs, [stage_cost(stage, samples) for stage in stages])
     messages = [round(stage[-1].output_bytes * samples) for stage in stages[:-1]]
     plan = compile_plan(
         choice.schedule,
@@ -238,7 +165,7 @@ def _candidate(
         dp=dp,
         num_microbatches=choice.num_microbatches,
         stages_per_rank=choice.stages_per_rank,
-        bucket_bytes=[_buckets(stage, choice.bucket_bytes) for stage in stages],
+        bucket_bytes=[buckets_of(stage, choice.bucket_bytes) for stage in stages],
         activation_bytes=messages,
         costs=model,
         reduce=choice.reduce,
@@ -253,66 +180,6 @@ def _candidate(
         depth = plan.slot_depth or choice.num_microbatches
         held[home] += depth / choice.stages_per_rank * sum(messages[max(stage - 1, 0) : stage + 1])
     return Candidate(choice, plan, timeline, max(held), model)
-
-
-def cut_layers(layers: Sequence[Layer], num_stages: int) -> list[list[Layer]]:
-    """Contiguous stages, the slowest as fast as possible; each has a layer.
-
-    Bisects the bound that a greedy cut needs.
-
-    Raises:
-        InvalidArgument: fewer layers than stages.
-    """
-    if len(layers) < num_stages:
-        raise InvalidArgument(f"{len(layers)} layers cannot make {num_stages} stages")
-    weights = [layer.forward_seconds + _backward(layer) for layer in layers]
-
-    def greedy(bound: float) -> list[int]:
-        """First layers of the stages when none may exceed the bound."""
-        starts, total = [0], 0.0
-        for i, weight in enumerate(weights):
-            if i > starts[-1] and total + weight > bound:
-                starts.append(i)
-                total = 0.0
-            total += weight
-        return starts
-
-    low, high = max(weights), sum(weights)
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if len(greedy(middle)) <= num_stages else (middle, high)
-    starts = greedy(high)
-    # Fewer stages than asked for: the longest ones give layers away, which makes nothing slower.
-    while len(starts) < num_stages:
-        ends = [*starts[1:], len(layers)]
-        longest = max(range(len(starts)), key=lambda i: (ends[i] - starts[i] > 1, sum(weights[starts[i] : ends[i]])))
-        starts.insert(longest + 1, (starts[longest] + ends[longest]) // 2)
-    return [list(layers[a:b]) for a, b in zip(starts, [*starts[1:], len(layers)], strict=True)]
-
-
-def _backward(layer: Layer) -> float:
-    return layer.backward_seconds or 2 * layer.forward_seconds
-
-
-def _stage_cost(stage: Sequence[Layer], samples: int) -> StageCost:
-    native = load()
-    overhead = sum(layer.overhead_seconds for layer in stage)
-    half = samples * sum(_backward(layer) for layer in stage) / 2 + overhead
-    cost: StageCost = native.StageCost(
-        samples * sum(layer.forward_seconds for layer in stage) + overhead,
-        2 * half,
-        half,
-        half,
-        samples * sum(layer.activation_bytes for layer in stage),
-    )
-    return cost
-
-
-def _buckets(stage: Sequence[Layer], largest: int) -> list[int]:
-    """Bytes of the buckets that a stage's gradients are reduced in, in that order."""
-    layers = [round(layer.parameter_bytes) for layer in stage]
-    buckets: list[int] = load().bucket_bytes(layers, min(_FIRST_BUCKET, largest), largest)
-    return buckets
 
 
 def _with_stages(costs: CostModel | None, stages: list[StageCost]) -> CostModel:
