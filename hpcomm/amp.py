@@ -51,8 +51,8 @@ def clip_grad_norm_(
         raise InvalidArgument(f"clip_grad_norm_: max_norm={max_norm}; not negative")
     if not norm_type > 0:
         raise InvalidArgument(f"clip_grad_norm_: norm_type={norm_type}; greater than 0")
-    sharded = getattr(model, "_hpcomm_shard", False)
-    if not sharded and not hasattr(model, "owned_parameters"):
+    options = getattr(model, "_hpcomm_options", None)  # of a DistributedDataParallel
+    if not (options and options.shard_optimizer) and not hasattr(model, "owned_parameters"):
         raise InvalidArgument(
             f"clip_grad_norm_: takes a Pipeline, got {type(model).__name__}; the gradients of a model under "
             "DistributedDataParallel are whole on every rank: torch.nn.utils.clip_grad_norm_(model.parameters(), ...)"

@@ -42,6 +42,31 @@ class Choice(NamedTuple):
         return f"{self.under.value}: {self.why}"
 
 
+class NativeOptions(NamedTuple):
+    """Arguments of a wrapper that only hpcomm's reducer can follow."""
+
+    grad_dtype: torch.dtype | None
+    check_finite: bool
+    shard_optimizer: bool
+
+    def require_possible(self) -> None:
+        """Raises InvalidArgument for what no reducer does."""
+        if self.grad_dtype not in (None, torch.bfloat16, torch.float16):
+            raise InvalidArgument(
+                f"DistributedDataParallel: grad_dtype={self.grad_dtype}; torch.bfloat16 or torch.float16"
+            )
+        if self.shard_optimizer and self.grad_dtype is not None:
+            raise InvalidArgument(
+                "DistributedDataParallel: shard_optimizer scatters gradients as they are: no grad_dtype"
+            )
+
+    def require_none(self, choice: Choice) -> None:
+        """Raises InvalidArgument if one was given, where ``choice`` is torch's reducer."""
+        for name, given in self._asdict().items():
+            if given:
+                raise InvalidArgument(f"{name} needs hpcomm's reducer, but {choice.why}")
+
+
 def has_sparse(module: torch.nn.Module) -> bool:
     """Whether a layer of ``module`` is known to make sparse gradients."""
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)

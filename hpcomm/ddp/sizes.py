@@ -12,6 +12,7 @@ import torch
 
 from hpcomm.control_channels import ControlChannel
 from hpcomm.ddp.lane import tell_all
+from hpcomm.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from hpcomm._C import Communicator
@@ -49,6 +50,14 @@ class BucketSizes(NamedTuple):
         total = sum(p.numel() * p.element_size() for p in parameters)
         cap = best_bytes(total, self.cost) if self.cost is not None else DEFAULT_BYTES
         return [min(FIRST_BYTES, cap), cap]
+
+
+def require_cap(cap_mb: float | str | None) -> None:
+    """Raises InvalidArgument for a ``bucket_cap_mb`` that is neither a size in MiB nor "auto"."""
+    if isinstance(cap_mb, str) and cap_mb != "auto":
+        raise InvalidArgument(f"DistributedDataParallel: bucket_cap_mb={cap_mb!r}; a number or 'auto'")
+    if isinstance(cap_mb, (int, float)) and not 0 <= cap_mb < math.inf:
+        raise InvalidArgument(f"DistributedDataParallel: bucket_cap_mb={cap_mb}; not negative, and finite")
 
 
 def sizes_for(cap_mb: float | str | None, each: list[float] | None, lane: Communicator | None) -> BucketSizes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hpcomm.ddp.attached import install
-from hpcomm.ddp.choice import Choice, Under, choose_lane, choose_reducer, has_sparse
+from hpcomm.ddp.choice import Choice, NativeOptions, Under, choose_lane, choose_reducer, has_sparse
 from hpcomm.ddp.countdown import Countdown
 from hpcomm.ddp.lane import agree_among, backend_name, group_of, lane_of_copy, lane_over, next_wrapper_channel
 from hpcomm.ddp.meeting import Attendance, Meeting
@@ -21,7 +20,7 @@ from hpcomm.ddp.module import describe_parameters, ignoring, require_initialized
 from hpcomm.ddp.native import NativeReducer
 from hpcomm.ddp.parameters import for_reducer, require_nothing_left_out, trained
 from hpcomm.ddp.sharded import ShardedParameters
-from hpcomm.ddp.sizes import sizes_for
+from hpcomm.ddp.sizes import require_cap, sizes_for
 from hpcomm.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -95,16 +94,9 @@ class DistributedDataParallel(_StockDDP):
         bucket_cap_mb: float | str | None = kwargs.get("bucket_cap_mb")
         if mesh is not None and (process_group is not None or kwargs.get("device_mesh") is not None):
             raise InvalidArgument("DistributedDataParallel: pass mesh= or process_group=, not both")
-        if isinstance(bucket_cap_mb, str) and bucket_cap_mb != "auto":
-            raise InvalidArgument(f"DistributedDataParallel: bucket_cap_mb={bucket_cap_mb!r}; a number or 'auto'")
-        if isinstance(bucket_cap_mb, (int, float)) and not 0 <= bucket_cap_mb < math.inf:
-            raise InvalidArgument(f"DistributedDataParallel: bucket_cap_mb={bucket_cap_mb}; not negative, and finite")
-        if grad_dtype not in (None, torch.bfloat16, torch.float16):
-            raise InvalidArgument(f"DistributedDataParallel: grad_dtype={grad_dtype}; torch.bfloat16 or torch.float16")
-        if shard_optimizer and grad_dtype is not None:
-            raise InvalidArgument(
-                "DistributedDataParallel: shard_optimizer scatters gradients as they are: no grad_dtype"
-            )
+        require_cap(bucket_cap_mb)
+        options = NativeOptions(grad_dtype, check_finite, shard_optimizer)
+        options.require_possible()
         if mesh is not None:
             require_on(mesh, module)
         group = mesh.group("dp") if mesh is not None else group_of(process_group, kwargs.get("device_mesh"))
@@ -131,9 +123,7 @@ class DistributedDataParallel(_StockDDP):
         self._hpcomm_own = [(name, p) for name, p in module.named_parameters() if name not in ignored]
         self._hpcomm_trained = [(name, p) for name, p in self._hpcomm_own if p.requires_grad and name not in delayed]
         self._hpcomm_sizes = sizes_for(bucket_cap_mb, kwargs.get("bucket_cap_mb_list"), lane)
-        self._hpcomm_grad_dtype = grad_dtype
-        self._hpcomm_check_finite = check_finite
-        self._hpcomm_shard = shard_optimizer
+        self._hpcomm_options = options
         self._hpcomm_sharded: ShardedParameters | None = None
         self._hpcomm_lane = lane
         self._hpcomm_channel = 0 if lane is None else next_wrapper_channel(lane)
@@ -149,7 +139,7 @@ class DistributedDataParallel(_StockDDP):
         elif self.__dict__.get("_comm_hooks"):  # mixed_precision registers one
             self._hpcomm_choice = Choice(Under.TORCH, "a communication hook is registered")
         if self._hpcomm_choice is not None:
-            self._require_no_native_option(self._hpcomm_choice)
+            options.require_none(self._hpcomm_choice)
 
     # --- What reduces -------------------------------------------------------------------------------------------------
 
@@ -163,7 +153,7 @@ class DistributedDataParallel(_StockDDP):
         if self._hpcomm_choice is not None:
             return
         parameters = self._named_for_reducer()
-        if not parameters and self._needs_native:
+        if not parameters and any(self._hpcomm_options):
             return  # in this forward; all are frozen, as a discriminator's may be
         if not parameters:
             self._leave(Choice(Under.TORCH, "no parameter requires a gradient"))
@@ -184,11 +174,11 @@ class DistributedDataParallel(_StockDDP):
                 self._hpcomm_channel,
                 parameters,
                 self._hpcomm_sizes,
-                wire=self._hpcomm_grad_dtype,
+                wire=self._hpcomm_options.grad_dtype,
                 find_unused=self.find_unused_parameters,
                 bucket_views=self.gradient_as_bucket_view,
-                shard=self._hpcomm_shard and self._hpcomm_lane.size > 1,
-                check_finite=self._hpcomm_check_finite,
+                shard=self._hpcomm_options.shard_optimizer and self._hpcomm_lane.size > 1,
+                check_finite=self._hpcomm_options.check_finite,
                 events=self._events(),
             )
             has_place = {id(parameter) for _, parameter in parameters}
@@ -197,10 +187,10 @@ class DistributedDataParallel(_StockDDP):
             ]
             if self._hpcomm_log_rate is not None:
                 self.reducer._set_ddp_runtime_logging_sample_rate(self._hpcomm_log_rate)
-            if self._hpcomm_shard:
+            if self._hpcomm_options.shard_optimizer:
                 self._hpcomm_sharded = ShardedParameters(self._hpcomm_lane, self.reducer)
         else:
-            self._require_no_native_option(choice)
+            self._hpcomm_options.require_none(choice)
             install(self, self._hpcomm_lane, self._events())
             self._tell(choice)
         self._hpcomm_choice = choice
@@ -215,10 +205,6 @@ class DistributedDataParallel(_StockDDP):
     def _named_for_reducer(self) -> list[tuple[str, torch.nn.Parameter]]:
         return for_reducer(self, self._hpcomm_own, self._hpcomm_trained)
 
-    @property
-    def _needs_native(self) -> bool:
-        return self._hpcomm_grad_dtype is not None or self._hpcomm_check_finite or self._hpcomm_shard
-
     def _events(self) -> str:
         """What the profiler's events are called after: the backend of the group that the caller gave."""
         if self._hpcomm_on_mesh:
@@ -227,7 +213,7 @@ class DistributedDataParallel(_StockDDP):
 
     def _leave(self, choice: Choice) -> None:
         """Torch's reducer from now on, made anew as when a wrapper is unpickled (local)."""
-        self._require_no_native_option(choice)
+        self._hpcomm_options.require_none(choice)
         before, before_reducer = self._hpcomm_choice, self.__dict__.get("reducer")
         if before is not None and before.under is Under.HOOK and choice.under is Under.HOOK:
             return  # one join() after another: the reducer knows what it has seen
@@ -250,12 +236,6 @@ class DistributedDataParallel(_StockDDP):
             if before is None or (before.under is Under.NATIVE and not reduced):
                 self._tell(choice)
             self._hpcomm_choice = choice
-
-    def _require_no_native_option(self, choice: Choice) -> None:
-        options = ("grad_dtype", self._hpcomm_grad_dtype), ("check_finite", self._hpcomm_check_finite)
-        for name, given in (*options, ("shard_optimizer", self._hpcomm_shard)):
-            if given:
-                raise InvalidArgument(f"{name} needs hpcomm's reducer, but {choice.why}")
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """As torch's; the given hook replaces hpcomm's reduction."""
@@ -444,7 +424,7 @@ class DistributedDataParallel(_StockDDP):
 
     def _sharded(self, what: str) -> ShardedParameters:
         self._choose()
-        if self._hpcomm_shard and self._hpcomm_choice is None:
+        if self._hpcomm_options.shard_optimizer and self._hpcomm_choice is None:
             raise InvalidArgument(f"{what}: no parameter requires a gradient")
         if self._hpcomm_sharded is None:
             raise InvalidArgument(f"{what} needs shard_optimizer=True")
