@@ -73,6 +73,8 @@ MODULES = (
     "pipeline.microbatch",
     "pipeline.randomness",
     "pipeline.chain",
+    "pipeline.decoder",
+    "pipeline.traced",
     "pipeline.adapt",
     "pipeline.meta",
     "pipeline.profile",

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
+# In messages about a model that is no chain.
+ADVICE = "write it as an nn.Sequential, or as a hpcomm.Chain where layers take more than the output before them"
+
 _CHECKPOINTED = "_checkpoint_wrapped_module"  # torch.distributed.algorithms' wrapper's
 
 
