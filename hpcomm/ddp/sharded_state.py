@@ -20,6 +20,7 @@ __all__: list[str] = []
 State = dict[str, Any]
 
 _PIECES = "hpcomm_pieces"  # in the optimizer's own state dict: of which pieces it is
+_DIVIDED = "divided"  # of a state: each rank has a number for each element of its piece
 
 
 class Member(NamedTuple):
@@ -75,6 +76,48 @@ def gather(lane: Communicator, optimizer: torch.optim.Optimizer, groups: Sequenc
     """
     members = [member for group in groups for member in group]
     mine: list[State] = [{} if m.piece is None else dict(optimizer.state.get(m.piece, {})) for m in members]
+    known = _told_by_all(lane, members, mine)
+    state: dict[int, State] = {}
+    for index, its in enumerate(known):
+        for key, (kind, value) in its.items():
+            if kind != _DIVIDED:
+                state.setdefault(index, {})[key] = _undescribed(kind, value)
+    # Every rank has the same of them, in the same order.
+    rows = sorted(
+        {
+            (m.bucket, m.numbers, key, value)
+            for m, its in zip(members, known, strict=True)
+            for key, (kind, value) in its.items()
+            if kind == _DIVIDED
+        }
+    )
+    for bucket, numbers, key, name in rows:
+        here = [i for i, m in enumerate(members) if (m.bucket, m.numbers) == (bucket, numbers)]
+        flat = torch.zeros(numbers, dtype=getattr(torch, name), device=lane.device)
+        for index in here:
+            member, held = members[index], mine[index]
+            if member.piece is not None and _is_divided(member, held.get(key)):
+                flat[member.first : member.first + member.piece.numel()] = held[key]
+        _gather_parts(lane, flat)
+        for index in here:
+            if list(known[index].get(key, ())) == [_DIVIDED, name]:
+                parameter, place = members[index].parameter, members[index].place
+                whole = flat.as_strided(parameter.shape, parameter.stride(), place)
+                state.setdefault(index, {})[key] = whole.to("cpu", copy=True)
+    places = iter(range(len(members)))
+    return {
+        "state": dict(sorted(state.items())),
+        "param_groups": [
+            {**_options(options), **_names(group), "params": [next(places) for _ in group]}
+            for options, group in zip(optimizer.param_groups, groups, strict=True)
+        ],
+    }
+
+
+def _told_by_all(
+    lane: Communicator, members: Sequence[Member], mine: Sequence[State]
+) -> list[dict[str, tuple[str, Any]]]:
+    """By member, what any rank has of it, as :func:`_described` says it (collective)."""
     try:
         told: Any = [{k: _described(m, k, v) for k, v in its.items()} for m, its in zip(members, mine, strict=True)]
     except InvalidArgument as error:
@@ -89,44 +132,14 @@ def gather(lane: Communicator, optimizer: torch.optim.Optimizer, groups: Sequenc
             raise InvalidArgument(f"rank {rank}: {theirs}")
         for all_of_it, its in zip(known, theirs, strict=True):
             all_of_it.update(its)
-    state: dict[int, State] = {}
-    for index, its in enumerate(known):
-        for key, (kind, value) in its.items():
-            if kind != "divided":
-                state.setdefault(index, {})[key] = _undescribed(kind, value)
-    for bucket, numbers, key, name in sorted(
-        {
-            (m.bucket, m.numbers, k, v[1])
-            for m, its in zip(members, known, strict=True)
-            for k, v in its.items()
-            if v[0] == "divided"
-        }
-    ):
-        dtype: torch.dtype = getattr(torch, name)
-        flat = torch.zeros(numbers, dtype=dtype, device=lane.device)
-        for member, its in zip(members, mine, strict=True):
-            if (
-                (member.bucket, member.numbers) == (bucket, numbers)
-                and member.piece is not None
-                and _is_divided(member, its.get(key))
-            ):
-                flat[member.first : member.first + member.piece.numel()] = its[key]
-        raw = flat.view(torch.uint8)
-        each = raw.numel() // lane.size
-        lane.all_gather(raw, raw[lane.rank * each : (lane.rank + 1) * each].clone())
-        for index, (member, its) in enumerate(zip(members, known, strict=True)):
-            if (member.bucket, member.numbers) == (bucket, numbers) and list(its.get(key, ())) == ["divided", name]:
-                p = member.parameter
-                whole = flat.as_strided(p.shape, p.stride(), member.place)
-                state.setdefault(index, {})[key] = whole.to("cpu", copy=True)
-    places = iter(range(len(members)))
-    return {
-        "state": dict(sorted(state.items())),
-        "param_groups": [
-            {**_options(options), **_names(group), "params": [next(places) for _ in group]}
-            for options, group in zip(optimizer.param_groups, groups, strict=True)
-        ],
-    }
+    return known
+
+
+def _gather_parts(lane: Communicator, flat: torch.Tensor) -> None:
+    """Every rank's part of the memory, on all of them (collective); as bytes, whatever it holds."""
+    raw = flat.view(torch.uint8)
+    each = raw.numel() // lane.size
+    lane.all_gather(raw, raw[lane.rank * each : (lane.rank + 1) * each].clone())
 
 
 def scatter(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Member]], whole: State) -> None:
@@ -197,7 +210,7 @@ def _is_divided(member: Member, value: Any) -> bool:
 
 def _described(member: Member, key: str, value: Any) -> tuple[str, Any]:
     if _is_divided(member, value):
-        return "divided", str(value.dtype).removeprefix("torch.")
+        return _DIVIDED, str(value.dtype).removeprefix("torch.")
     if isinstance(value, torch.Tensor) and value.numel() == 1:  # such as the number of steps
         return str(value.dtype).removeprefix("torch."), value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
