@@ -248,6 +248,26 @@ def _connect(out: Communicator, back: Communicator, peer: int, *, sends_first: b
             back.recv(byte, peer)
 
 
+def _lanes_between(communicator: Communicator, pair: list[int]) -> tuple[Communicator, Communicator]:
+    """From the first rank of ``pair`` to the second, and back (collective over the two).
+
+    Raises:
+        TimedOut: the other one has not come.
+    """
+    try:
+        return communicator.subgroup(pair, "up"), communicator.subgroup(pair, "down")
+    except TimedOut as error:
+        mine = communicator.ranks[communicator.rank]
+        (theirs,) = {communicator.ranks[rank] for rank in pair} - {mine}
+        raise TimedOut(
+            f"Channel: rank {theirs} has not made its end of a channel with rank {mine} ({error}); both make it, "
+            "and a rank that makes several does so in ascending order of their peers, or ranks in a circle wait "
+            "for each other",
+            rank=mine,
+            peer=theirs,
+        ) from error
+
+
 class Channel:
     """Messages between this rank and ``peer``, in order in each direction.
 
@@ -313,17 +333,7 @@ class Channel:
         slot_bytes = _require_count("slot_bytes", slot_bytes, 0, max_bytes or _C.SendEdge.MAX_BYTES)
         direct_from = _require_count("direct_from", direct_from, 0, 2**63 - 1)
         pair = sorted((rank, peer))
-        try:
-            up, down = (communicator.subgroup(pair, lane) for lane in ("up", "down"))
-        except TimedOut as error:
-            mine, theirs = communicator.ranks[rank], communicator.ranks[peer]
-            raise TimedOut(
-                f"Channel: rank {theirs} has not made its end of a channel with rank {mine} ({error}); both make it, "
-                "and a rank that makes several does so in ascending order of their peers, or ranks in a circle wait "
-                "for each other",
-                rank=mine,
-                peer=theirs,
-            ) from error
+        up, down = _lanes_between(communicator, pair)
         out, back = (up, down) if rank < peer else (down, up)
         other = pair.index(peer)
         self._sender = Sender(

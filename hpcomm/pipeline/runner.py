@@ -66,17 +66,31 @@ class StepResult(NamedTuple):
     outputs: list[Any]  # of each microbatch, on the last stage's rank; empty elsewhere
 
 
+class Key(NamedTuple):
+    """Which message."""
+
+    is_activation: bool
+    source: int  # stage that makes it
+    target: int  # stage that takes it
+    microbatch: int
+
+    @property
+    def edge(self) -> tuple[bool, int, int]:
+        """On which it travels."""
+        return self[:3]
+
+
 @dataclass
 class _Walk:
     """The state of one walk over the list."""
 
     batch: Batch
     autocast: bool
-    # Messages by (is it an activation, stage that made it, stage that takes it, microbatch): made here and not sent
-    # yet, asked for and not taken yet, or handed over from stage to stage of this rank.
-    mail: dict[tuple[bool, int, int, int], Any] = field(default_factory=dict)
+    # Messages that were made here and not sent yet, asked for and not taken yet, or handed over from stage to stage of
+    # this rank.
+    mail: dict[Key, Any] = field(default_factory=dict)
     # Receivers of messages whose receipt is put off until they are needed.
-    later: dict[tuple[bool, int, int, int], Receiver] = field(default_factory=dict)
+    later: dict[Key, Receiver] = field(default_factory=dict)
     sent: list[Work] = field(default_factory=list)
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Loss] = field(default_factory=dict)
@@ -198,11 +212,11 @@ class Runner:
         if kind == "WEIGHT_GRAD":
             return Runner._weight_gradients, (self._stages[stage], microbatch, action.op)
         if kind == "SEND":
-            key = (action.payload == _C.Payload.ACTIVATION, stage, action.peer_stage, microbatch)
-            return Runner._send, (self._edges[key[:3]].send, key)
+            key = Key(action.payload == _C.Payload.ACTIVATION, stage, action.peer_stage, microbatch)
+            return Runner._send, (self._edges[key.edge].send, key)
         if kind == "RECV":
             key = _received(action)
-            edge = self._edges[key[:3]]
+            edge = self._edges[key.edge]
             if action.op in self._put_off:
                 return Runner._receive_later, (edge, key)
             return Runner._receive, (edge.recv, key)
@@ -214,16 +228,16 @@ class Runner:
         assert kind == "TIED", kind
         return Runner._reduce, (self._reductions.reduce_tie, action.bucket, self._loss)
 
-    def _send(self, send: Callable[[Any, int], Work], key: tuple[bool, int, int, int]) -> None:
+    def _send(self, send: Callable[[Any, int], Work], key: Key) -> None:
         message = self._walk.mail.pop(key)
         if self.recorder is not None:
-            self.recorder.sent(key[1], key[2], message)
-        self._walk.sent.append(send(message, key[3]))
+            self.recorder.sent(key.source, key.target, message)
+        self._walk.sent.append(send(message, key.microbatch))
 
-    def _receive(self, receive: Callable[[int], Any], key: tuple[bool, int, int, int]) -> None:
-        self._walk.mail[key] = receive(key[3])
+    def _receive(self, receive: Callable[[int], Any], key: Key) -> None:
+        self._walk.mail[key] = receive(key.microbatch)
 
-    def _receive_later(self, edge: Receiver, key: tuple[bool, int, int, int]) -> None:
+    def _receive_later(self, edge: Receiver, key: Key) -> None:
         self._walk.later[key] = edge
 
     def _reduce(self, issue: Callable[..., None], *arguments: Any) -> None:
@@ -231,7 +245,7 @@ class Runner:
             issue(*arguments)
 
     def _take(self, is_activation: bool, source: int, target: int, microbatch: int) -> Any:
-        key = (is_activation, source, target, microbatch)
+        key = Key(is_activation, source, target, microbatch)
         if ((source, target) if is_activation else (target, source)) in self._local:
             return self._walk.mail.pop(key)
         recorder = self.recorder
@@ -242,14 +256,14 @@ class Runner:
         recorder.waited(self._arrivals[key], start)
         return message
 
-    def _wait_for(self, key: tuple[bool, int, int, int]) -> Any:
+    def _wait_for(self, key: Key) -> Any:
         walk = self._walk
         edge = walk.later.pop(key, None)
         # Whoever waits has issued all that stands before in its list: without it the others might never come so far.
         for other, receiver in walk.later.items():
-            walk.mail[other] = receiver.recv(other[3])
+            walk.mail[other] = receiver.recv(other.microbatch)
         walk.later.clear()
-        return walk.mail.pop(key).wait() if edge is None else edge.take(microbatch=key[3])
+        return walk.mail.pop(key).wait() if edge is None else edge.take(microbatch=key.microbatch)
 
     def _forward(self, stage: Stage, microbatch: int) -> None:
         walk, index = self._walk, stage.index
@@ -276,7 +290,7 @@ class Runner:
         output, outgoing = stage.forward(microbatch, inputs, messages, keywords, loaded, batch.draws, rows)
         for target_stage, message in outgoing.items():
             local = (index, target_stage) in self._local
-            walk.mail[True, index, target_stage, microbatch] = handed_over(message) if local else message
+            walk.mail[Key(True, index, target_stage, microbatch)] = handed_over(message) if local else message
         if index != self._last_stage:
             return
         if batch.loss_fn is not None and not (batch.needs_target and target is None):
@@ -324,7 +338,7 @@ class Runner:
             reductions.complete(index)
         for link in stage.incoming:
             if link.differentiable:
-                walk.mail[False, index, link.source, microbatch] = arrived[link.source]
+                walk.mail[Key(False, index, link.source, microbatch)] = arrived[link.source]
 
     def _weight_gradients(self, stage: Stage, microbatch: int, op: int) -> None:
         reductions = self._reductions
@@ -362,9 +376,9 @@ class Runner:
         self._loss.issue(total, weight, training and not batch.reduce, batch.keeps)
 
 
-def _received(action: Action) -> tuple[bool, int, int, int]:
+def _received(action: Action) -> Key:
     """The message of a RECV."""
-    return action.payload == _C.Payload.ACTIVATION, action.peer_stage, action.stage, action.microbatch
+    return Key(action.payload == _C.Payload.ACTIVATION, action.peer_stage, action.stage, action.microbatch)
 
 
 def _edges(
