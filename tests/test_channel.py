@@ -13,6 +13,7 @@ import pytest
 import ranks
 import torch
 from losing import interrupt
+from pairs import paired
 from refusals import send_until_told
 
 import hpcomm
@@ -89,8 +90,7 @@ def test_any_tree_both_ways(transport: str) -> None:
 
 
 def small_and_large() -> None:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, direct_from=4096)
+    with paired(direct_from=4096) as (mesh, channel):
         for i in range(6):
             base = torch.arange(3000.0) + 10.0**mesh.rank + i
             tree = [
@@ -219,8 +219,7 @@ def random_tree(draw: random.Random) -> Any:
 
 
 def changing_shapes() -> None:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
         mine, theirs = random.Random(mesh.rank), random.Random(1 - mesh.rank)
         pending = []
         for _ in range(300):
@@ -239,8 +238,7 @@ def test_structure_and_shapes_may_change_with_every_message() -> None:
 
 def runs_of_like_messages() -> None:
     """While it waits, a receiver drafts a message like the last; what comes then is sometimes another."""
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
 
         def message(turn: int, rank: int) -> Any:
             value = float(10 * turn + rank)
@@ -302,8 +300,7 @@ Summed.x = property(lambda self: self.__dict__["x"], _sum_up)  # type: ignore[as
 
 
 def code_in_a_setter() -> None:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
         for length in (16, 16, 16, 17, 300, 300, 301, 1 << 16, 1 << 16):
             value = torch.arange(length, dtype=torch.float64)
             expected = value.sum().item()
@@ -321,8 +318,7 @@ def test_setters_of_a_message_see_its_values() -> None:
 
 
 def frozen() -> None:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, schema="frozen")
+    with paired(schema="frozen") as (mesh, channel):
         for i in range(5):
             if mesh.rank == 0:
                 channel.send({"h": torch.full((3,), float(i))}).wait()
@@ -412,8 +408,7 @@ def test_several_channels_on_one_communicator() -> None:
 def mixed_lengths() -> None:
     """What travels behind its header, among what is too long for it or finds no room."""
     sizes = [4, 300 << 10, (1 << 20) - 64, 1 << 20, (1 << 20) + 64, 3 << 20, 1000, 0]
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
 
         def tree(i: int, rank: int) -> Any:
             return [torch.full((sizes[i % 8] // 8,), 2.0 * i + rank, dtype=torch.float64), i]
@@ -437,8 +432,7 @@ def test_messages_of_all_lengths_keep_their_order(transport: str) -> None:
 
 def waited_for() -> None:
     """Back and forth: a long message comes behind its header where its receiver waits, from the second one on."""
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
 
         def tree(i: int, rank: int) -> Any:
             small = [torch.full((1000,), float(i + 100 * rank)) for _ in range(8)]
@@ -473,8 +467,7 @@ def test_long_messages_that_are_waited_for(transport: str) -> None:
 
 
 def interrupted() -> None:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
         mesh.world.barrier()
         if mesh.rank == 0:
             mesh.world.barrier()  # not before the other rank was interrupted
@@ -518,8 +511,7 @@ def test_another_message_than_expected_is_told_to_both(transport: str) -> None:
 
 
 def frozen_names_the_leaf() -> None:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, schema="frozen")
+    with paired(schema="frozen") as (mesh, channel):
         if mesh.rank == 0:
             channel.send({"a": torch.zeros(2), "b": torch.zeros(3), "k": ["t"]}).wait()
             for tree, words in (
@@ -552,8 +544,7 @@ def test_a_frozen_schema_names_the_leaf_that_differs() -> None:
 
 
 def call_edges_in_every_way() -> None:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
         send, take = channel._sender._edge.send, channel._receiver._edge.take
         tensor = torch.full((3,), 1.0 + mesh.rank)
         ways: list[tuple[tuple[Any, ...], dict[str, Any]]] = [

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
+from pairs import paired
 from refusals import send_until_told
 from test_channel import TRANSPORTS
 
@@ -39,8 +40,7 @@ class Colours(Colour, enum.Enum):
 
 
 def other_fields() -> None:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
         if mesh.rank == 0:
             channel.send([Pair(1, torch.ones(2))]).wait()
             mesh.barrier()
@@ -87,8 +87,7 @@ def test_what_looks_like_a_container_or_a_number_is_refused_with_what_to_send() 
 
 def expected_too_late() -> None:
     """A frozen channel's messages are like the first: what contradicts it is told at once, and changes nothing."""
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, schema="frozen")
+    with paired(schema="frozen") as (mesh, channel):
         for value in (1.0, 2.0, 3.0):
             work = channel.send({"x": torch.full((3,), value + mesh.rank)})
             assert channel.recv()["x"].tolist() == [value + 1 - mesh.rank] * 3

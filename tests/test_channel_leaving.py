@@ -11,6 +11,7 @@ import weakref
 import pytest
 import ranks
 import torch
+from pairs import paired
 
 import hpcomm
 from hpcomm import channel as channel_module
@@ -49,8 +50,7 @@ def test_a_channel_that_is_dropped_sends_what_was_issued(transport: str) -> None
 
 def leaves_at_once(count: int) -> None:
     """Nobody waits for the Work: autograd's sends give it to nobody."""
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
         mesh.world.barrier()
         if mesh.rank == 0:
             for i in range(3):
@@ -68,8 +68,7 @@ def test_what_was_sent_arrives_though_the_sender_leaves_at_once(env: dict[str, s
 
 
 def both_leave() -> None:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
         channel.send(torch.ones(3_000_000))
         channel.send([torch.ones(300), torch.ones(400)])
 
@@ -112,8 +111,7 @@ def test_ranks_that_each_wait_for_the_next_one_leave(env: dict[str, str]) -> Non
 
 
 def interrupted_while_leaving() -> None:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
         mesh.world.barrier()
         if mesh.rank == 0:
             channel.send([torch.ones(3_000_000), torch.ones(300)])

@@ -6,15 +6,13 @@ import pytest
 import ranks
 import torch
 from operations import Operations
-
-import hpcomm
+from pairs import paired
 
 TRANSPORTS = {"shm": {}, "gloo": {"HPCOMM_CPU_TRANSPORT": "gloo"}}
 
 
 def received_memory_is_reused() -> int:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
         addresses = set()
         for i in range(20):
             if mesh.rank == 0:
@@ -32,8 +30,7 @@ def test_received_memory_is_reused_when_its_tensors_are_gone() -> None:
 
 
 def kept_messages() -> None:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
         if mesh.rank == 0:
             for i in range(30):
                 channel.send(torch.full((1 << 12,), float(i))).wait()
@@ -51,8 +48,7 @@ def test_messages_that_are_kept_stay_as_they_are() -> None:
 
 def no_operations() -> None:
     """Whatever reads a value (item, tolist, nonzero) is an operation: without one there is nothing to wait for."""
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
         with Operations() as probe:
             torch.ones(1).item()
         assert any("_local_scalar_dense" in name for name in probe.names)  # it would be seen
@@ -72,8 +68,7 @@ def test_a_message_takes_no_tensor_operation(transport: str) -> None:
 
 
 def bounded_memory() -> None:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, slots=3, direct_from=1 << 30)
+    with paired(slots=3, direct_from=1 << 30) as (mesh, channel):
         tree = [torch.full((1 << 18,), 10.0**mesh.rank), torch.ones(10)]  # 1 MB, packed
         if mesh.rank == 0:
             works = [channel.send(tree) for _ in range(20)]
@@ -93,8 +88,7 @@ def test_a_sender_that_is_ahead_takes_no_more_memory() -> None:
 
 
 def made_beforehand() -> None:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, slots=2, slot_bytes=10_000)
+    with paired(slots=2, slot_bytes=10_000) as (mesh, channel):
         before = channel._sender.slot_bytes
         assert before == 2 * 10_064
         for i in range(10):
@@ -108,8 +102,7 @@ def test_slots_of_a_known_size_are_made_with_the_channel() -> None:
 
 
 def in_place_on_what_was_received() -> None:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
         mine = [torch.full((4,), 10.0**mesh.rank), torch.zeros(2)]
         work = channel.send(mine)
         got = channel.recv()

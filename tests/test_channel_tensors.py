@@ -9,6 +9,7 @@ import pytest
 import ranks
 import torch
 from operations import Operations
+from pairs import paired
 from refusals import send_until_told
 
 import hpcomm
@@ -83,8 +84,7 @@ def test_every_dtype_keeps_its_bits(transport: str) -> None:
 def what_torch_has() -> None:
     """Every dtype of this torch travels, or is refused with its place."""
     channel_dtypes = {*CAST, *NEVER_CAST}
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
         for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)} - channel_dtypes:
             try:
                 tensor = torch.empty(4, dtype=dtype)
@@ -235,8 +235,7 @@ class Wide(torch.nn.Parameter):
 
 
 def classes_of_tensors() -> None:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
         tagged = torch.ones(3).as_subclass(Tagged)
         for tensor, name in ((tagged, "Tagged"), (tagged * 2, "Tagged"), (Wide(torch.ones(2)), "Wide")):
             with pytest.raises(

@@ -16,6 +16,7 @@ import pytest
 import ranks
 import torch
 from losing import interrupt
+from pairs import paired
 from refusals import send_until_told
 
 import hpcomm
@@ -41,8 +42,7 @@ def special(dtype: torch.dtype, rank: int) -> torch.Tensor:
 
 def special_values() -> None:
     """As torch casts, from dense memory and from strides alike."""
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
 
         def tree(rank: int) -> list[torch.Tensor]:
             dense = [special(dtype, rank) for dtype in WIRES]
@@ -72,8 +72,7 @@ def test_nan_infinities_and_what_does_not_fit_are_cast_as_by_torch(transport: st
 
 
 def ten_thousand_leaves() -> None:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
 
         def tree(rank: int, turn: int) -> Any:
             base = torch.arange(30_000.0) + 100_000.0 * rank + turn
@@ -106,8 +105,7 @@ class Boundary:
 
 def optional_fields() -> None:
     """A field that is a tensor in one message and None in the next."""
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
 
         def message(rank: int, turn: int) -> Boundary:
             base = torch.full((3,), 10.0**rank + turn)
@@ -134,8 +132,7 @@ def test_fields_that_come_and_go(transport: str) -> None:
 
 def a_frozen_layout() -> None:
     """A frozen schema fixes dtypes, shapes, wire types and what requires a gradient; not where a tensor lies."""
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, schema="frozen")
+    with paired(schema="frozen") as (mesh, channel):
         base = torch.arange(12.0).view(3, 4) + 100 * mesh.rank
         theirs = torch.arange(12.0).view(3, 4) + 100 * (1 - mesh.rank)
 
@@ -170,8 +167,7 @@ def test_a_frozen_schema_does_not_fix_strides(transport: str) -> None:
 
 def what_requires_a_gradient() -> None:
     """The bit travels, the graph does not: what comes is a leaf."""
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
 
         def tree(rank: int) -> list[torch.Tensor]:
             leaf = torch.full((4,), 10.0**rank, requires_grad=True)
@@ -250,8 +246,7 @@ class Values:
 
 def others_in_values_alone() -> None:
     """What expect() lets through: other numbers and texts, gradients, casts. A later call counts for known schemas."""
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
         x = torch.ones(3)
         trees = [Values(1, 0.5, "a", True, x), Values(2**70, 1.5, "bc", False, x.clone().requires_grad_())]
         if mesh.rank == 0:
@@ -281,8 +276,7 @@ def test_values_may_be_others_than_expected(transport: str) -> None:
 
 def a_class_that_is_not_here(way: str) -> None:
     """Told on both ends, with its place; the other direction stays usable."""
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
         words = r"edge 0->1, message #0: message\['v'\]\[1\]: a .*:Values, which this rank's program has not imported"
         if mesh.rank == 0:
             with pytest.raises(hpcomm.SchemaMismatch, match=f"rank 1 refused a message of this rank: {words}"):
@@ -304,8 +298,7 @@ def test_a_class_that_is_not_here_is_told_to_both(transport: str, way: str) -> N
 
 
 def asked_for_by_a_channel_that_is_gone() -> None:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
         if mesh.rank == 0:
             channel.send(Values(1, 0.5, "a", True, torch.ones(3))).wait()
         else:
@@ -361,8 +354,7 @@ def _change(_: Sly) -> int:
 
 def changes_while_it_is_sent() -> None:
     Sly.value = property(_change, lambda *_: None)  # type: ignore[assignment,method-assign]
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
         if mesh.rank == 0:
             for grows in (False, True):
                 for kind in (list, dict):
@@ -385,8 +377,7 @@ def test_a_message_that_changes_while_it_is_sent_is_refused() -> None:
 
 def many_threads(number: int, messages: int) -> None:
     """They may not know in which order they come; every message comes once and whole."""
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
         failures: list[BaseException] = []
         seen: list[tuple[int, int]] = []
 
@@ -434,8 +425,7 @@ def test_threads_may_share_a_channel(transport: str) -> None:
 
 def interrupted(how: str) -> None:
     """Ctrl-C while a rank waits for a message: the wait ends, and the message comes when it is asked for again."""
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, schema="frozen" if how == "frozen" else "per_message")
+    with paired(schema="frozen" if how == "frozen" else "per_message") as (mesh, channel):
         mesh.world.barrier()
         if mesh.rank == 0:
             assert mesh.control.receive(1, 997, 30) == b"interrupted"
@@ -550,8 +540,7 @@ def test_a_message_that_comes_with_ctrl_c_is_not_lost(transport: str, limit: flo
 def interrupted_as_it_is_made(limit: float) -> None:
     """Ctrl-C while the tree of a message that has come is being made."""
     leaves, rounds, most, early, seconds = 20_000, 8, 80, 0, 0.05
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
         tensors = [torch.full((1,), 3.0)] * leaves
         if mesh.rank == 0:
             for i in itertools.count():
@@ -598,8 +587,7 @@ def test_a_message_that_is_interrupted_as_it_is_made_is_not_lost(transport: str,
 def received_by_a_handler(transport: str, limit: float) -> None:
     """A handler that receives in the midst of a recv is told so, and the recv goes on."""
     told: list[str] = []
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
         other = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
         if mesh.rank == 0:
             for i in range(3):
@@ -648,8 +636,7 @@ def is_in(thread: threading.Thread, function: Any) -> bool:
 
 def beside_a_recv_of_another_thread(transport: str) -> None:
     """A thread waits without a limit; others ask as well, and are not held up."""
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
         if mesh.rank == 0:
             for i in range(4):
                 assert mesh.control.receive(1, 994, 30) == b"next"
@@ -690,8 +677,7 @@ def recv_in_a_loop(channel: hpcomm.Channel) -> Any:
 
 def asked_again_and_again() -> None:
     """A recv with a limit, in a loop until something comes: nothing is lost, and the order stays."""
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
         sizes = [3, 3, 300, 1 << 19, 0, 7]
         if mesh.rank == 0:
             for i, size in enumerate(sizes):

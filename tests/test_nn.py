@@ -8,17 +8,18 @@ import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import ranks
 import torch
+from pairs import paired
 from refusals import send_until_told
 
 import hpcomm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 TRANSPORTS = {
     "shm": {},
@@ -28,13 +29,6 @@ TRANSPORTS = {
 SCHEMAS = ("per_message", "frozen")
 
 over_all = pytest.mark.parametrize("env", TRANSPORTS.values(), ids=TRANSPORTS)
-
-
-@contextlib.contextmanager
-def pair(**options: Any) -> Iterator[tuple[hpcomm.Mesh, hpcomm.Channel]]:
-    """A mesh of two stages, and a channel between them."""
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        yield mesh, hpcomm.Channel(mesh.pp, 1 - mesh.rank, **options)
 
 
 def send_number(channel: hpcomm.Channel, i: int) -> None:
@@ -68,7 +62,7 @@ def batch(i: int) -> torch.Tensor:
 
 def two_halves(microbatches: int, schema: str) -> None:
     first, second = layers()
-    with pair(schema=schema) as (mesh, channel):
+    with paired(schema=schema) as (mesh, channel):
         if mesh.rank == 0:
             tokens = []
             for i in range(microbatches):
@@ -103,7 +97,7 @@ def test_gradients_are_those_of_one_process(env: dict[str, str], schema: str) ->
 
 
 def a_gradient_that_nobody_finds() -> None:
-    with pair() as (mesh, channel):
+    with paired() as (mesh, channel):
         if mesh.rank == 0:
             used, unused = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
             (hpcomm.nn.send(channel, [used, unused]) + 1).backward()
@@ -122,7 +116,7 @@ def test_a_gradient_that_nobody_finds_is_none(env: dict[str, str]) -> None:
 
 def a_sparse_gradient() -> None:
     """An embedding whose table came in a message."""
-    with pair() as (mesh, channel):
+    with paired() as (mesh, channel):
         table = torch.arange(8.0).view(4, 2).requires_grad_()
         if mesh.rank == 0:
             hpcomm.nn.send(channel, table).backward()
@@ -168,7 +162,7 @@ def test_both_ways_at_once(env: dict[str, str]) -> None:
 
 
 def nothing_to_differentiate() -> None:
-    with pair() as (mesh, channel):
+    with paired() as (mesh, channel):
         weight = torch.ones(2, requires_grad=True)
         if mesh.rank == 0:
             assert not hpcomm.nn.send(channel, {"n": None, "i": 3}).requires_grad
@@ -210,7 +204,7 @@ def test_backwards_in_another_order_are_not_mixed_up(env: dict[str, str]) -> Non
 
 def another_order_frozen() -> None:
     """No header says which message a gradient belongs to: each rank refuses what is not the next one by itself."""
-    with pair(schema="frozen") as (mesh, channel):
+    with paired(schema="frozen") as (mesh, channel):
         if mesh.rank == 0:
             x = [torch.full((2,), 1.0 + i, requires_grad=True) for i in range(3)]
             tokens = [hpcomm.nn.send(channel, x[i] * 1) for i in range(3)]
@@ -245,7 +239,7 @@ def test_frozen_gradients_go_in_the_order_of_the_messages(env: dict[str, str]) -
 
 def other_nones_frozen() -> None:
     """The first backward says which gradients are None. Others raise, and nothing is sent; one that fits may follow."""
-    with pair(schema="frozen") as (mesh, channel):
+    with paired(schema="frozen") as (mesh, channel):
         for i in range(3):
             if mesh.rank == 0:
                 used, unused = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
@@ -390,7 +384,7 @@ def test_one_send_at_a_time(env: dict[str, str], schema: str) -> None:
 def received_within_a_recv() -> None:
     """By the handler of a signal, and by another thread that it waits for."""
     refused: list[str] = []
-    with pair() as (mesh, channel):
+    with paired() as (mesh, channel):
 
         def recv_again() -> None:
             with pytest.raises(hpcomm.InvalidArgument, match="nn.recv: a call on this channel has not returned"):
@@ -435,7 +429,7 @@ def cast_gradients() -> None:
         asked.append(name)
         return torch.bfloat16 if tensor.numel() == 3 else torch.float32
 
-    with pair(wire_dtype=rule) as (mesh, channel):
+    with paired(wire_dtype=rule) as (mesh, channel):
         if mesh.rank == 0:
             x, y = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
             hpcomm.nn.send(channel, {"x": x, "ids": torch.arange(2), "y": y}).backward()
@@ -454,7 +448,7 @@ def test_a_function_says_how_gradients_travel(env: dict[str, str]) -> None:
 
 
 def written_after_the_work() -> None:
-    with pair() as (mesh, channel):
+    with paired() as (mesh, channel):
         sizes = (2, 1 << 19, 1 << 12)
         if mesh.rank == 0:
             x, works = torch.ones((), requires_grad=True), []
@@ -484,7 +478,7 @@ def test_a_work_says_when_tensors_may_be_written(env: dict[str, str]) -> None:
 
 def backward_again() -> None:
     """A graph that is kept sends its gradients once for each backward, on both sides as often."""
-    with pair() as (mesh, channel):
+    with paired() as (mesh, channel):
         if mesh.rank == 0:
             x = torch.full((3,), 2.0, requires_grad=True)
             token = hpcomm.nn.send(channel, [x * 5, x])
@@ -509,7 +503,7 @@ def test_a_graph_that_is_kept_may_go_backward_again(env: dict[str, str]) -> None
 
 def derivatives_of_derivatives() -> None:
     """They would need a graph across the ranks: an error, no wrong number, and the channel stays in step."""
-    with pair() as (mesh, channel):
+    with paired() as (mesh, channel):
         if mesh.rank == 0:
             x = torch.full((3,), 2.0, requires_grad=True)
             token = hpcomm.nn.send(channel, x**2)
@@ -531,7 +525,7 @@ def test_derivatives_of_derivatives_are_refused() -> None:
 
 def two_partial_backwards() -> None:
     """Each would send a gradient of its part, of which the sender's backward takes the first."""
-    with pair() as (mesh, channel):
+    with paired() as (mesh, channel):
         if mesh.rank == 0:
             x = torch.ones(3, requires_grad=True)
             hpcomm.nn.send(channel, [x * 2, x * 3]).backward()
@@ -548,7 +542,7 @@ def test_two_backwards_over_parts_of_a_message_are_refused() -> None:
 
 def changed_in_place() -> None:
     """A stage may begin with an operation in place, and one tensor may stand in a tree twice."""
-    with pair() as (mesh, channel):
+    with paired() as (mesh, channel):
         if mesh.rank == 0:
             x = torch.tensor([-1.0, 2.0, 3.0], requires_grad=True)
             h = x * 2
@@ -571,7 +565,7 @@ def test_what_was_received_may_be_changed_in_place(env: dict[str, str]) -> None:
 
 def no_gradient_at_all() -> None:
     """A backward that reaches one of a message's tensors sends None for all others; complex numbers have gradients."""
-    with pair() as (mesh, channel):
+    with paired() as (mesh, channel):
         if mesh.rank == 0:
             tensors = [torch.full((2,), 1.0 + i, requires_grad=True) for i in range(4)]
             z = torch.tensor([1 + 2j, 3 - 1j], requires_grad=True)
@@ -590,7 +584,7 @@ def test_most_tensors_have_no_gradient(env: dict[str, str]) -> None:
 
 
 def refused_sends() -> None:
-    with pair(max_bytes=4096) as (mesh, channel):
+    with paired(max_bytes=4096) as (mesh, channel):
         for i in range(3):
             if mesh.rank == 0:
                 with pytest.raises(hpcomm.InvalidArgument, match="sparse"):
@@ -672,7 +666,7 @@ def interrupted_recvs(limit: float) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         hpcomm.nn.recv(channel, limit)
 
-    with pair() as (mesh, channel):
+    with paired() as (mesh, channel):
         for i in range(3):
             if mesh.rank == 0:
                 assert mesh.control.receive(1, 997, 30) == b"again"
@@ -696,7 +690,7 @@ def test_an_interrupted_recv_can_be_repeated(transport: str, limit: float) -> No
 
 
 def looks_again() -> None:
-    with pair() as (mesh, channel):
+    with paired() as (mesh, channel):
         for i in range(3):
             if mesh.rank == 0:
                 assert mesh.control.receive(1, 997, 30) == b"again"

@@ -7,6 +7,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from backend_group import world
+from pairs import paired
 
 import hpcomm
 
@@ -18,8 +19,7 @@ TRANSPORTS = {"shm": {}, "gloo": {"HPCOMM_CPU_TRANSPORT": "gloo"}, "one slot": {
 
 def turned_signs() -> None:
     floats = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
         for dtype in floats:
             for wire in (None, torch.float8_e5m2, *floats):
                 for count in (5, 3000):
@@ -46,8 +46,7 @@ def test_a_sign_that_is_to_be_turned_is_turned(transport: str) -> None:
 
 def behind_odd_sizes(direct_from: int) -> None:
     """Torch writes complex numbers with instructions that want them aligned."""
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, direct_from=direct_from)
+    with paired(direct_from=direct_from) as (mesh, channel):
         for odd in (1, 17, 33, 63, 64):
             trees = []
             for rank in (0, 1):
@@ -68,8 +67,7 @@ def test_what_is_written_behind_lent_memory_of_odd_size_is_aligned(transport: st
 
 
 def shrunk() -> None:
-    with hpcomm.init(dp=1, pp=2) as mesh:
-        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+    with paired() as (mesh, channel):
         whole, part = torch.ones(1000), torch.ones(1000)[500:600]
         strided, turned = part[::2], part.view(10, 10).t()
         whole.untyped_storage().resize_(8)
