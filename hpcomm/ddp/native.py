@@ -11,7 +11,7 @@ import torch
 
 from hpcomm import _C
 from hpcomm.control_channels import ControlChannel
-from hpcomm.ddp.choice import Under
+from hpcomm.ddp.choice import NativeOptions, Under
 from hpcomm.ddp.lane import order_channel, said_by_first
 from hpcomm.ddp.meeting import Meeting
 from hpcomm.ddp.sizes import MIB
@@ -64,14 +64,13 @@ class NativeReducer:
         channel: int,
         named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
         sizes: BucketSizes,
+        options: NativeOptions,
         *,
-        wire: torch.dtype | None,
         find_unused: bool,
         bucket_views: bool,
-        shard: bool,
-        check_finite: bool,
         events: str,
     ) -> None:
+        shard = options.shard_optimizer and lane.size > 1
         self._stock = stock
         self._logger = logger
         self._find_unused = find_unused
@@ -82,7 +81,7 @@ class NativeReducer:
         self._parameters = [parameter for _, parameter in named_parameters]
         modules: dict[str, int] = {}
         self._modules = [modules.setdefault(name.rpartition(".")[0], len(modules)) for name in self._names]
-        self._wire = wire
+        self._wire = options.grad_dtype
         self._events = events
         # The order in which a backward makes gradients ready, as long as nobody has seen one: the model's, reversed.
         order = list(range(len(self._parameters)))[::-1]
@@ -97,12 +96,12 @@ class NativeReducer:
             order,
             self._limits,
             last_bytes=self._last_bytes,
-            wire=wire,
+            wire=self._wire,
             modules=self._modules,
             find_unused=find_unused,
             bucket_views=bucket_views,
             shard=shard,
-            check_finite=check_finite,
+            check_finite=options.check_finite,
             number=channel - ControlChannel.WRAPPER,
             events=events,
             logger=logger,
@@ -117,16 +116,22 @@ class NativeReducer:
         if lane.size > 1:
             alike = [
                 Under.NATIVE.value,
-                f"find_unused_parameters={find_unused} shard_optimizer={shard} check_finite={check_finite}",
-                f"bucket_cap_mb={[limit / MIB for limit in self._limits]}",
-                f"last bucket of {self._last_bytes} bytes",
-                f"grad_dtype={wire}",
-                *(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in named_parameters),
-                str(self._native.plan.hash),
+                f"find_unused_parameters={find_unused} shard_optimizer={shard} check_finite={options.check_finite}",
+                *self._described(),
             ]
             # Casts are packed on the lane, which had better begin early.
-            lacks_core = wire is None and self._native.lacks_core
+            lacks_core = self._wire is None and self._native.lacks_core
             self._native.meet(Meeting(lane, channel, alike, lacks_core).hear)
+
+    def _described(self) -> list[str]:
+        """The buckets and what lies in them: the same on all ranks."""
+        return [
+            f"bucket_cap_mb={[limit / MIB for limit in self._limits]}",
+            f"last bucket of {self._last_bytes} bytes",
+            f"grad_dtype={self._wire}",
+            *(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self.parameters),
+            str(self._native.plan.hash),
+        ]
 
     def __getattr__(self, name: str) -> Any:
         # Only what is not found here: torch's log, and what debuggers ask.

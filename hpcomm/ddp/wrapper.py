@@ -174,11 +174,9 @@ class DistributedDataParallel(_StockDDP):
                 self._hpcomm_channel,
                 parameters,
                 self._hpcomm_sizes,
-                wire=self._hpcomm_options.grad_dtype,
+                self._hpcomm_options,
                 find_unused=self.find_unused_parameters,
                 bucket_views=self.gradient_as_bucket_view,
-                shard=self._hpcomm_options.shard_optimizer and self._hpcomm_lane.size > 1,
-                check_finite=self._hpcomm_options.check_finite,
                 events=self._events(),
             )
             has_place = {id(parameter) for _, parameter in parameters}
