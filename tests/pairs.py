@@ -1,4 +1,4 @@
-"""Two ranks and a channel between them."""
+"""Two ranks and a channel between them, over each CPU transport."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import hpcomm
+
+# Environments by name.
+TRANSPORTS = {"shm": {}, "gloo": {"HPCOMM_CPU_TRANSPORT": "gloo"}}
+WITH_ONE_SLOT = {**TRANSPORTS, "one slot": {"HPCOMM_EMULATE": "nccl"}}
 
 
 @contextlib.contextmanager

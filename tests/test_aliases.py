@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from pairs import TRANSPORTS
 from torch import nn
 
 import hpcomm
-
-TRANSPORTS = {"shm": {}, "gloo": {"HPCOMM_CPU_TRANSPORT": "gloo"}}
 
 
 class Twice(nn.Module):

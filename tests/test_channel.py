@@ -13,7 +13,7 @@ import pytest
 import ranks
 import torch
 from losing import interrupt
-from pairs import paired
+from pairs import TRANSPORTS, paired
 from refusals import send_until_told
 
 import hpcomm
@@ -23,9 +23,6 @@ DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
     torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
 ]  # fmt: skip
-
-
-TRANSPORTS = {"shm": {}, "gloo": {"HPCOMM_CPU_TRANSPORT": "gloo"}}
 
 
 class Pair(NamedTuple):

@@ -11,12 +11,10 @@ import weakref
 import pytest
 import ranks
 import torch
-from pairs import paired
+from pairs import TRANSPORTS, paired
 
 import hpcomm
 from hpcomm import channel as channel_module
-
-TRANSPORTS = {"shm": {}, "gloo": {"HPCOMM_CPU_TRANSPORT": "gloo"}}
 
 
 def dropped_with_messages_under_way() -> None:

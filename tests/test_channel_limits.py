@@ -7,11 +7,10 @@ import time
 import pytest
 import ranks
 import torch
+from pairs import WITH_ONE_SLOT
 from patience import with_patience
 
 import hpcomm
-
-TRANSPORTS = {"shm": {}, "gloo": {"HPCOMM_CPU_TRANSPORT": "gloo"}, "one slot": {"HPCOMM_EMULATE": "nccl"}}
 
 
 def looks_again_and_again(schema: str, seconds: float) -> None:
@@ -55,10 +54,10 @@ def looks_again_and_again(schema: str, seconds: float) -> None:
             assert channel.recv(timeout=30.0) == "another"
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_ONE_SLOT)
 def test_a_receive_may_look_again_for_as_long_as_it_likes(transport: str) -> None:
     def attempt(seconds: float) -> None:
-        ranks.run(2, looks_again_and_again, "per_message", seconds, env=TRANSPORTS[transport], timeout=120)
+        ranks.run(2, looks_again_and_again, "per_message", seconds, env=WITH_ONE_SLOT[transport], timeout=120)
 
     with_patience(attempt, 1.0)  # which the start has to keep as well
 

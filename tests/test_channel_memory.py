@@ -6,9 +6,7 @@ import pytest
 import ranks
 import torch
 from operations import Operations
-from pairs import paired
-
-TRANSPORTS = {"shm": {}, "gloo": {"HPCOMM_CPU_TRANSPORT": "gloo"}}
+from pairs import TRANSPORTS, paired
 
 
 def received_memory_is_reused() -> int:

@@ -9,12 +9,10 @@ import pytest
 import ranks
 import torch
 from operations import Operations
-from pairs import paired
+from pairs import WITH_ONE_SLOT, paired
 from refusals import send_until_told
 
 import hpcomm
-
-TRANSPORTS = {"shm": {}, "gloo": {"HPCOMM_CPU_TRANSPORT": "gloo"}, "one slot": {"HPCOMM_EMULATE": "nccl"}}
 
 CAST = [
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -76,9 +74,9 @@ def exchange_of_each() -> None:
                         require_same_bits(got[dtype][name], tensor)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_ONE_SLOT)
 def test_every_dtype_keeps_its_bits(transport: str) -> None:
-    ranks.run(2, exchange_of_each, env=TRANSPORTS[transport])
+    ranks.run(2, exchange_of_each, env=WITH_ONE_SLOT[transport])
 
 
 def what_torch_has() -> None:
@@ -128,9 +126,9 @@ def never_cast() -> None:
                 channel.send(tree(mesh.rank), wire_dtype=wrong)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_ONE_SLOT)
 def test_integers_bools_and_complex_numbers_are_never_cast(transport: str) -> None:
-    ranks.run(2, never_cast, env=TRANSPORTS[transport])
+    ranks.run(2, never_cast, env=WITH_ONE_SLOT[transport])
 
 
 def copies() -> None:
@@ -168,7 +166,7 @@ def copies() -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_what_is_no_dense_block_is_copied_once(transport: str) -> None:
-    ranks.run(2, copies, env=TRANSPORTS[transport])
+    ranks.run(2, copies, env=WITH_ONE_SLOT[transport])
 
 
 def images(rank: int) -> dict[str, Any]:
@@ -219,9 +217,9 @@ def strides() -> None:
         mesh.world.barrier()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_ONE_SLOT)
 def test_dense_tensors_keep_their_strides(transport: str) -> None:
-    ranks.run(2, strides, env=TRANSPORTS[transport])
+    ranks.run(2, strides, env=WITH_ONE_SLOT[transport])
 
 
 class Tagged(torch.Tensor):
@@ -258,7 +256,7 @@ def classes_of_tensors() -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_a_class_of_tensors_is_refused_with_its_place(transport: str) -> None:
-    ranks.run(2, classes_of_tensors, env=TRANSPORTS[transport])
+    ranks.run(2, classes_of_tensors, env=WITH_ONE_SLOT[transport])
 
 
 def kept_in_parts() -> Any:
@@ -296,9 +294,9 @@ def kept_in_parts() -> Any:
     return [(i, first.sum().item()) for i, first, _, _ in views]  # the others die with the process
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_ONE_SLOT)
 def test_received_tensors_are_let_go_of_late_or_never(transport: str) -> None:
-    ranks.run(2, kept_in_parts, env=TRANSPORTS[transport], full_exit=True)
+    ranks.run(2, kept_in_parts, env=WITH_ONE_SLOT[transport], full_exit=True)
 
 
 def other_ends() -> None:
@@ -315,9 +313,9 @@ def other_ends() -> None:
     mesh.barrier()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_ONE_SLOT)
 def test_ends_with_other_schemas_are_told(transport: str) -> None:
-    ranks.run(2, other_ends, env=TRANSPORTS[transport])
+    ranks.run(2, other_ends, env=WITH_ONE_SLOT[transport])
 
 
 def many_channels(number: int) -> None:
@@ -335,9 +333,9 @@ def many_channels(number: int) -> None:
                 work.wait()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_ONE_SLOT)
 def test_many_channels_on_one_communicator(transport: str) -> None:
-    ranks.run(2, many_channels, 12, env=TRANSPORTS[transport])
+    ranks.run(2, many_channels, 12, env=WITH_ONE_SLOT[transport])
 
 
 def who_decides() -> None:
@@ -351,6 +349,6 @@ def who_decides() -> None:
             work.wait()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_ONE_SLOT)
 def test_the_limit_for_packing_is_the_senders(transport: str) -> None:
-    ranks.run(2, who_decides, env=TRANSPORTS[transport])
+    ranks.run(2, who_decides, env=WITH_ONE_SLOT[transport])

@@ -14,11 +14,9 @@ import pytest
 import ranks
 import torch
 from losing import interrupt
-from pairs import paired
+from pairs import WITH_ONE_SLOT, paired
 
 import hpcomm
-
-TRANSPORTS = {"shm": {}, "gloo": {"HPCOMM_CPU_TRANSPORT": "gloo"}, "one slot": {"HPCOMM_EMULATE": "nccl"}}
 
 
 def many_threads(number: int, messages: int) -> None:
@@ -64,9 +62,9 @@ def many_threads(number: int, messages: int) -> None:
         assert sorted(seen) == [(thread, i) for thread in range(number) for i in range(messages)]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_ONE_SLOT)
 def test_threads_may_share_a_channel(transport: str) -> None:
-    ranks.run(2, many_threads, 3, 100 if transport == "one slot" else 400, env=TRANSPORTS[transport])
+    ranks.run(2, many_threads, 3, 100 if transport == "one slot" else 400, env=WITH_ONE_SLOT[transport])
 
 
 def interrupted(how: str) -> None:
@@ -92,14 +90,14 @@ def interrupted(how: str) -> None:
     ("transport", "how"),
     [
         (transport, how)
-        for transport in TRANSPORTS
+        for transport in WITH_ONE_SLOT
         for how in ("recv", "frozen", "asked before", "with a limit")
         # There the caller is the receiver, and what it was at is not taken up again: the next test.
         if transport != "shm" or how not in ("recv", "frozen")
     ],
 )
 def test_an_interrupted_recv_may_be_repeated(transport: str, how: str) -> None:
-    ranks.run(2, interrupted, how, env=TRANSPORTS[transport])
+    ranks.run(2, interrupted, how, env=WITH_ONE_SLOT[transport])
 
 
 def interrupted_on_shared_memory() -> None:
@@ -178,9 +176,9 @@ def interrupted_as_it_comes(limit: float) -> None:
 
 
 @pytest.mark.parametrize("limit", [-1.0, 30.0])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_ONE_SLOT)
 def test_a_message_that_comes_with_ctrl_c_is_not_lost(transport: str, limit: float) -> None:
-    ranks.run(2, interrupted_as_it_comes, limit, env=TRANSPORTS[transport])
+    ranks.run(2, interrupted_as_it_comes, limit, env=WITH_ONE_SLOT[transport])
 
 
 def interrupted_as_it_is_made(limit: float) -> None:
@@ -227,7 +225,7 @@ def interrupted_as_it_is_made(limit: float) -> None:
 @pytest.mark.parametrize("limit", [-1.0, 30.0])
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_a_message_that_is_interrupted_as_it_is_made_is_not_lost(transport: str, limit: float) -> None:
-    ranks.run(2, interrupted_as_it_is_made, limit, env=TRANSPORTS[transport])
+    ranks.run(2, interrupted_as_it_is_made, limit, env=WITH_ONE_SLOT[transport])
 
 
 def received_by_a_handler(transport: str, limit: float) -> None:
@@ -269,9 +267,9 @@ def received_by_a_handler(transport: str, limit: float) -> None:
 
 
 @pytest.mark.parametrize("limit", [-1.0, 30.0])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_ONE_SLOT)
 def test_a_handler_that_receives_within_a_recv_is_told(transport: str, limit: float) -> None:
-    ranks.run(2, received_by_a_handler, transport, limit, env=TRANSPORTS[transport])
+    ranks.run(2, received_by_a_handler, transport, limit, env=WITH_ONE_SLOT[transport])
 
 
 def is_in(thread: threading.Thread, function: Any) -> bool:
@@ -312,7 +310,7 @@ def beside_a_recv_of_another_thread(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_a_recv_in_another_thread_holds_nobody_up(transport: str) -> None:
-    ranks.run(2, beside_a_recv_of_another_thread, transport, env=TRANSPORTS[transport])
+    ranks.run(2, beside_a_recv_of_another_thread, transport, env=WITH_ONE_SLOT[transport])
 
 
 def recv_in_a_loop(channel: hpcomm.Channel) -> Any:
@@ -347,6 +345,6 @@ def asked_again_and_again() -> None:
                 assert torch.equal(got["x"], torch.full((size,), float(i)))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_ONE_SLOT)
 def test_a_recv_that_timed_out_loses_nothing(transport: str) -> None:
-    ranks.run(2, asked_again_and_again, env=TRANSPORTS[transport])
+    ranks.run(2, asked_again_and_again, env=WITH_ONE_SLOT[transport])

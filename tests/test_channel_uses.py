@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from pairs import paired
+from pairs import WITH_ONE_SLOT, paired
 from refusals import send_until_told
 
 import hpcomm
 
-TRANSPORTS = {"shm": {}, "gloo": {"HPCOMM_CPU_TRANSPORT": "gloo"}, "one slot": {"HPCOMM_EMULATE": "nccl"}}
 WIRES = [
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64,
 ]  # fmt: skip
@@ -58,9 +57,9 @@ def special_values() -> None:
                 assert bool(same.all()), f"{sent.dtype} as {wire}, {how}: {sent[at]} came as {a[at]}, torch has {b[at]}"
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_ONE_SLOT)
 def test_nan_infinities_and_what_does_not_fit_are_cast_as_by_torch(transport: str) -> None:
-    ranks.run(2, special_values, env=TRANSPORTS[transport])
+    ranks.run(2, special_values, env=WITH_ONE_SLOT[transport])
 
 
 # --- trees -----------------------------------------------------------------------------------------------------------
@@ -85,9 +84,9 @@ def ten_thousand_leaves() -> None:
                 assert all(torch.equal(a, b) for a, b in zip(row.values(), wanted.values(), strict=True))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_ONE_SLOT)
 def test_ten_thousand_leaves(transport: str) -> None:
-    ranks.run(2, ten_thousand_leaves, env=TRANSPORTS[transport])
+    ranks.run(2, ten_thousand_leaves, env=WITH_ONE_SLOT[transport])
 
 
 @dataclasses.dataclass
@@ -122,7 +121,7 @@ def optional_fields() -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_fields_that_come_and_go(transport: str) -> None:
-    ranks.run(2, optional_fields, env=TRANSPORTS[transport])
+    ranks.run(2, optional_fields, env=WITH_ONE_SLOT[transport])
 
 
 def a_frozen_layout() -> None:
@@ -155,9 +154,9 @@ def a_frozen_layout() -> None:
         assert torch.equal(exchange([base, base[0]])[0], theirs)  # nothing of that was issued
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_ONE_SLOT)
 def test_a_frozen_schema_does_not_fix_strides(transport: str) -> None:
-    ranks.run(2, a_frozen_layout, env=TRANSPORTS[transport])
+    ranks.run(2, a_frozen_layout, env=WITH_ONE_SLOT[transport])
 
 
 def what_requires_a_gradient() -> None:
@@ -189,7 +188,7 @@ def what_requires_a_gradient() -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_requires_grad_of_tensors_that_are_no_leaves(transport: str) -> None:
-    ranks.run(2, what_requires_a_gradient, env=TRANSPORTS[transport])
+    ranks.run(2, what_requires_a_gradient, env=WITH_ONE_SLOT[transport])
 
 
 def others_than_expected() -> None:
@@ -225,9 +224,9 @@ def others_than_expected() -> None:
             mesh.barrier()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_ONE_SLOT)
 def test_both_ends_are_told_edge_microbatch_and_leaf(transport: str) -> None:
-    ranks.run(2, others_than_expected, env=TRANSPORTS[transport])
+    ranks.run(2, others_than_expected, env=WITH_ONE_SLOT[transport])
 
 
 @dataclasses.dataclass
@@ -264,9 +263,9 @@ def others_in_values_alone() -> None:
                 channel.recv()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_ONE_SLOT)
 def test_values_may_be_others_than_expected(transport: str) -> None:
-    ranks.run(2, others_in_values_alone, env=TRANSPORTS[transport])
+    ranks.run(2, others_in_values_alone, env=WITH_ONE_SLOT[transport])
 
 
 def a_class_that_is_not_here(way: str) -> None:
@@ -287,9 +286,9 @@ def a_class_that_is_not_here(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["recv", "irecv"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_ONE_SLOT)
 def test_a_class_that_is_not_here_is_told_to_both(transport: str, way: str) -> None:
-    ranks.run(2, a_class_that_is_not_here, way, env=TRANSPORTS[transport])
+    ranks.run(2, a_class_that_is_not_here, way, env=WITH_ONE_SLOT[transport])
 
 
 def asked_for_by_a_channel_that_is_gone() -> None:

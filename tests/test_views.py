@@ -7,12 +7,9 @@ import ranks
 import torch
 import torch.distributed as dist
 from backend_group import world
-from pairs import paired
+from pairs import WITH_ONE_SLOT, paired
 
 import hpcomm
-
-TRANSPORTS = {"shm": {}, "gloo": {"HPCOMM_CPU_TRANSPORT": "gloo"}, "one slot": {"HPCOMM_EMULATE": "nccl"}}
-
 
 # --- messages ----------------------------------------------------------------------------------------------------
 
@@ -39,9 +36,9 @@ def turned_signs() -> None:
         assert channel.recv().tolist() == [1.0 - mesh.rank] * 3
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_ONE_SLOT)
 def test_a_sign_that_is_to_be_turned_is_turned(transport: str) -> None:
-    ranks.run(2, turned_signs, env=TRANSPORTS[transport])
+    ranks.run(2, turned_signs, env=WITH_ONE_SLOT[transport])
 
 
 def behind_odd_sizes(direct_from: int) -> None:
@@ -60,10 +57,10 @@ def behind_odd_sizes(direct_from: int) -> None:
             sent.wait()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_ONE_SLOT)
 @pytest.mark.parametrize("direct_from", [1 << 16, 1 << 18])
 def test_what_is_written_behind_lent_memory_of_odd_size_is_aligned(transport: str, direct_from: int) -> None:
-    ranks.run(2, behind_odd_sizes, direct_from, env=TRANSPORTS[transport])
+    ranks.run(2, behind_odd_sizes, direct_from, env=WITH_ONE_SLOT[transport])
 
 
 def shrunk() -> None:
@@ -141,9 +138,9 @@ def exchanged_in_place(part: int) -> None:
 
 
 @pytest.mark.parametrize("part", [1, 3000, 200_000])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WITH_ONE_SLOT)
 def test_an_all_to_all_in_place_on_any_memory(transport: str, part: int) -> None:
-    ranks.run(3, exchanged_in_place, part, env=TRANSPORTS[transport])
+    ranks.run(3, exchanged_in_place, part, env=WITH_ONE_SLOT[transport])
 
 
 # --- the backend of torch.distributed ------------------------------------------------------------------------
