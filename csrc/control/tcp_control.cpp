@@ -276,7 +276,7 @@ void TcpControl::run() {
   std::vector<pollfd> fds;
   std::vector<int> ranks;
   for (std::size_t r = 0; r < peers_.size(); ++r) {
-    deliver_all(static_cast<int>(r));  // what came behind the greeting
+    take_in(static_cast<int>(r), 0, {});  // what came behind the greeting
   }
   Deadline next_beat = Clock::now();
   for (;;) {
@@ -299,7 +299,7 @@ void TcpControl::run() {
         const Peer& peer = peers_[r];
         if (peer.fd.valid() && peer.state != PeerState::kLost) {
           const short events = static_cast<short>(POLLIN | (peer.outgoing.empty() ? 0 : POLLOUT));
-          in_midst = in_midst || !peer.outgoing.empty() || !peer.incoming->landing().empty();
+          in_midst = in_midst || !peer.outgoing.empty() || (!peer.is_dropped && !peer.incoming->landing().empty());
           fds.push_back({peer.fd.get(), events, 0});
           ranks.push_back(static_cast<int>(r));
         }

@@ -73,6 +73,7 @@ class TcpControl final : public Control {
     std::unique_ptr<Inflow> incoming;  // the I/O thread's own
     Outbox outgoing;                   // what the socket did not take yet
     bool spoke = false;                // since the last heartbeat was due
+    bool is_dropped = false;           // what comes from it; the I/O thread's own
   };
   struct Inbox {
     std::deque<Body> messages;
@@ -94,7 +95,9 @@ class TcpControl final : public Control {
   void beat();
   void look_for_silence(Deadline now);
   void read_from(int peer);
-  void deliver_all(int peer);
+  // Of what was read, so many bytes that lie where they will be, and those behind them.
+  void take_in(int peer, std::size_t landed, std::span<const char> bytes);
+  void drop(int peer);
   void deliver(int peer, Inflow::Arrival arrival);
   [[nodiscard]] Buffer place_of(int peer, std::uint64_t channel, std::size_t bytes);
   // Until one of `fds` is ready, or `until`; `in_midst` of a long message, in either direction.

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstring>
 #include <exception>
+#include <new>
 #include <utility>
 
 #include "control/tcp_control.h"
@@ -47,7 +48,7 @@ void TcpControl::read_from(int rank) {
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
   // What has come, but not for ever: other peers wait.
   for (std::size_t total = 0; total < kMostAtOnce;) {
-    std::span<char> landing = peer.incoming->landing();
+    std::span<char> landing = peer.is_dropped ? std::span<char>() : peer.incoming->landing();
     landing = landing.first(std::min(landing.size(), kMostAtOnce));
     const std::size_t behind = landing.empty() ? chunk.size() : kBehind;
     std::array<iovec, 2> parts{iovec{landing.data(), landing.size()}, iovec{chunk.data(), behind}};
@@ -66,9 +67,7 @@ void TcpControl::read_from(int rank) {
     }
     heartbeat_.heard(rank, Clock::now());
     const std::size_t landed = std::min(static_cast<std::size_t>(got), landing.size());
-    peer.incoming->landed(landed);
-    peer.incoming->take({chunk.data(), static_cast<std::size_t>(got) - landed});
-    deliver_all(rank);
+    take_in(rank, landed, {chunk.data(), static_cast<std::size_t>(got) - landed});
     total += static_cast<std::size_t>(got);
     if (static_cast<std::size_t>(got) < landing.size() + behind || peer.state == PeerState::kLost) {
       return;  // that was all
@@ -76,14 +75,36 @@ void TcpControl::read_from(int rank) {
   }
 }
 
-void TcpControl::deliver_all(int rank) {
+void TcpControl::take_in(int rank, std::size_t landed, std::span<const char> bytes) {
+  Peer& peer = peers_[static_cast<std::size_t>(rank)];
+  if (peer.is_dropped) {
+    return;
+  }
   try {
-    while (auto arrival = peers_[static_cast<std::size_t>(rank)].incoming->next()) {
+    peer.incoming->landed(landed);
+    peer.incoming->take(bytes);
+    while (auto arrival = peer.incoming->next()) {
       deliver(rank, std::move(*arrival));
     }
   } catch (const Error& error) {
     lose(rank, error.what());
+  } catch (const std::bad_alloc&) {
+    drop(rank);
   }
+}
+
+// There is no memory for what the peer sends, and without that, what follows it means nothing. The peer may go on: its
+// end is still heard of.
+void TcpControl::drop(int rank) {
+  std::lock_guard lock(mutex_);
+  peers_[static_cast<std::size_t>(rank)].is_dropped = true;
+  if (failure_ || closing_) {
+    return;
+  }
+  const Error error(ErrorKind::kTransport, str("rank ", rank_, " has no memory for what rank ", rank, " sends"),
+                    {rank_, rank, -1, "receive"});
+  tell_all(FrameKind::kAbort, 0, error.what());
+  fail(error);
 }
 
 // Called by the I/O thread, without mutex_.

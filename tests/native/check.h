@@ -34,8 +34,9 @@ void fail(const char* file, int line, const std::string& message);
 // The name of the test that runs, or "". Callable in a signal handler. Defined in main.cpp.
 [[nodiscard]] const char* running_test() noexcept;
 
-// Whether UBSan looks on. Defined in sanitizers.cpp.
+// Whether UBSan looks on, or any sanitizer. Defined in sanitizers.cpp.
 [[nodiscard]] bool under_ubsan() noexcept;
+[[nodiscard]] bool under_sanitizer() noexcept;
 
 struct Registration {
   Registration(const char* name, const char* file, std::function<void()> body) {

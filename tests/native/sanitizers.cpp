@@ -64,6 +64,7 @@ void __ubsan_on_report() {
 namespace hpcomm::check {
 
 bool under_ubsan() noexcept { return __ubsan_get_current_report_data != nullptr; }
+bool under_sanitizer() noexcept { return __sanitizer_set_report_fd != nullptr; }
 
 }  // namespace hpcomm::check
 

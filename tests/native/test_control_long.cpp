@@ -1,8 +1,12 @@
 // control/: long messages. Their order among others, where they are put together, and what becomes of those that are
 // under way when something fails.
+#include <sys/resource.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <fstream>
 #include <future>
 #include <memory>
 #include <numeric>
@@ -104,6 +108,24 @@ struct Pair {
   }
   std::unique_ptr<Stranger> peer;
   std::shared_ptr<Control> mine;
+};
+
+// While it lives, this process may map `more` bytes.
+class LittleMemory {
+ public:
+  explicit LittleMemory(rlim_t more) {
+    CHECK_EQ(::getrlimit(RLIMIT_AS, &before_), 0);
+    rlim_t pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    const rlimit little{pages * static_cast<rlim_t>(::sysconf(_SC_PAGESIZE)) + more, before_.rlim_max};
+    CHECK_EQ(::setrlimit(RLIMIT_AS, &little), 0);
+  }
+  LittleMemory(const LittleMemory&) = delete;
+  LittleMemory& operator=(const LittleMemory&) = delete;
+  ~LittleMemory() { ::setrlimit(RLIMIT_AS, &before_); }
+
+ private:
+  rlimit before_{};
 };
 
 }  // namespace
@@ -364,4 +386,28 @@ TEST(control_tells_of_a_long_message_when_it_is_closed) {
   pair.mine->send_lent(1, 5, lent(body, fate));
   pair.mine->close();  // the peer takes nothing: it gives up
   check_kind(fate->get(), ErrorKind::kClosed, "left the job");
+}
+
+// The rank that is short of it says so, and its process goes on.
+TEST(control_without_memory_for_a_long_message_says_so_on_both_ends) {
+  if (check::under_sanitizer()) {
+    return;  // which ends a process that asks for what there is not
+  }
+  Pair pair;
+  const std::string begin = encode(FrameKind::kLong, 5, encode_length(kMaxBody));
+  const std::string piece = encode(FrameKind::kPiece, 5, std::string(kPieceBytes, 'p'));
+  std::optional<Error> error;
+  {
+    const LittleMemory little(4 << 20);
+    pair.peer->say(begin);
+    for (std::size_t sent = 0; sent < kMaxBody; sent += kPieceBytes) {
+      pair.peer->say(piece);
+    }
+    error = error_from([&] { (void)pair.mine->receive(1, 5, soon()); });
+  }
+  check_kind(error, ErrorKind::kTransport, "rank 0 has no memory for what rank 1 sends");
+  const std::string words = "has no memory for what rank 1 sends";
+  CHECK(pair.peer->read_until(words).find(words) != std::string::npos);
+  pair.peer.reset();
+  CHECK(eventually([&] { return pair.mine->has_ended(1); }));
 }
