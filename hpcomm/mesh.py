@@ -303,7 +303,8 @@ def init(
     Raises:
         InvalidArgument: the axes do not multiply to the number of ranks, torchrun's environment is incomplete or
             holds no numbers, the device cannot be used, or ``timeout`` is no number of seconds above 0.
-        SchemaMismatch: ranks passed different axes, or are on different kinds of device.
+        SchemaMismatch: ranks passed different axes, are on different kinds of device, or were started as parts of jobs
+            of different sizes; another process came as this rank.
         TimedOut, RankFailed: a rank did not come.
     """
     seconds = default_timeout() if timeout is None else checked_timeout(timeout, f"init(): timeout={timeout!r}")

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from hpcomm.errors import HpcommError, TimedOut, TransportError
+from hpcomm.errors import HpcommError, SchemaMismatch, TimedOut, TransportError
 
 __all__: list[str] = []
 
@@ -60,37 +60,72 @@ def own_store(store: Store, rank: int, size: int, *, timeout: float, look: Look 
     answers with a roster of these and a name, and renews both when a word changes. Whoever finds its own word in the
     roster says that it has seen this name. When all have, it is the one.
 
+    A word ends with the number of ranks, and what rank 0 answers with its own: neither is believed where it lies, but
+    whoever is answered has it first-hand. Of two processes that come as one rank, as where two jobs meet in one store,
+    the first finds its word replaced.
+
     Raises:
+        SchemaMismatch: ranks have another number of them, or another process came as this rank.
         TimedOut: a rank did not come within ``timeout`` seconds.
     """
     place = PrefixStore("hpcomm/start", store)
     words = [f"word/{r}" for r in range(size)]
     seen = [f"seen/{r}" for r in range(size)]
-    mine = secrets.token_hex(8)
-    name, roster = "", [""] * size
+    mine = f"{secrets.token_hex(8)}/{size}"
+    name, roster, names = "", [""] * size, set[str]()
     with store_errors("the other ranks" if rank == 0 else "rank 0", look):
         place.set(words[rank], mine)
         for _ in _looks(timeout, look):
             if rank == 0:
                 found = [_now(place, word) for word in words]
-                if found != roster and all(found):
+                strange = [r for r, word in enumerate(found) if word and word.partition("/")[2] != str(size)]
+                for r in strange:
+                    answered, _, number = _now(place, seen[r]).partition("/")
+                    if answered in names and number != str(size):
+                        place.set("agreed", f"{name}/{r}/{number}")
+                        raise _of_another_number(rank, size, r, number)
+                if found != roster and (all(found) or strange):
                     name, roster = secrets.token_hex(8), found
-                    place.set("roster", " ".join([name, *roster]))
-                    place.set(seen[0], name)
-                if name and all(_now(place, one) == name for one in seen):
+                    names.add(name)
+                    place.set("roster", "\n".join([f"{name}/{size}", *roster]))
+                    place.set(seen[0], f"{name}/{size}")
+                if name and all(_now(place, one) == f"{name}/{size}" for one in seen):
                     place.set("agreed", name)
                     return PrefixStore(f"hpcomm/{name}", store), name
             else:
-                given, *theirs = _now(place, "roster").split() or [""]
-                if given != name and theirs[rank : rank + 1] == [mine]:
-                    name = given
-                    place.set(seen[rank], name)
-                if name and _now(place, "agreed") == name:
+                given, *theirs = _now(place, "roster").split("\n")
+                if given.partition("/")[0] != name and theirs[rank : rank + 1] == [mine]:
+                    name, _, number = given.partition("/")
+                    place.set(seen[rank], f"{name}/{size}")
+                    if number != str(size):
+                        raise _of_another_number(rank, size, 0, number)
+                agreed, *other = _now(place, "agreed").split("/")
+                if name and agreed == name:
+                    if other:
+                        raise _of_another_number(rank, size, int(other[0]), other[1])
                     return PrefixStore(f"hpcomm/{name}", store), name
+            if _now(place, words[rank]) != mine:
+                raise SchemaMismatch(
+                    f"another process came as rank {rank} of {size} while ranks were meeting; {_ONE_JOB}",
+                    rank=rank,
+                    operation="init",
+                )
         absent = [r for r in range(size) if not _now(place, words[r])]
-        late = [r for r in range(size) if rank == 0 and _now(place, seen[r]) != name]
+        late = [r for r in range(size) if rank == 0 and _now(place, seen[r]) != f"{name}/{size}"]
     missing = absent or late or [0]
     raise _did_not_come(", ".join(f"rank {r}" for r in missing), timeout)
+
+
+_ONE_JOB = "do two jobs meet at one MASTER_ADDR and MASTER_PORT?"
+
+
+def _of_another_number(rank: int, size: int, peer: int, number: str) -> SchemaMismatch:
+    return SchemaMismatch(
+        f"ranks disagree on how many they are: rank {rank} has {size}, rank {peer} {number} (WORLD_SIZE); {_ONE_JOB}",
+        rank=rank,
+        peer=peer,
+        operation="init",
+    )
 
 
 def _now(store: Store, key: str) -> str:

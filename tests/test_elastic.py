@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -102,6 +103,38 @@ def test_what_an_earlier_start_left_is_not_believed() -> None:
     second = started_together(store)
     assert len(second) == 1
     assert first != second
+
+
+def meet(store: dist.Store, *ranks_and_sizes: tuple[int, int]) -> list[BaseException | None]:
+    """What each of these, as threads, ends with that come one after the other."""
+    with ThreadPoolExecutor(len(ranks_and_sizes)) as threads:
+        starts = []
+        for rank, size in ranks_and_sizes:
+            starts.append(threads.submit(own_store, store, rank, size, timeout=2.0))
+            time.sleep(0.05)
+        return [start.exception() for start in starts]
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (3, 3, 4)])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_ranks_that_disagree_on_their_number_say_so(sizes: tuple[int, ...], *, backwards: bool) -> None:
+    store = dist.HashStore()
+    assert meet(store, *((rank, 4) for rank in range(4))) == [None] * 4  # of a number that is none any more
+    come = list(enumerate(sizes))
+    other = next(rank for rank, size in come if size != sizes[0])
+    for error in meet(store, *(reversed(come) if backwards else come)):
+        assert isinstance(error, hpcomm.SchemaMismatch), error
+        assert "ranks disagree on how many they are" in str(error)
+        assert {error.rank, error.peer} & {0, other}
+        assert "do two jobs meet at one MASTER_ADDR and MASTER_PORT?" in str(error)
+    assert meet(store, (0, 2), (1, 2)) == [None, None]
+
+
+def test_a_rank_in_whose_place_another_process_comes_says_so() -> None:
+    first, second, zero = meet(dist.HashStore(), (1, 2), (1, 2), (0, 2))
+    assert isinstance(first, hpcomm.SchemaMismatch)
+    assert "another process came as rank 1 of 2" in str(first)
+    assert (second, zero) == (None, None)
 
 
 def test_a_store_that_has_gone_is_not_a_rank_that_did_not_come() -> None:
