@@ -98,12 +98,15 @@ class TcpControl final : public Control {
   // Of what was read, so many bytes that lie where they will be, and those behind them.
   void take_in(int peer, std::size_t landed, std::span<const char> bytes);
   void drop(int peer);
+  // Ends the job: this rank has no memory.
+  void run_short(const Error& why);
   void deliver(int peer, Inflow::Arrival arrival);
   [[nodiscard]] Buffer place_of(int peer, std::uint64_t channel, std::size_t bytes);
   // Until one of `fds` is ready, or `until`; `in_midst` of a long message, in either direction.
   static void rest(std::vector<pollfd>& fds, bool in_midst, Deadline until);
   void flush(Peer& peer);
   void send_frame(Peer& peer, FrameKind kind, std::uint64_t channel, std::string_view body);
+  void put_frame(Peer& peer, FrameKind kind, std::uint64_t channel, std::string_view body);
   void tell_all(FrameKind kind, std::uint64_t channel, std::string_view text);
   void forget(std::vector<Outbox::Sent> told, const Error& why);
   void lose(int peer, const std::string& why);

@@ -98,13 +98,16 @@ void TcpControl::take_in(int rank, std::size_t landed, std::span<const char> byt
 void TcpControl::drop(int rank) {
   std::lock_guard lock(mutex_);
   peers_[static_cast<std::size_t>(rank)].is_dropped = true;
-  if (failure_ || closing_) {
-    return;
+  run_short(Error(ErrorKind::kTransport, str("rank ", rank_, " has no memory for what rank ", rank, " sends"),
+                  {rank_, rank, -1, "receive"}));
+}
+
+// With mutex_ held.
+void TcpControl::run_short(const Error& why) {
+  if (!failure_ && !closing_) {
+    tell_all(FrameKind::kAbort, 0, why.what());
+    fail(why);
   }
-  const Error error(ErrorKind::kTransport, str("rank ", rank_, " has no memory for what rank ", rank, " sends"),
-                    {rank_, rank, -1, "receive"});
-  tell_all(FrameKind::kAbort, 0, error.what());
-  fail(error);
 }
 
 // Called by the I/O thread, without mutex_.
@@ -199,9 +202,25 @@ void TcpControl::flush(Peer& peer) {
   }
 }
 
-// With mutex_ held.
+// With mutex_ held, as put_frame().
 void TcpControl::send_frame(Peer& peer, FrameKind kind, std::uint64_t channel, std::string_view body) {
   peer.spoke = true;
+  try {
+    put_frame(peer, kind, channel, body);
+  } catch (const std::bad_alloc&) {
+    // A part of it may have gone, and nothing can follow that. The rest lies where its owner will not keep it.
+    const auto rank = static_cast<int>(&peer - peers_.data());
+    const Error why(ErrorKind::kTransport, str("rank ", rank_, " has no memory for a message to rank ", rank),
+                    {rank_, rank, -1, "send"});
+    forget(peer.outgoing.clear(), why);
+    (void)::shutdown(peer.fd.get(), SHUT_RDWR);
+    run_short(why);
+    wake();
+    throw;
+  }
+}
+
+void TcpControl::put_frame(Peer& peer, FrameKind kind, std::uint64_t channel, std::string_view body) {
   if (!peer.outgoing.empty()) {
     peer.outgoing.add(kind, channel, body);  // somebody is at it already
     return;

@@ -110,21 +110,26 @@ struct Pair {
   std::shared_ptr<Control> mine;
 };
 
-// While it lives, this process may map `more` bytes.
+// While it lives, this process may take `more` bytes of memory; also of what malloc has reserved for threads, which
+// RLIMIT_AS counts already.
 class LittleMemory {
  public:
   explicit LittleMemory(rlim_t more) {
-    CHECK_EQ(::getrlimit(RLIMIT_AS, &before_), 0);
+    CHECK_EQ(::getrlimit(RLIMIT_DATA, &before_), 0);
+    std::ifstream file("/proc/self/statm");
     rlim_t pages = 0;
-    std::ifstream("/proc/self/statm") >> pages;
+    for (int field = 1; field <= kData; ++field) {
+      file >> pages;
+    }
     const rlimit little{pages * static_cast<rlim_t>(::sysconf(_SC_PAGESIZE)) + more, before_.rlim_max};
-    CHECK_EQ(::setrlimit(RLIMIT_AS, &little), 0);
+    CHECK_EQ(::setrlimit(RLIMIT_DATA, &little), 0);
   }
   LittleMemory(const LittleMemory&) = delete;
   LittleMemory& operator=(const LittleMemory&) = delete;
-  ~LittleMemory() { ::setrlimit(RLIMIT_AS, &before_); }
+  ~LittleMemory() { ::setrlimit(RLIMIT_DATA, &before_); }
 
  private:
+  static constexpr int kData = 6;  // proc_pid_statm(5)
   rlimit before_{};
 };
 
@@ -410,4 +415,29 @@ TEST(control_without_memory_for_a_long_message_says_so_on_both_ends) {
   CHECK(pair.peer->read_until(words).find(words) != std::string::npos);
   pair.peer.reset();
   CHECK(eventually([&] { return pair.mine->has_ended(1); }));
+}
+
+// What the socket does not take has to be copied: its owner does not keep it.
+TEST(control_without_memory_for_the_rest_of_a_message_sends_nothing_of_it_later) {
+  if (check::under_sanitizer()) {
+    return;
+  }
+  const Pair pair;
+  std::string body(48 << 20, 'b');
+  {
+    const LittleMemory little(4 << 20);
+    bool failed = false;
+    try {
+      pair.mine->send(1, 5, body);
+    } catch (const std::bad_alloc&) {
+      failed = true;
+    }
+    CHECK(failed);
+  }
+  std::fill(body.begin(), body.end(), '!');
+  const std::string heard = pair.peer->read_until("!!!!!!!!");
+  CHECK(heard.size() < body.size());
+  CHECK(heard.find('!') == std::string::npos);
+  check_kind(error_from([&] { pair.mine->send(1, 5, "more"); }), ErrorKind::kTransport,
+             "rank 0 has no memory for a message to rank 1");
 }
