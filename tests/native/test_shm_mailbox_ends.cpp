@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -382,6 +383,10 @@ TEST(shm_large_mail_that_nobody_takes_times_out) {
         options.timeout = 100ms;
         const auto error = error_of(*world->mailbox()->send(view_of(values), 1, 1, options));
         CHECK(error && error->kind() == ErrorKind::kTimedOut && error->context().peer == 1);
+        // Its time ended all mail; of itself that is said once.
+        CHECK(error && std::string_view(error->what()).starts_with("send #0 on lane world with rank 1 took longer"));
+        CHECK_THROWS(ErrorKind::kTimedOut, (void)world->mailbox()->send(view_of(values), 1, 1, options),
+                     "send #1 on lane world: send #0 on lane world with rank 1 took longer");
         over = true;
       } else {
         CHECK(eventually([&] { return over.load(); }, 20s));
