@@ -94,9 +94,9 @@ def read_after_its_rank_has_left(folder: Path) -> None:
         touch(folder, "gone")
         return
     until(folder, "gone")
-    with pytest.raises(hpcomm.RankFailed, match="rank 0 has left the job") as caught:
+    with pytest.raises(hpcomm.RankFailed, match=r"^recv #0 on lane \w+: rank 0 has left the job") as caught:
         dist.recv(torch.zeros(SHOWN), 0, tag=5)
-    assert caught.value.peer == 0
+    assert (caught.value.peer, caught.value.operation, caught.value.sequence) == (0, "recv", 0)
 
 
 def test_memory_of_a_rank_that_has_left_is_its_failure(tmp_path: Path) -> None:
