@@ -55,7 +55,10 @@ def _register(home: ModuleType) -> None:
     if not hasattr(home, "ProcessGroup"):  # a torch without distributed
         return
     if NAME.upper() not in home.Backend._plugins:
-        home.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+        # A torch that has no such tensors asks that device for its current one wherever a backend is registered for it.
+        version = home.torch.version
+        devices = ["cpu", "cuda"] if version.cuda or version.hip else ["cpu"]
+        home.Backend.register_backend(NAME, create, extended_api=True, devices=devices)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

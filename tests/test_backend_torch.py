@@ -144,6 +144,25 @@ def test_distributed_checkpoint() -> None:
         ranks.run(2, checkpointing, folder)
 
 
+def sharded_tensor() -> None:
+    from torch.distributed._shard import sharded_tensor as sharded
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+    with world() as (rank, size):
+        spec = ChunkShardingSpec(dim=0, placements=[f"rank:{r}/cpu" for r in range(size)])
+        tensor = sharded.full(spec, 5, 4, fill_value=3.0)
+        whole = torch.zeros(5, 4) if rank == 0 else None
+        tensor.gather(0, whole)  # on the device that torch prefers for this backend
+        assert whole is None or torch.equal(whole, torch.full((5, 4), 3.0))
+
+
+@pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(), reason="torch asks for a CUDA device"
+)
+def test_a_sharded_tensor_is_gathered() -> None:
+    ranks.run(2, sharded_tensor)
+
+
 def pipelining() -> None:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
