@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 from typing import Any
 
 import pytest
@@ -354,6 +356,21 @@ def errors_of_their_own() -> None:
 
 def test_type_errors_of_a_program_stay_as_they_are() -> None:
     ranks.run(1, errors_of_their_own)
+
+
+def copied() -> None:
+    with hpcomm.init() as mesh:
+        pipe = hpcomm.Pipeline(layers(), mesh=mesh, num_microbatches=1, loss_fn=loss)
+        averages = torch.optim.swa_utils.AveragedModel(pipe.module)  # copies its model
+        for way in (copy.deepcopy, copy.copy, pickle.dumps):
+            with pytest.raises(hpcomm.InvalidArgument, match="copy.deepcopy\\(pipe.module\\)"):
+                way(pipe)
+        pipe.step(torch.ones(2, 4))
+        averages.update_parameters(pipe.module)
+
+
+def test_a_pipeline_is_not_copied() -> None:
+    ranks.run(1, copied)
 
 
 def test_what_is_no_mesh_is_refused() -> None:

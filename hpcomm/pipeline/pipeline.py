@@ -179,6 +179,13 @@ class Pipeline(LocalModel):
         self._sums = Sums()
         self.step_number = 0
 
+    def __getstate__(self) -> Any:
+        # What copy and pickle ask for; they would end at the first native object, and name that.
+        raise InvalidArgument(
+            "a Pipeline belongs to the mesh that it was made on: it is neither copied nor pickled. For averages of "
+            "weights copy.deepcopy(pipe.module), which holds this rank's stages; for checkpoints pipe.state_dict()"
+        )
+
     # --- Steps ---
 
     def step(
