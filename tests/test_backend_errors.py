@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -68,6 +69,22 @@ def without_memory() -> None:
 
 def test_a_tensor_whose_storage_was_given_back_is_refused() -> None:
     ranks.run(2, without_memory)
+
+
+def no_such_memory() -> None:
+    with world():
+        cpu = torch.device("cpu")
+        backend = dist.group.WORLD._get_backend(cpu)  # type: ignore[union-attr]
+        lend = partial(backend.allocate_tensor, dtype=torch.float32, device=cpu)
+        assert lend(0).numel() == 0
+        for count, why in ((-1, "a tensor of -1 elements"), (2**62, "larger than any memory")):  # 2**64 bytes: none
+            with pytest.raises(hpcomm.InvalidArgument, match=why):
+                lend(count)
+        assert lend(5).fill_(1).sum() == 5
+
+
+def test_memory_of_no_size_that_there_is_is_refused() -> None:
+    ranks.run(1, no_such_memory)
 
 
 def test_a_store_that_has_gone_is_a_transport_error() -> None:

@@ -323,7 +323,7 @@ std::shared_ptr<HostCommunicator> HpcommBackend::part(const std::vector<int>& ra
 at::Tensor HpcommBackend::allocateTensor(long size, at::TensorOptions options) {
   return for_torch([&] {
     HPCOMM_REQUIRE(options.device().is_cpu(), "allocate_tensor: this group serves CPU tensors");
-    Buffer buffer = communicator_->allocate(static_cast<std::size_t>(size) * options.dtype().itemsize());
+    Buffer buffer = communicator_->allocate(bytes_of(size, options.dtype().itemsize(), "allocate_tensor"));
     return at::from_blob(buffer.view.data, {size}, [owner = buffer.owner](void*) {}, options);
   });
 }

@@ -369,12 +369,13 @@ LaneBackend::C10dWork LaneBackend::endCoalescing() {
 
 at::Tensor LaneBackend::allocateTensor(long size, at::TensorOptions options) {
   return for_torch([&] {
-    if (size == 0) {
+    const std::size_t bytes = bytes_of(size, options.dtype().itemsize(), "allocate_tensor");
+    if (bytes == 0) {
       return at::empty({0}, options);
     }
     const Buffer buffer = [&] {
       const WithoutGil scope;
-      return communicator_->allocate(static_cast<std::size_t>(size) * options.dtype().itemsize());
+      return communicator_->allocate(bytes);
     }();
     return at::from_blob(buffer.view.data, {size}, [owner = buffer.owner](void*) {}, options);
   });

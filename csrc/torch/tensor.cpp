@@ -141,6 +141,13 @@ at::Tensor as_tensor(const BufferView& view, Keepalive owner) {
       view.data, {static_cast<std::int64_t>(view.count)}, [owner = std::move(owner)](void*) {}, options);
 }
 
+std::size_t bytes_of(std::int64_t count, std::size_t itemsize, const char* what) {
+  HPCOMM_REQUIRE(count >= 0, what, ": a tensor of ", count, " elements");
+  HPCOMM_REQUIRE(count <= INT64_MAX / static_cast<std::int64_t>(itemsize), what, ": a tensor of ", count,
+                 " elements is larger than any memory");
+  return static_cast<std::size_t>(count) * itemsize;
+}
+
 namespace {
 
 class TorchAllocator final : public Allocator {

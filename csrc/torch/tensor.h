@@ -3,6 +3,8 @@
 
 #include <ATen/ATen.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 
@@ -34,6 +36,9 @@ void require_memory(const at::Tensor& tensor, const char* what);
 [[nodiscard]] Keepalive keep(const at::Tensor& tensor);
 // A one-dimensional tensor over `view` that holds `owner`.
 [[nodiscard]] at::Tensor as_tensor(const BufferView& view, Keepalive owner);
+
+// Of `count` elements. Throws kInvalidArgument for a negative count, and for more bytes than any memory has.
+[[nodiscard]] std::size_t bytes_of(std::int64_t count, std::size_t itemsize, const char* what);
 
 // Memory from torch's CPU allocator.
 [[nodiscard]] std::shared_ptr<Allocator> make_torch_allocator();
