@@ -2,6 +2,7 @@
 #include "comm/issued.h"
 
 #include <algorithm>
+#include <string_view>
 #include <utility>
 
 namespace hpcomm {
@@ -11,8 +12,12 @@ std::string title_of(const ErrorContext& what, const std::string& lane) {
 }
 
 Error as_end_of(ErrorContext what, const std::string& lane, const Error& why) {
-  const std::string text = str(title_of(what, lane), ": ", why.what());
-  return {why.kind(), text, std::move(what)};
+  const std::string title = title_of(what, lane);
+  const std::string_view text = why.what();
+  if (text.starts_with(str(title, " ")) || text.starts_with(str(title, ":"))) {
+    return why;
+  }
+  return {why.kind(), str(title, ": ", text), std::move(what)};
 }
 
 std::string elements_of(std::uint64_t count, const char* dtype) {

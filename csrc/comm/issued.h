@@ -14,7 +14,8 @@ namespace hpcomm {
 
 // "all_reduce #12 on lane gradient".
 [[nodiscard]] std::string title_of(const ErrorContext& what, const std::string& lane);
-// `why` in the words of the operation `what`, which it has ended: of its kind, and about `what.peer`.
+// `why` in the words of the operation `what`, which it has ended: of its kind, and about `what.peer`. As it is where
+// these are its words: what ends an operation may have been told to all others, and come back.
 [[nodiscard]] Error as_end_of(ErrorContext what, const std::string& lane, const Error& why);
 
 // "4 float32 elements". `dtype` is the name of one.

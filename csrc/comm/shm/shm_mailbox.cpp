@@ -63,11 +63,7 @@ ErrorContext ShmMailbox::context(const char* operation, int peer, std::uint64_t 
 }
 
 Error ShmMailbox::failed(ErrorContext what, const Error& why) const {
-  const ErrorContext& about = why.context();
-  if (about.operation == what.operation && about.sequence == what.sequence && about.peer == what.peer) {
-    return why;  // it is what ended the others
-  }
-  what.peer = about.peer >= 0 ? about.peer : what.peer;
+  what.peer = why.context().peer >= 0 ? why.context().peer : what.peer;
   return as_end_of(std::move(what), desk_.setup().lane, why);
 }
 
