@@ -150,7 +150,7 @@ def sharded_tensor() -> None:
 
     with world() as (rank, size):
         spec = ChunkShardingSpec(dim=0, placements=[f"rank:{r}/cpu" for r in range(size)])
-        tensor = sharded.full(spec, 5, 4, fill_value=3.0)
+        tensor = sharded.full(spec, (5, 4), fill_value=3.0)
         whole = torch.zeros(5, 4) if rank == 0 else None
         tensor.gather(0, whole)  # on the device that torch prefers for this backend
         assert whole is None or torch.equal(whole, torch.full((5, 4), 3.0))

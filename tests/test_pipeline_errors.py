@@ -110,3 +110,14 @@ def test_the_circle_of_a_time_out() -> None:
     kinds = [(a.kind.name, a.microbatch) for a in swapped.actions(0)]
     text = report(swapped, {0: kinds.index(("BACKWARD", 0)), 1: places[1]})
     assert text.endswith("in a circle: rank 0 -> rank 1 -> rank 0")
+
+
+def test_of_a_rank_that_cannot_be_seen_nothing_is_said() -> None:
+    plan = hpcomm.plan.compile("1f1b", pp=2, num_microbatches=2)
+    kinds = [(a.kind.name, a.microbatch) for a in plan.actions(0)]
+    text = report(plan, {0: kinds.index(("BACKWARD", 0))})
+    assert "rank 1: on another host, or gone" in text
+    assert "needs SEND grad mb 0 on edge 1->0, of which rank 1's part cannot be seen from here" in text
+    assert "all that it needs has been issued" not in text
+    text = report(plan, {0: 0})  # its first forward needs nobody
+    assert "computes: all that it needs has been issued" in text

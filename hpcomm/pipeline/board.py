@@ -123,7 +123,11 @@ def report(plan: StepPlan, places: dict[int, int]) -> str:
                 what += f"; waits for {names} to issue {plan.describe(op)}"
                 break
         else:
-            if place < len(actions[rank]):
+            unseen = [(r, op) for op in needed for r in plan.operations[op].participants if r not in places]
+            if place < len(actions[rank]) and unseen:
+                peer, op = unseen[0]
+                what += f"; needs {plan.describe(op)}, of which rank {peer}'s part cannot be seen from here"
+            elif place < len(actions[rank]):
                 what += "; computes: all that it needs has been issued"
         lines.append(f"rank {rank}: {what}")
     circle = _circle(waits)
