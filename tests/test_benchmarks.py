@@ -8,16 +8,22 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import ranks
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # `pytest` alone, other than `python -m pytest`, does not look there
 
-from benchmarks import collectives, collectives_table, hosts, launch, operations, pack  # noqa: E402
+import in_pool  # noqa: E402
+from programs import as_module  # noqa: E402
+
+from benchmarks import collectives, collectives_table, hosts, launch, operations, p2p, pack  # noqa: E402
 from benchmarks.collectives_rank import Fresh  # noqa: E402
 from benchmarks.operations import DTYPES, OPERATIONS, REDOPS, Case  # noqa: E402
 
@@ -66,6 +72,15 @@ def filled(of: Case) -> torch.Tensor:
     return buffers.input
 
 
+@pytest.fixture
+def _pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ranks that collectives and p2p start come from the pool."""
+    for program in (collectives, p2p):
+        monkeypatch.setattr(program, "run_ranks", in_pool.run_ranks)
+    with mock.patch.dict(os.environ):  # p2p says there to its ranks which transport they have
+        yield
+
+
 # --- In processes of its own ------------------------------------------------------------------------------------------
 
 
@@ -105,10 +120,11 @@ def require_row(row: dict[str, Any]) -> None:
         assert peer["algbw_gbs"] == pytest.approx(row["size"] / taken["median"] / 1e3)
 
 
+@pytest.mark.usefixtures("_pool")
 def test_ranks_pretend_to_be_on_hosts(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    done = run("--ranks", "4", "--hosts", "2", "--ops", "all_reduce", "--vs", "gloo", "--json", str(file))
-    assert done.returncode == 0, done.stdout + done.stderr
+    given = [*SMALL, "--ranks", "4", "--hosts", "2", "--ops", "all_reduce", "--vs", "gloo", "--json", str(file)]
+    assert collectives.run(collectives.parse(given)) == 0
     document = json.loads(file.read_text())
     assert document["wrong"] == 0
     assert (document["environment"]["transport"], document["environment"]["hosts"]) == ("hierarchical", 2)
@@ -139,20 +155,22 @@ def test_fresh_input_is_written_before_every_step() -> None:
     assert data.tolist() == [0, 1, 2, 3]
 
 
-def test_a_wrong_element_is_counted_and_fails(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("_pool")
+def test_a_wrong_element_is_counted_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "result.json"
-    ended = run("--ops", "all_reduce", "--vs", "broken", "--dtype", "int32", "--json", str(file))
-    assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert "# wrong elements: 2" in ended.stdout
+    given = [*SMALL, "--ops", "all_reduce", "--vs", "broken", "--dtype", "int32", "--json", str(file)]
+    assert collectives.run(collectives.parse(given)) == 1
+    assert "# wrong elements: 2" in capsys.readouterr().out
     (job,) = json.loads(file.read_text())["jobs"]
     assert [row["peers"]["broken"]["wrong"] for row in job["rows"]] == [1, 1]
     assert [row["peers"]["hpcomm"]["wrong"] for row in job["rows"]] == [0, 0]
 
 
+@pytest.mark.usefixtures("_pool")
 def test_the_cpu_time_of_waiting_ranks_is_measured(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    ended = run("--wait", "--late", "0.1", "--vs", "gloo,hpcomm-zero", "--json", str(file))
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    given = [*SMALL, "--wait", "--late", "0.1", "--vs", "gloo,hpcomm-zero", "--json", str(file)]
+    assert collectives.run(collectives.parse(given)) == 0
     (job,) = json.loads(file.read_text())["jobs"]
     assert [row["peer"] for row in job["waits"]] == ["hpcomm", "gloo"], "the barrier of hpcomm-zero is hpcomm's"
     for row in job["waits"]:
@@ -170,7 +188,8 @@ def test_ranks_find_torchruns_environment(tmp_path: Path) -> None:
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["0 0 2 127.0.0.1", "1 1 2 127.0.0.1"]
 
 
-def test_a_rank_that_fails_ends_the_others_and_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_the_others_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GRACE", 0.2)  # of rank 0, which would need a thousand
     pid = tmp_path / "pid"
     # Rank 1 fails when rank 0 has said who it is.
     program = f"""
@@ -187,7 +206,8 @@ os._exit(3)
     assert not Path(f"/proc/{pid.read_text()}").exists()
 
 
-def test_the_deadline_ends_all_ranks() -> None:
+def test_the_deadline_ends_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GRACE", 0.2)
     with pytest.raises(launch.JobFailed, match="the time is up: rank 0 still ran, rank 1 still ran"):
         start("time.sleep(1000)", seconds=0.5)
 
@@ -199,10 +219,10 @@ def test_the_deadline_ends_all_ranks() -> None:
 @pytest.mark.parametrize("dtype", ["float", "bfloat16", "uint8", "int8", "double"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_what_is_expected_is_what_the_operation_means(name: str, dtype: str, redop: str) -> None:
-    for ranks in (2, 3, 8):
-        inputs = [filled(case(name, rank=r, ranks=ranks, redop=redop, dtype=dtype)) for r in range(ranks)]
-        for rank in range(ranks):
-            one = case(name, rank=rank, ranks=ranks, redop=redop, dtype=dtype)
+    for size in (2, 3, 8):
+        inputs = [filled(case(name, rank=r, ranks=size, redop=redop, dtype=dtype)) for r in range(size)]
+        for rank in range(size):
+            one = case(name, rank=rank, ranks=size, redop=redop, dtype=dtype)
             assert operations.count_wrong(perform(name, inputs, rank, redop), one.expected(1)) == 0
 
 
@@ -292,35 +312,25 @@ def test_messages_are_timed_and_right(tmp_path: Path) -> None:
     assert measured["32 x 4 B changing"] == ["channel"]
 
 
-def test_packing_is_tuned_on_messages_that_are_right(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("_pool")
+def test_packing_is_tuned_on_messages_that_are_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "tune.json"
-    command = [sys.executable, "-m", "benchmarks.p2p", "--tune", "-n", "2", "--rounds", "2", "--timeout", "170"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command += ["--json", str(file)]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    given = ["--tune", "-n", "2", "--rounds", "2", "--timeout", "170", "--json", str(file)]
+    assert p2p.run(p2p.parse(given)) == 0
+    printed = capsys.readouterr().out
     document = json.loads(file.read_text())
     assert document["wrong"] == 0
     assert [row["bytes"] for row in document["rows"]] == [4096 << shift for shift in range(11)]
     for row in document["rows"]:
         assert {name: len(times) for name, times in row["seconds"].items()} == {"packed": 2, "as they are": 2}
-        assert f"{row['bytes'] // 1024} KB" in ended.stdout
+        assert f"{row['bytes'] // 1024} KB" in printed
 
 
+@pytest.mark.usefixtures("_pool")
 def test_headers_are_timed_and_right(tmp_path: Path) -> None:
     file = tmp_path / "headers.json"
-    command = [sys.executable, "-m", "benchmarks.p2p", "--headers", "-n", "2", "--rounds", "2", "--timeout", "170"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run(
-        [*command, "--json", str(file)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    given = ["--headers", "-n", "2", "--rounds", "2", "--timeout", "170", "--json", str(file)]
+    assert p2p.run(p2p.parse(given)) == 0
     document = json.loads(file.read_text())
     assert document["wrong"] == 0
     assert [row["case"] for row in document["rows"]] == ["1 x 4 B", "32 x 4 B"]
@@ -337,13 +347,22 @@ def test_headers_are_timed_and_right(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("adjacent", [False, True])
 def test_packing_is_timed_and_right(adjacent: bool, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.pack", "--totals", "0.125", "--counts", "4,64", "--rounds", "2"]
-    command += ["--allocations", "3", "--json", str(tmp_path / "pack.json")] + ["--adjacent"] * adjacent
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "64 x 2 KB, as bfloat16" in ended.stdout
-    assert "# tensors that were wrong: 0" in ended.stdout
+    given = ["--totals", "0.125", "--counts", "4,64", "--rounds", "2", "--allocations", "3"]
+    given += ["--json", str(tmp_path / "pack.json")]
+    if adjacent:
+        (ended,) = ranks.run(1, as_module, "benchmarks.pack", [*given, "--adjacent"], expect_failure=True)
+        assert (ended.ok, ended.value) == (True, 0), ended.output
+        printed = ended.output
+    else:
+        command = [sys.executable, "-m", "benchmarks.pack", *given]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        printed = done.stdout
+    assert "64 x 2 KB, as bfloat16" in printed
+    assert "# tensors that were wrong: 0" in printed
     document = json.loads((tmp_path / "pack.json").read_text())
     assert [document["arguments"][name] for name in ("totals", "counts")] == ["0.125", "4,64"]
     assert [row["case"] for row in document["rows"]] == [

@@ -4,50 +4,56 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import in_pool
 import ranks
 
 import hpcomm
-from benchmarks import ddp_alone
+from benchmarks import ddp, ddp_alone, ddp_memory, launch
 from benchmarks.ddp_plot import draw
 from benchmarks.ddp_variants import COMPUTE, MODELS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_a_run_and_its_picture(tmp_path: Path) -> None:
+def test_a_run_and_its_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     samples, picture = tmp_path / "ddp.json", tmp_path / "ddp.svg"
-    command = [sys.executable, "-m", "benchmarks.ddp", "--models", "convnet", "--rounds", "3", "--minutes", "5"]
-    done = subprocess.run(
-        [*command, "--json", samples, "--plot", picture],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=330,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    given = ["--models", "convnet", "--rounds", "3", "--minutes", "5", "--json", str(samples), "--plot", str(picture)]
+    monkeypatch.setattr(sys, "argv", ["benchmarks.ddp", *given])
+    monkeypatch.setattr(ddp, "run_ranks", in_pool.run_ranks)
+    ddp.main()
+    printed = capsys.readouterr().out
     (seconds,) = json.loads(samples.read_text())["seconds"].values()
     assert {"stock", "hpcomm", COMPUTE, "floor: pack and reduce"} <= set(seconds)
     assert all(len(times) == 3 for times in seconds.values())
-    assert "x floor" in done.stdout
+    assert "x floor" in printed
     words = [text.text for text in ET.parse(picture).iter(f"{SVG}text")]
     assert "hpcomm: pack" in words
+
+
+def with_variables_of_their_own(*arguments: Any, extra: Mapping[str, str], **options: Any) -> None:
+    """Ranks that malloc reads variables of are started as by the command; the others are forks."""
+    start = launch.run_ranks if extra else in_pool.run_ranks
+    start(*arguments, extra=extra, **options)
 
 
 def test_a_variant_alone_has_its_steps_timed_and_its_page_faults_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ddp_alone, "_JOBS", 1)
     monkeypatch.setattr(ddp_alone, "_NAMES", ("hpcomm",))
+    monkeypatch.setattr(ddp_memory, "run_ranks", with_variables_of_their_own)
     monkeypatch.chdir(ROOT)
     models = {name: model for name, model in MODELS.items() if "convnet" in name}
     seen = ddp_alone.steps_alone(2, models, ["--alone", "--rounds", "3"], time.time() + 240)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from programs import as_module, with_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 for folder in (ROOT, ROOT / "scripts"):  # `pytest` alone, other than `python -m pytest`, does not look there
@@ -61,18 +62,19 @@ def test_every_benchmark_runs_and_delivers(name: str, world: int, tmp_path: Path
 def test_the_program_runs_what_the_machine_can(tmp_path: Path) -> None:
     file, header = tmp_path / "result.json", tmp_path / "header.json"
     header.write_text(json.dumps({"environment": {"gpu": "none"}, "command": "as it was called"}))
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--quick", "--rounds", "2", "--ranks", "1",
-               "--only", "issue", "--json", str(file), "--header", str(header), "--seconds", "100"]  # fmt: skip
+    given = ["--device", "cpu", "--quick", "--rounds", "2", "--ranks", "1", "--only", "issue", "--json", str(file),
+             "--header", str(header), "--seconds", "100"]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = (with_environment, environment, as_module, "benchmarks.gpu", given)  # its rank is a new process
+    (ended,) = ranks.run(1, *command, timeout=120, expect_failure=True)
+    assert (ended.ok, ended.value) == (True, 0), ended.output
     document = json.loads(file.read_text())
     assert document["command"] == "as it was called"
     assert document["environment"] == {"gpu": "none"}
     assert document["benchmarks"]["issue"]["status"] == "ok"
     assert document["benchmarks"]["issue-2"]["status"] == "skipped"
     assert "needs 2 ranks" in document["benchmarks"]["issue-2"]["error"]
-    assert "SKIPPED issue-2" in done.stdout
+    assert "SKIPPED issue-2" in ended.output
 
 
 def test_one_that_fails_is_told_and_the_others_go_on(

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
+from programs import with_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 for folder in (ROOT, ROOT / "scripts"):  # `pytest` alone, other than `python -m pytest`, does not look there
@@ -224,14 +226,13 @@ def test_what_was_tried_decides_how_many_ranks_there_are(monkeypatch: pytest.Mon
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="promises are kept where there is a GPU")
 def test_promised_gpus_that_are_not_there_fail_the_tests() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "cuda",
-               "tests/cuda/test_cuda_communicator.py"]  # fmt: skip
+    given = ["-q", "-p", "no:cacheprovider", "-m", "cuda", "tests/cuda/test_cuda_communicator.py"]
     for variables, word in (({}, "skipped"), ({"HPCOMM_REQUIRE_GPUS": "1"}, "errors")):
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60,
-                              check=False)  # fmt: skip
-        assert word in done.stdout.splitlines()[-1], done.stdout
-        assert (done.returncode == 0) == (not variables)
+        session = (with_environment, {**os.environ, **variables}, pytest.main, given)
+        (ended,) = ranks.run(1, *session, timeout=60, expect_failure=True)
+        assert ended.ok, ended
+        assert word in ended.output.splitlines()[-1], ended.output
+        assert (ended.value == pytest.ExitCode.OK) == (not variables)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here everything is to fail")
