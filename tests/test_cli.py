@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 
 import hpcomm.plan
 from hpcomm.cli import main
@@ -302,7 +303,11 @@ def test_it_is_a_module() -> None:
     assert result.stdout.startswith("verified: ")
 
 
+def shows_a_plan_without_an_output() -> int:
+    sys.stdout = None  # type: ignore[assignment]
+    return main(["plan", "show"])
+
+
 def test_a_closed_standard_output_is_no_traceback() -> None:
-    code = "import os, sys; sys.stdout = None; from hpcomm.cli import main; sys.exit(main(['plan', 'show']))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    (ended,) = ranks.run(1, shows_a_plan_without_an_output, expect_failure=True, full_exit=True)
+    assert (ended.ok, ended.value, ended.output) == (True, 0, ""), ended

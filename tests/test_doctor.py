@@ -12,6 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ranks
+from programs import with_environment
 
 import hpcomm
 from hpcomm.cli import main
@@ -21,18 +23,30 @@ ROOT = Path(__file__).parent.parent
 DEADLINE = 120.0  # seconds
 
 
+def clean() -> dict[str, str]:
+    """The environment of pytest without what the doctor looks for."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("HPCOMM_", "MASTER_"))}
+
+
 def run(*arguments: str, **environment: str) -> tuple[int, str]:
     """Exit status and output of the command."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HPCOMM_", "MASTER_"))}
     done = subprocess.run(
         [sys.executable, "-m", "hpcomm", "doctor", *arguments],
-        env=clean | environment,
+        env=clean() | environment,
         capture_output=True,
         text=True,
         timeout=DEADLINE,
         check=False,
     )
     return done.returncode, done.stdout
+
+
+def run_in_a_fork(*arguments: str, **environment: str) -> tuple[int, str]:
+    """As run(), errors included, where it is not a new process. The ranks that it starts are."""
+    command = (with_environment, clean() | environment, main, ["doctor", *arguments])
+    (ended,) = ranks.run(1, *command, timeout=DEADLINE, expect_failure=True)
+    assert ended.ok, ended
+    return ended.value, ended.output
 
 
 def found(output: str) -> list[tuple[str, str, str]]:
@@ -60,7 +74,7 @@ def test_two_ranks_of_this_machine() -> None:
 
 
 def test_what_is_not_as_it_could_be_is_told_of_the_ranks_that_it_is_of() -> None:
-    status, output = run(
+    status, output = run_in_a_fork(
         "--ranks", "3", HPCOMM_TIMOUT="9", HPCOMM_CMA="0", HPCOMM_SECRET="0123456789abcdef", OMP_NUM_THREADS="64"
     )
     assert status == 0, output
@@ -71,22 +85,23 @@ def test_what_is_not_as_it_could_be_is_told_of_the_ranks_that_it_is_of() -> None
     assert re.search(r"has \d+ for the \d+ compute threads of ranks 0-2", output)
 
 
+def doctor_apart() -> int:
+    """In a rank, as torchrun starts it."""
+    for name in [name for name in os.environ if name.startswith("HPCOMM_")]:
+        del os.environ[name]
+    os.environ["HPCOMM_HOST"] = os.environ["RANK"]
+    return main(["doctor"])
+
+
 def test_ranks_of_one_host_that_share_no_memory() -> None:
-    code = (
-        "import os, sys; os.environ['HPCOMM_HOST'] = os.environ['RANK']\n"
-        "from hpcomm.cli import main; sys.exit(main(['doctor']))"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("HPCOMM_")}
-    done = subprocess.run(
-        [*command, sys.executable, "-c", code], env=clean, capture_output=True, text=True, timeout=DEADLINE, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "HPCOMM_HOST=0 (rank 0)" in done.stdout
-    assert "HPCOMM_HOST=1 (rank 1)" in done.stdout
+    both = ranks.run(2, doctor_apart, timeout=DEADLINE, expect_failure=True)
+    assert [(rank.ok, rank.value) for rank in both] == [(True, 0)] * 2, both
+    assert "HPCOMM_HOST=0 (rank 0)" in both[0].output
+    assert "HPCOMM_HOST=1 (rank 1)" in both[0].output
     assert re.search(
-        r"note  transport +c10d \(gloo\): rank 0 and rank 1 share no memory: HPCOMM_HOST is '1' there", done.stdout
+        r"note  transport +c10d \(gloo\): rank 0 and rank 1 share no memory: HPCOMM_HOST is '1' there", both[0].output
     )
+    assert both[1].output == ""
 
 
 @pytest.mark.parametrize(
@@ -112,7 +127,7 @@ def test_ranks_of_one_host_that_share_no_memory() -> None:
 )
 def test_what_keeps_a_job_from_starting(environment: dict[str, str], told: str) -> None:
     # Where two ranks start, they have to meet first, which takes seconds on a busy machine.
-    status, output = run("--timeout", "2" if "RANK" in environment else "30", **environment)
+    status, output = run_in_a_fork("--timeout", "2" if "RANK" in environment else "30", **environment)
     assert status == 1
     assert re.search(f"^  FAIL  {told}", output, re.MULTILINE), output
     assert "nothing is in the way" not in output

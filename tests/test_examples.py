@@ -1,4 +1,4 @@
-"""The programs of examples/ and of the README as users start them: in processes of their own, with small settings."""
+"""The programs of examples/ and of the README, with small settings: alone, under torchrun, and in the pool of ranks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import ranks
+from programs import as_script, with_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN_GPT = ROOT / "examples" / "train_gpt.py"
@@ -101,18 +103,25 @@ def test_train_gpt_on_two_replicas_of_two_stages(tmp_path: Path) -> None:
     assert [found(f"^stage {stage}: (.*?) \\|", output) for stage in (0, 1)] == [["embedding block0"], ["block1 head"]]
 
 
+def in_ranks(number: int, program: Path, *arguments: str) -> str:
+    """What as many ranks of the pool printed, one after the other."""
+    outcomes = ranks.run(number, as_script, program, arguments, timeout=TIMEOUT, expect_failure=True)
+    assert all((outcome.ok, outcome.value) == (True, 0) for outcome in outcomes), ranks.outcome.report(outcomes)
+    return "".join(outcome.output for outcome in outcomes)
+
+
 def test_train_gpt_stops_all_ranks_at_the_same_step_when_time_is_up() -> None:
-    output = run(*TORCHRUN, "2", str(TRAIN_GPT), *SMALL, "--steps", "100000", "--seconds", "0.1", "--rounds", "0")
+    output = in_ranks(2, TRAIN_GPT, *SMALL, "--steps", "100000", "--seconds", "0.1", "--rounds", "0")
     steps = int(found(r"^training +(\d+) steps", output)[0])
     assert steps % 5 == 0
     assert steps < 1000
 
 
 def test_train_gpt_says_which_mesh_cannot_be() -> None:
-    command = [sys.executable, str(TRAIN_GPT), "--dp", "3"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-    assert ended.returncode == 1
-    assert "InvalidArgument: mesh pp=-1 x dp=3 needs a multiple of 3 ranks, the job has 1 process" in ended.stderr
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    (ended,) = ranks.run(1, with_environment, environment, as_script, TRAIN_GPT, ["--dp", "3"], expect_failure=True)
+    told = f"{ended.exception}: {ended.message}"
+    assert "InvalidArgument: mesh pp=-1 x dp=3 needs a multiple of 3 ranks, the job has 1 process" in told
 
 
 def test_the_pipeline_of_the_readme_prints_what_the_readme_says(tmp_path: Path) -> None:
@@ -121,7 +130,7 @@ def test_the_pipeline_of_the_readme_prints_what_the_readme_says(tmp_path: Path) 
     assert match
     program = tmp_path / "readme.py"
     program.write_text(match[1])
-    printed = [line for line in run(*TORCHRUN, "4", str(program)).splitlines() if line.startswith("step ")]
+    printed = [line for line in in_ranks(4, program).splitlines() if line.startswith("step ")]
     said = match[2].splitlines()
     # Other processors round differently: the last digit may change, the course may not.
     assert [line.rsplit(" ", 1)[0] for line in printed] == [line.rsplit(" ", 1)[0] for line in said]

@@ -8,7 +8,10 @@ import re
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,9 +19,10 @@ import ranks
 import torch
 import torch.distributed as dist
 from losing import interrupt
+from programs import with_environment
 
 import hpcomm
-from hpcomm import nccl_variables
+from hpcomm import _C, nccl_variables
 from hpcomm.mesh import axis_sizes
 
 _PEER = 10  # a Control channel of these tests
@@ -126,11 +130,31 @@ def test_a_mesh_that_is_too_large() -> None:
         assert "needs 6 ranks, the job has 2 ranks" in outcome.message
 
 
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def without_torchrun() -> dict[str, str]:
+    """The environment of pytest, as of a program that nothing has started ranks for."""
+    return {k: v for k, v in os.environ.items() if k not in TORCHRUN}
+
+
 def run_alone(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     return subprocess.run(
-        [sys.executable, "-c", code], env={**clean, **env}, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code],
+        env=without_torchrun() | env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
+
+
+def refused_alone(env: dict[str, str], **arguments: Any) -> str:
+    """Type and text of what init() raises in a process that has these of torchrun's variables."""
+    start = (with_environment, without_torchrun() | env, partial(hpcomm.init, **arguments))
+    (outcome,) = ranks.run(1, *start, expect_failure=True, full_exit=True)
+    assert outcome.exception, outcome
+    return f"{outcome.exception}: {outcome.message}"
 
 
 @pytest.mark.parametrize(
@@ -162,14 +186,10 @@ def test_a_plain_program_is_a_mesh_of_one() -> None:
 
 
 def test_a_missing_torchrun_environment() -> None:
-    done = run_alone("import hpcomm; hpcomm.init(dp=2, pp=2)")
-    assert done.returncode == 1
-    assert "needs 4 ranks, the job has 1 process (no torchrun environment)" in done.stderr
-    assert "torchrun --nproc-per-node 4" in done.stderr
-
-    done = run_alone("import hpcomm; hpcomm.init()", RANK="0", WORLD_SIZE="2")
-    assert done.returncode == 1
-    assert "has RANK, WORLD_SIZE but not MASTER_ADDR, MASTER_PORT" in done.stderr
+    told = refused_alone({}, dp=2, pp=2)
+    assert "needs 4 ranks, the job has 1 process (no torchrun environment)" in told
+    assert "torchrun --nproc-per-node 4" in told
+    assert "has RANK, WORLD_SIZE but not MASTER_ADDR, MASTER_PORT" in refused_alone({"RANK": "0", "WORLD_SIZE": "2"})
 
 
 def start_of(rank: int, size: int, port: int) -> dict[str, str]:
@@ -184,10 +204,10 @@ def unused_port() -> int:
 
 def test_ranks_that_do_not_start_are_named_by_the_one_that_keeps_the_store() -> None:
     for _ in range(5):
-        done = run_alone("import hpcomm; hpcomm.init(timeout=1.0)", **start_of(0, 3, unused_port()))
-        if "cannot listen" not in done.stderr:  # else another program has taken the port meanwhile
+        told = refused_alone(start_of(0, 3, unused_port()), timeout=1.0)
+        if "cannot listen" not in told:  # else another program has taken the port meanwhile
             break
-    assert "hpcomm.errors.TimedOut: rank 1, rank 2 did not come within 1 s" in done.stderr
+    assert told.startswith("TimedOut: rank 1, rank 2 did not come within 1 s")
 
 
 def test_rank_0_does_not_start() -> None:
@@ -203,8 +223,8 @@ def test_a_stranger_on_the_port_where_ranks_meet_holds_up_nobody() -> None:
         done = run_alone("import hpcomm; hpcomm.init(timeout=1.0)", **start_of(1, 2, port))
         assert "TimedOut: rank 0 did not come within 1 s" in done.stderr
         assert done.returncode == 1
-        done = run_alone("import hpcomm; hpcomm.init(timeout=1.0)", **start_of(0, 2, port))
-    assert f"TransportError: rank 0 cannot listen at 127.0.0.1:{port}, where ranks meet" in done.stderr
+        told = refused_alone(start_of(0, 2, port), timeout=1.0)
+    assert f"TransportError: rank 0 cannot listen at 127.0.0.1:{port}, where ranks meet" in told
 
 
 def rank_one_never_comes() -> None:
@@ -268,66 +288,67 @@ def test_ctrl_c_ends_the_wait_for_what_was_issued_and_the_mesh_stays() -> None:
     ranks.run(2, closed_by_ctrl_c)
 
 
-LOSES = """
-import os, signal, sys, threading, time
-import hpcomm
-from hpcomm import _C
-
-def lose(why="rank 1 is gone"):
+def lose(why: str = "rank 1 is gone") -> threading.Thread:
+    """As a lane does whose GPU ends operations without a result while the program waits for none of them."""
     thread = threading.Thread(target=_C.lose_operations, args=(why,))
     thread.start()
     return thread
-"""
 
 
-def lost(program: str) -> subprocess.CompletedProcess[str]:
-    """What becomes of ``program`` in which operations of a GPU end without a result while it waits for none of them."""
-    command = [sys.executable, "-c", LOSES + program]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def goes_on(steps: int) -> None:
+    """As one that is ahead of its device."""
+    for _ in range(steps):
+        time.sleep(0.001)
+
+
+def loses_and_goes_on() -> None:
+    lose()
+    goes_on(10_000)
+
+
+def hears_of_a_loss() -> None:
+    with pytest.raises(hpcomm.RankFailed, match="ended without a result") as caught:
+        loses_and_goes_on()
+    assert "rank 1 is gone" in str(caught.value)
+    lose().join()  # now it knows of the failure
+    goes_on(20)
 
 
 def test_what_was_lost_is_raised_in_the_main_thread_and_once() -> None:
-    done = lost(
-        "try:\n"
-        "    lose()\n"
-        "    for _ in range(1000): time.sleep(0.01)\n"  # as one that is ahead of its device
-        "except hpcomm.RankFailed as error:\n"
-        "    assert 'ended without a result' in str(error) and 'rank 1 is gone' in str(error)\n"
-        "else:\n"
-        "    raise SystemExit('nothing was raised')\n"
-        "lose().join()\n"  # now it knows of the failure
-        "for _ in range(20): time.sleep(0.001)\n"
-        "print('once')\n"
-    )
-    assert (done.returncode, done.stdout) == (0, "once\n"), done.stderr
-    done = lost("lose()\nfor _ in range(1000): time.sleep(0.01)\n")
-    assert done.returncode == 1
-    assert "hpcomm.errors.RankFailed" in done.stderr.splitlines()[-1]
+    ranks.run(1, hears_of_a_loss)
+    (ended,) = ranks.run(1, loses_and_goes_on, expect_failure=True)
+    assert ended.exception == "RankFailed", ended
+
+
+def knows_of_a_loss() -> tuple[str, int, list[str]]:
+    """It handles an error, and hears of it when its mesh ends; it is a fork of who was told."""
+    read, write = os.pipe()
+    try:
+        raise ValueError
+    except ValueError:
+        lose().join()
+        goes_on(20)
+    goes_on(20)
+    if os.fork() == 0:
+        try:
+            lose().join()
+            goes_on(20)
+            os.write(write, b"child")
+        except BaseException as error:  # noqa: BLE001 - a child must not go on as this test
+            os.write(write, type(error).__name__[:5].encode())
+            os._exit(1)
+        os._exit(0)
+    child, status, told = os.read(read, 5).decode(), os.wait()[1], []
+    try:
+        _C.check_lost_operations()  # as the end of a mesh does
+    except hpcomm.RankFailed:
+        told.append("at the end")
+    _C.check_lost_operations()
+    return child, status, told
 
 
 def test_what_was_lost_is_not_raised_where_the_program_knows() -> None:
-    # It handles an error, and hears of it when its mesh ends; it is a fork of who was told.
-    done = lost(
-        "read, write = os.pipe()\n"
-        "try:\n"
-        "    raise ValueError\n"
-        "except ValueError:\n"
-        "    lose().join()\n"
-        "    for _ in range(20): time.sleep(0.001)\n"
-        "for _ in range(20): time.sleep(0.001)\n"
-        "if os.fork() == 0:\n"
-        "    lose().join()\n"
-        "    for _ in range(20): time.sleep(0.001)\n"
-        "    os.write(write, b'child')\n"
-        "    os._exit(0)\n"
-        "print(os.read(read, 5).decode(), os.wait()[1])\n"
-        "try:\n"
-        "    _C.check_lost_operations()\n"  # as the end of a mesh does
-        "except hpcomm.RankFailed:\n"
-        "    print('at the end')\n"
-        "_C.check_lost_operations()\n"
-    )
-    assert (done.returncode, done.stdout) == (0, "child 0\nat the end\n"), done.stderr
+    assert ranks.run(1, knows_of_a_loss) == [("child", 0, ["at the end"])]
 
 
 def several_meshes(own_group: bool) -> None:
