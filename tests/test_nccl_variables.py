@@ -11,8 +11,12 @@ import pytest
 
 from hpcomm import nccl_variables
 
-# As a process in which torch has used the GPU; nobody has one here.
-_CUDA_IN_USE = "import torch; torch.cuda.is_initialized = lambda: True\n"
+# As a process in which torch has used the GPU; nobody has one here, and of torch nothing else is asked.
+_CUDA_IN_USE = """
+import sys, types
+sys.modules["torch"] = types.ModuleType("torch")
+sys.modules["torch"].cuda = types.SimpleNamespace(is_initialized=lambda: True)
+"""
 
 # As where there is a driver, for CUDA 12.2.
 _OLD_DRIVER = """
@@ -43,7 +47,7 @@ def found(program: str, **variables: str) -> list[str]:
     [
         ("", {}, ["True", "1"]),
         ("import torch\n", {}, ["True", "1"]),
-        (_CUDA_IN_USE, {}, ["False", "1"]),
+        ("import torch\ntorch.cuda.is_initialized = lambda: True\n", {}, ["False", "1"]),
         (_CUDA_IN_USE, {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, ["True", "1"]),
         ("", {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, ["False", "0"]),
         (_CUDA_IN_USE, {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, ["False", "0"]),
