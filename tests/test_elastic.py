@@ -13,7 +13,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from patience import left_in_shared_memory, shared_memory
 from test_examples import kill_tree
@@ -24,43 +23,13 @@ from hpcomm.rendezvous import own_store
 HERE = Path(__file__).resolve().parent
 WORLD = 3
 LIMIT = 120.0  # seconds; ten times what it takes, and more
-PROGRAM = "import sys, pathlib, test_elastic as t; t.work(pathlib.Path(sys.argv[1]))"
-
-
-def work(folder: Path) -> None:
-    """Rank 1 is killed in the first two attempts: once in the middle, once before it has said anything to the store,
-    which torchrun keeps.
-    """
-    attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
-    if (attempt, rank) == (1, 1):
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.init_process_group("hpcomm", timeout=timedelta(seconds=30))
-    group = dist.new_group([0, 1])
-    cpu = torch.device("cpu")
-    backend = dist.group.WORLD._get_backend(cpu)  # type: ignore[union-attr]
-    memory = backend.allocate_tensor(1 << 16, dtype=torch.float32, device=cpu)
-    found = []
-    for step in range(5):
-        if (attempt, rank, step) == (0, 1, 2):
-            os.kill(os.getpid(), signal.SIGKILL)
-        number = torch.tensor([10.0**rank + attempt])
-        dist.all_reduce(number)
-        if rank < 2:
-            dist.all_reduce(memory.fill_(10.0**rank), group=group)
-        found.append([number.item(), memory[-1].item() if rank < 2 else 0.0])
-    (folder / f"{rank}.json").write_text(json.dumps([attempt, group_name(), found]))
-    dist.destroy_process_group()
-
-
-def group_name() -> str:
-    return str(dist.group.WORLD._get_backend(torch.device("cpu")).name())  # type: ignore[union-attr]
 
 
 def test_workers_that_are_started_again(tmp_path: Path) -> None:
     before = shared_memory()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD)]
     command += ["--max-restarts", "2", "--monitor-interval", "0.1", "--no-python"]
-    command += [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    command += [sys.executable, str(HERE / "under_torchrun.py"), "work", str(tmp_path)]
     path = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "HPCOMM_CPU_TRANSPORT": "shm"}
     with (tmp_path / "log").open("w") as log:
