@@ -39,10 +39,9 @@ def run(backend: str, world_size: int, tests: Sequence[str] = (), *, deadline: f
     return results
 
 
-def existing(tests: Sequence[str], world_size: int) -> list[str]:
-    """Those of ``tests`` that this version of torch has."""
-    known = set(listed("--list", world_size))
-    return [test for test in tests if test in known]
+def existing(results: Results) -> Results:
+    """Those of tests that this version of torch has."""
+    return {name: line for name, line in results.items() if line["outcome"] != "absent"}
 
 
 def listed(what: str, world_size: int) -> list[str]:
@@ -130,6 +129,10 @@ def main() -> None:
     if arguments.markdown:
         arguments.markdown.write_text(table(results) + "\n")
     print(table(results))
+    absent = sorted({test for test in arguments.tests for of in results.values() for ran in of.values()
+                     if test not in existing(ran)})  # fmt: skip
+    if absent:
+        sys.exit(f"this version of torch has no {', '.join(absent)}")
     sys.exit(1 if worse(results) else 0)
 
 
