@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from ranks import zygote
 
 import hpcomm
 
@@ -71,37 +72,26 @@ CASES = {
 }
 
 
-def run_slowly() -> None:
-    """In a process that was started with the preloaded library, whose zygote has it, too."""
-    failed = []
-    try:
-        for name, (size, body, env) in CASES.items():
-            for slow in (0, 1):
-                late = {"SLOW_RANK": str(slow), "SLOW_MS": "50"}
-                outcomes = ranks.run(size, body, env={**env, **late}, timeout=60, expect_failure=True)
-                wrong = [str(outcome) for outcome in outcomes if not outcome.ok]
-                failed += [f"--- {name}, rank {slow} accepts late: {message}" for message in wrong]
-    finally:
-        ranks.close_jobs()
-        ranks.close_zygote()
-    print("\n".join(failed))
-    sys.exit(1 if failed else 0)
-
-
-def test_a_rank_that_accepts_late_finds_its_peers(tmp_path: Path) -> None:
+@pytest.fixture
+def _slow_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Another fork server, which is started with the preloaded library; its ranks have it, too."""
     library = tmp_path / "slow_accept.so"
     compiler = os.environ.get("CC", "cc")
     subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(_SOURCE), "-ldl"], check=True)
-    code = f"import sys; sys.path.insert(0, {str(_SOURCE.parents[2])!r}); import test_slow_peers as t; t.run_slowly()"
-    preload = os.pathsep.join(filter(None, [str(library), os.environ.get("LD_PRELOAD", "")]))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "LD_PRELOAD": preload},
-        cwd=_SOURCE.parents[3],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    if done.returncode != 0:
-        pytest.fail(f"{done.stdout}\n{done.stderr}", pytrace=False)
+    monkeypatch.setenv("LD_PRELOAD", os.pathsep.join(filter(None, [str(library), os.environ.get("LD_PRELOAD", "")])))
+    monkeypatch.setattr(zygote, "_client", None)
+    yield
+    ranks.close_jobs()
+    ranks.close_zygote()
+
+
+@pytest.mark.usefixtures("_slow_accepts")
+def test_a_rank_that_accepts_late_finds_its_peers() -> None:
+    failed = []
+    for name, (size, body, env) in CASES.items():
+        for slow in (0, 1):
+            late = {"SLOW_RANK": str(slow), "SLOW_MS": "50"}
+            outcomes = ranks.run(size, body, env={**env, **late}, timeout=60, expect_failure=True)
+            wrong = [str(outcome) for outcome in outcomes if not outcome.ok]
+            failed += [f"--- {name}, rank {slow} accepts late: {message}" for message in wrong]
+    assert not failed, "\n".join(failed)
