@@ -107,7 +107,7 @@ def test_send_first_on_both_sides_times_out() -> None:
             assert f"send #1 to rank {peer} on lane world waits for rank {peer} to start the matching recv" in text
             assert f"rank {peer} has itself started a send (#1, 262144 float32) with rank {rank}" in text
 
-    with_patience(attempt, 2.0)  # both have to start
+    with_patience(attempt, 1.0)  # both have to start
 
 
 def test_send_first_with_a_lane_each_way() -> None:
@@ -122,7 +122,7 @@ def test_send_first_with_a_lane_each_way() -> None:
         for outcome in unconnected:  # or PeerError, of the other's
             assert "because NCCL connects ranks in the call that issues" in outcome.message
 
-    with_patience(attempt, 2.0)
+    with_patience(attempt, 1.0)
 
 
 def interrupted_as_it_issues() -> None:

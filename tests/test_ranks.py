@@ -16,7 +16,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from patience import with_patience
-from ranks import zygote
+from ranks import job, zygote
 
 FOREVER = 3600.0
 
@@ -137,7 +137,8 @@ def first_fails_rest_sleeps() -> None:
     time.sleep(FOREVER)
 
 
-def test_the_others_are_killed_soon_after_a_failure() -> None:
+def test_the_others_are_killed_soon_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "GRACE", 0.5)
     with pytest.raises(ranks.RankError, match=r"(?s)\[rank 0\] ValueError: early.*\[rank 1\] still running, killed"):
         ranks.run(2, first_fails_rest_sleeps, timeout=FOREVER)
 
