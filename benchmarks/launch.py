@@ -156,7 +156,7 @@ def kill_tree(process: int) -> None:
 def _await_last_thread() -> None:
     """Only a process of one thread may enter; that of faulthandler ends a moment after it was told to."""
     for _ in range(100):
-        if len(os.listdir("/proc/self/task")) == 1:
+        if len(list(Path("/proc/self/task").iterdir())) == 1:
             return
         time.sleep(0.01)
     raise RuntimeError("a thread besides the main one keeps this rank from its host; is OMP_NUM_THREADS=1?")
