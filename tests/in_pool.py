@@ -22,10 +22,11 @@ def run_ranks(
     mpiexec: str | None,
     deadline: float,
     extra: Mapping[str, str] | None = None,
+    link: str | None = None,
 ) -> None:
     """As :func:`launch.run_ranks`, for ``-m MODULE``; prints what the ranks have printed."""
     option, module, *rest = arguments
-    assert (option, mpiexec) == ("-m", None)
+    assert (option, mpiexec, link) == ("-m", None, None)
     env = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **(extra or {}), launch._DEADLINE: str(deadline)}
     seconds = deadline - time.time()
     outcomes = ranks.run(number, as_module, module, rest, env=env, timeout=seconds, expect_failure=True)

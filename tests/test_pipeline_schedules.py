@@ -184,8 +184,12 @@ class Recording:
 def test_whoever_waits_has_issued_all_that_was_put_off(put_off: bool) -> None:
     happened: list[str] = []
     # Of lanes of their own, as those of all receipts that are put off at a time: these stand around the needed one.
-    others = {(False, 2, 1, 0): "before", (True, 5, 6, 4): "after", (False, 7, 6, 1): "last"}
-    needed = (True, 0, 1, 3)
+    others = {
+        runner.Key(False, 2, 1, 0): "before",
+        runner.Key(True, 5, 6, 4): "after",
+        runner.Key(False, 7, 6, 1): "last",
+    }
+    needed = runner.Key(True, 0, 1, 3)
     walker = runner.Runner.__new__(runner.Runner)
     walker._walk = walk = runner._Walk(runner.Batch([], [], [], [], None), autocast=False)
     for key, name in [*list(others.items())[:1], (needed, "needed"), *list(others.items())[1:]]:
@@ -197,7 +201,7 @@ def test_whoever_waits_has_issued_all_that_was_put_off(put_off: bool) -> None:
     last = "needed takes 3" if put_off else "needed 3 is waited for"
     assert happened == ["before issues 0", "after issues 4", "last issues 1", last]
     assert {key: pending.name for key, pending in walk.mail.items()} == {
-        key: f"{name} {key[3]}" for key, name in others.items()
+        key: f"{name} {key.microbatch}" for key, name in others.items()
     }
     assert walk.later == {}
 

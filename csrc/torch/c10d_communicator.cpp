@@ -14,7 +14,7 @@
 #include "comm/issued.h"
 #include "comm/solo/solo_communicator.h"
 #include "pack/reduce.h"
-#include "torch/c10d_reduce_op.h"
+#include "torch/c10d_calls.h"
 #include "torch/cpu_transports.h"
 #include "torch/tensor.h"
 
@@ -139,7 +139,7 @@ class C10dCommunicator final : public HostCommunicator {
         case Operation::Kind::kBroadcast:
         case Operation::Kind::kAllToAll:
         case Operation::Kind::kBarrier:
-          wait_collective(operation, start(operation, left_until(deadline)), deadline);
+          wait_collective(operation, start_collective(*backend_, operation, left_until(deadline)), deadline);
           if (operation.op == ReduceOp::kAverage) {
             at::Tensor sum = as_tensor(operation.output, operation.options.keepalive);
             const bool truncates = c10::isIntegralType(sum.scalar_type(), true);
@@ -316,54 +316,6 @@ class C10dCommunicator final : public HostCommunicator {
     }
   }
 
-  c10::intrusive_ptr<c10d::Work> start(const Operation& operation, std::chrono::milliseconds limit) {
-    at::Tensor output = as_tensor(operation.output, operation.options.keepalive);
-    at::Tensor input = as_tensor(operation.input, operation.options.keepalive);
-    std::vector<at::Tensor> one{output};
-    switch (operation.kind) {
-      case Operation::Kind::kAllReduce: {
-        c10d::AllreduceOptions options;
-        options.reduceOp = reduce_op(operation.op);
-        options.timeout = limit;
-        return backend_->allreduce(one, options);
-      }
-      case Operation::Kind::kBroadcast: {
-        c10d::BroadcastOptions options;
-        options.rootRank = operation.peer;
-        options.timeout = limit;
-        return backend_->broadcast(one, options);
-      }
-      case Operation::Kind::kAllGather: {
-        c10d::AllgatherOptions options;
-        options.timeout = limit;
-        std::vector<std::vector<at::Tensor>> outputs{parts(output)};
-        std::vector<at::Tensor> inputs{input};
-        return backend_->allgather(outputs, inputs, options);
-      }
-      case Operation::Kind::kAllToAll: {
-        c10d::AllToAllOptions options;
-        options.timeout = limit;
-        std::vector<std::int64_t> even;
-        // gloo sends from the input while it receives into the output.
-        const bool in_place = operation.input.data == operation.output.data;
-        at::Tensor from = in_place ? input.clone() : input;
-        return backend_->alltoall_base(output, from, even, even, options);
-      }
-      case Operation::Kind::kBarrier: {
-        c10d::BarrierOptions options;
-        options.timeout = limit;
-        return backend_->barrier(options);
-      }
-      case Operation::Kind::kReduceScatter:
-      case Operation::Kind::kSend:
-      case Operation::Kind::kRecv:
-      case Operation::Kind::kSendRecv:
-        break;
-    }
-    HPCOMM_ASSERT(false, "not one of the backend's collectives");
-    return {};
-  }
-
   // gloo's reduce_scatter is an all_reduce. Here every rank is sent its own part by all others, half as many bytes, and
   // reduces it in rank order.
   void reduce_scatter(const Operation& operation, Deadline deadline) {
@@ -390,11 +342,11 @@ class C10dCommunicator final : public HostCommunicator {
     if (!is_even) {
       padded.narrow(0, 0, count).copy_(whole);
     }
-    std::vector<at::Tensor> own{parts(padded)[static_cast<std::size_t>(rank())]};
+    std::vector<at::Tensor> own{parts(padded, size())[static_cast<std::size_t>(rank())]};
     reduce_part(operation, {own[0].data_ptr(), own[0].nbytes(), each, buffer.dtype, buffer.device}, padded, deadline);
     c10d::AllgatherOptions options;
     options.timeout = left_until(deadline);
-    std::vector<std::vector<at::Tensor>> outputs{parts(padded)};
+    std::vector<std::vector<at::Tensor>> outputs{parts(padded, size())};
     wait_collective(operation, backend_->allgather(outputs, own, options), deadline);
     if (!is_even) {
       whole.copy_(padded.narrow(0, 0, count));
@@ -410,7 +362,7 @@ class C10dCommunicator final : public HostCommunicator {
     std::vector<std::int64_t> even;
     wait_collective(operation, backend_->alltoall_base(received, sent, even, even, options), deadline);
     std::vector<const void*> sources;
-    for (const at::Tensor& part : parts(received)) {
+    for (const at::Tensor& part : parts(received, size())) {
       sources.push_back(part.const_data_ptr());
     }
     reduce_cpu(output.data, sources, output.count, output.dtype, operation.op);
@@ -447,10 +399,6 @@ class C10dCommunicator final : public HostCommunicator {
 
   [[nodiscard]] ErrorContext what_of(const Operation& operation) const {
     return context(operation_name(operation.kind), operation.peer, operation.sequence);
-  }
-
-  [[nodiscard]] std::vector<at::Tensor> parts(const at::Tensor& whole) const {
-    return whole.view({size(), -1}).unbind(0);
   }
 
   // Collectives run on the backend's own threads and cannot be aborted there, so this side stops waiting instead:

@@ -1,0 +1,21 @@
+// From our collectives to the calls of c10d.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <chrono>
+#include <vector>
+
+#include "comm/communicator.h"
+
+namespace hpcomm {
+
+// Starts a collective, other than a reduce_scatter, which gloo has none of. Its tensors are held until it has ended.
+[[nodiscard]] c10::intrusive_ptr<c10d::Work> start_collective(c10d::Backend& backend,
+                                                              const Communicator::Operation& operation,
+                                                              std::chrono::milliseconds limit);
+
+// `count` equal ones.
+[[nodiscard]] std::vector<at::Tensor> parts(const at::Tensor& whole, int count);
+
+}  // namespace hpcomm
