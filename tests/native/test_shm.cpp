@@ -847,6 +847,38 @@ TEST(shm_a_rank_that_has_gone_from_a_communicator_is_not_waited_for) {
   }
 }
 
+// Of what rank 0 has given up for, this one hears a moment later, from Control.
+TEST(shm_a_rank_that_gave_up_first_is_not_why_the_job_ended) {
+  const ShmJob job(2);
+  std::atomic<bool> gone{false};
+  std::atomic<bool> told{false};
+  run_ranks(2, [&](int rank) {
+    const auto world = job.communicator(rank);
+    constexpr std::size_t kCount = std::size_t{1} << 20;
+    Buffer memory = world->allocate(kCount * 4);  // peers read it where it lies
+    const BufferView view{memory.view.data, kCount * 4, kCount, DType::kFloat32, {}};
+    std::memset(view.data, 0, view.bytes);
+    if (rank == 0) {
+      OpOptions options;
+      options.timeout = 50ms;
+      const auto late = error_of(*world->all_reduce(view, ReduceOp::kSum, options));
+      CHECK(late && late->kind() == ErrorKind::kTimedOut);
+      gone = true;
+      CHECK(eventually([&] { return told.load(); }));
+      return;
+    }
+    CHECK(eventually([&] { return gone.load(); }, 20s));
+    std::thread news([&] {
+      std::this_thread::sleep_for(50ms);
+      world->abort(Error(ErrorKind::kRankFailed, "rank 2 has failed", {1, 2, -1, ""}));
+    });
+    const auto error = error_of(*world->all_reduce(view, ReduceOp::kSum));
+    news.join();
+    CHECK(error && error->kind() == ErrorKind::kRankFailed && error->context().peer == 2);
+    told = true;
+  });
+}
+
 TEST(shm_memory_that_was_shown_is_not_trusted_when_its_communicator_is_destroyed) {
   const ShmJob job(2);
   std::atomic<bool> gone{false};

@@ -137,6 +137,9 @@ class ShmCommunicator final : public HostCommunicator {
     } catch (const shm::Disagreement& disagreement) {
       explain(operation, disagreement);
     } catch (const Error& error) {
+      if (error.kind() == ErrorKind::kPeerError) {
+        await_abort();
+      }
       throw_if_aborted(what_of(operation));  // by another thread: its reason is the one
       // A mismatch leaves all ranks at the same step; anything else may not.
       if (error.kind() != ErrorKind::kSchemaMismatch && error.kind() != ErrorKind::kInvalidArgument &&
@@ -290,6 +293,14 @@ class ShmCommunicator final : public HostCommunicator {
       Operation operation;
       operation.kind = Operation::Kind::kBarrier;
       explain(operation, ended);
+    }
+  }
+
+  // A peer that has given up may have heard first of what ends the job: a rank that failed, say.
+  void await_abort() const {
+    const Deadline until = deadline_after(shm::kNewsOfTheJob);
+    while (!interrupted_.load(std::memory_order_seq_cst) && Clock::now() < until) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   }
 
