@@ -27,6 +27,8 @@ constexpr auto kBlameWait = std::chrono::milliseconds(200);
 // A receive that is posted when the header has come is answered by the sender's thread before anything travels: four
 // changes of threads where Control has two. Measured by `python -m benchmarks.p2p --transport gloo`.
 constexpr std::size_t kInControl = std::size_t{1} << 20;
+// Of a sum that every rank forms of what all have: two calls of the backend would take longer than the bytes.
+constexpr std::size_t kShort = std::size_t{8} << 10;
 // What a rank sent before it left in order may still be on its way for this long.
 constexpr auto kFarewell = std::chrono::seconds(2);
 
@@ -327,7 +329,7 @@ class C10dCommunicator final : public HostCommunicator {
   }
 
   // gloo rounds a sum of 16-bit floats at each hop. Here every rank reduces a part, in float32, and all gather these:
-  // as many bytes as an all_reduce.
+  // as many bytes as an all_reduce. Short ones all gather, and reduce themselves.
   void all_reduce_in_float32(const Operation& operation, Deadline deadline) {
     const BufferView& buffer = operation.output;
     if (buffer.count == 0) {
@@ -337,17 +339,19 @@ class C10dCommunicator final : public HostCommunicator {
     const std::size_t each = (buffer.count + ranks - 1) / ranks;
     const auto count = static_cast<std::int64_t>(buffer.count);
     at::Tensor whole = as_tensor(buffer, operation.options.keepalive);
+    if (buffer.bytes <= kShort) {
+      const at::Tensor all = at::empty({size() * count}, whole.options());
+      gather(operation, all, whole, deadline);
+      return reduce(operation, buffer, all);
+    }
     const bool is_even = each * ranks == buffer.count;
     at::Tensor padded = is_even ? whole : at::zeros({static_cast<std::int64_t>(each * ranks)}, whole.options());
     if (!is_even) {
       padded.narrow(0, 0, count).copy_(whole);
     }
-    std::vector<at::Tensor> own{parts(padded, size())[static_cast<std::size_t>(rank())]};
-    reduce_part(operation, {own[0].data_ptr(), own[0].nbytes(), each, buffer.dtype, buffer.device}, padded, deadline);
-    c10d::AllgatherOptions options;
-    options.timeout = left_until(deadline);
-    std::vector<std::vector<at::Tensor>> outputs{parts(padded, size())};
-    wait_collective(operation, backend_->allgather(outputs, own, options), deadline);
+    const at::Tensor own = parts(padded, size())[static_cast<std::size_t>(rank())];
+    reduce_part(operation, {own.data_ptr(), own.nbytes(), each, buffer.dtype, buffer.device}, padded, deadline);
+    gather(operation, padded, own, deadline);
     if (!is_even) {
       whole.copy_(padded.narrow(0, 0, count));
     }
@@ -361,8 +365,22 @@ class C10dCommunicator final : public HostCommunicator {
     options.timeout = left_until(deadline);
     std::vector<std::int64_t> even;
     wait_collective(operation, backend_->alltoall_base(received, sent, even, even, options), deadline);
+    reduce(operation, output, received);
+  }
+
+  // `own` of all ranks, in their order, to `all`.
+  void gather(const Operation& operation, const at::Tensor& all, const at::Tensor& own, Deadline deadline) {
+    c10d::AllgatherOptions options;
+    options.timeout = left_until(deadline);
+    std::vector<std::vector<at::Tensor>> outputs{parts(all, size())};
+    std::vector<at::Tensor> inputs{own};
+    wait_collective(operation, backend_->allgather(outputs, inputs, options), deadline);
+  }
+
+  // The parts of `all`, one of each rank, to `output`.
+  void reduce(const Operation& operation, const BufferView& output, const at::Tensor& all) const {
     std::vector<const void*> sources;
-    for (const at::Tensor& part : parts(received, size())) {
+    for (const at::Tensor& part : parts(all, size())) {
       sources.push_back(part.const_data_ptr());
     }
     reduce_cpu(output.data, sources, output.count, output.dtype, operation.op);
