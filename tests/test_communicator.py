@@ -192,6 +192,9 @@ def sums_of_16_bit_floats() -> None:
                 for output in (torch.empty(count, dtype=dtype), parts[rank]):
                     comm.reduce_scatter(output, parts)
                     assert torch.equal(output, torch.full((count,), large + 2, dtype=dtype))
+            for call in (comm.all_reduce, lambda value, op: comm.reduce_scatter(value[:4].clone(), value, op)):
+                with pytest.raises(hpcomm.InvalidArgument, match="(all_reduce|reduce_scatter): no band of"):
+                    call(torch.ones(12, dtype=dtype), "band")
 
 
 def test_16_bit_floats_are_summed_in_float32_and_rounded_once(run: Run) -> None:

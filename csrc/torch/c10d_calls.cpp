@@ -1,6 +1,8 @@
 // One case for each collective.
 #include "torch/c10d_calls.h"
 
+#include "base/error.h"
+#include "pack/reduce.h"
 #include "torch/c10d_reduce_op.h"
 #include "torch/tensor.h"
 
@@ -55,6 +57,12 @@ c10::intrusive_ptr<c10d::Work> start_collective(c10d::Backend& backend, const Co
   }
   HPCOMM_ASSERT(false, "not one of the backend's collectives");
   return {};
+}
+
+void require_reducible(const Communicator::Operation& operation) {
+  HPCOMM_REQUIRE(can_reduce(operation.output.dtype, operation.op),
+                 operation.kind == Kind::kAllReduce ? "all_reduce" : "reduce_scatter", ": no ", to_string(operation.op),
+                 " of ", to_string(operation.output.dtype));
 }
 
 std::vector<at::Tensor> parts(const at::Tensor& whole, int count) { return whole.view({count, -1}).unbind(0); }

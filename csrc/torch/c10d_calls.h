@@ -15,6 +15,9 @@ namespace hpcomm {
                                                               const Communicator::Operation& operation,
                                                               std::chrono::milliseconds limit);
 
+// Before anything moves: throws kInvalidArgument for what reduce_cpu() cannot, of an all_reduce or a reduce_scatter.
+void require_reducible(const Communicator::Operation& operation);
+
 // `count` equal ones.
 [[nodiscard]] std::vector<at::Tensor> parts(const at::Tensor& whole, int count);
 

@@ -321,8 +321,7 @@ class C10dCommunicator final : public HostCommunicator {
   // gloo's reduce_scatter is an all_reduce. Here every rank is sent its own part by all others, half as many bytes, and
   // reduces it in rank order.
   void reduce_scatter(const Operation& operation, Deadline deadline) {
-    HPCOMM_REQUIRE(can_reduce(operation.input.dtype, operation.op), "reduce_scatter: no ", to_string(operation.op),
-                   " of ", to_string(operation.input.dtype));
+    require_reducible(operation);
     if (operation.output.count > 0) {
       reduce_part(operation, operation.output, as_tensor(operation.input, operation.options.keepalive), deadline);
     }
@@ -331,6 +330,7 @@ class C10dCommunicator final : public HostCommunicator {
   // gloo rounds a sum of 16-bit floats at each hop. Here every rank reduces a part, in float32, and all gather these:
   // as many bytes as an all_reduce. Short ones all gather, and reduce themselves.
   void all_reduce_in_float32(const Operation& operation, Deadline deadline) {
+    require_reducible(operation);
     const BufferView& buffer = operation.output;
     if (buffer.count == 0) {
       return;

@@ -137,7 +137,7 @@ class ShmCommunicator final : public HostCommunicator {
     } catch (const shm::Disagreement& disagreement) {
       explain(operation, disagreement);
     } catch (const Error& error) {
-      if (error.kind() == ErrorKind::kPeerError) {
+      if (error.kind() == ErrorKind::kPeerError && !is_message(operation.kind)) {  // of mail it has been waited for
         await_abort();
       }
       throw_if_aborted(what_of(operation));  // by another thread: its reason is the one
