@@ -352,3 +352,15 @@ def test_collectives_over_gloo_are_counted() -> None:
     with pytest.raises(RuntimeError, match="root rank"):
         counted.broadcast([torch.ones(2)], nobody)
     assert counted._get_sequence_number_for_group() == 2
+
+
+def drops_a_group_with_work_underway() -> None:
+    for _ in range(3):
+        counted = _C.count_collectives(dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10)))
+        for _ in range(4):
+            counted.allreduce([torch.ones(2)])  # whose last reference gloo's thread has
+        del counted
+
+
+def test_a_group_over_gloo_can_be_dropped_while_its_thread_lets_go_of_a_tensor() -> None:
+    ranks.run(1, drops_a_group_with_work_underway)

@@ -389,22 +389,20 @@ class C10dCommunicator final : public HostCommunicator {
   // A rank that closed its Control and lives on takes part in nothing more, but keeps gloo's connections open.
   void watch_departures(const Operation& operation) {
     const std::optional<int> gone = who_left();
-    if (!gone) {
-      return;
-    }
-    if (!farewell_) {
+    if (gone && !farewell_) {
       farewell_ = Clock::now() + kFarewell;
-    } else if (Clock::now() >= *farewell_) {
+    } else if (gone && Clock::now() >= *farewell_) {
       abandoned_ = true;
       fail_without(*gone, operation);
     }
   }
 
+  // In order: after a failure, an abort is on its way, and says more.
   [[nodiscard]] std::optional<int> who_left() const {
     const auto gone = std::find_if(ranks().begin(), ranks().end(), [this](int member) {
       return member != control().rank() && control().has_left(member);
     });
-    return gone == ranks().end() ? std::nullopt : std::optional(*gone);
+    return gone == ranks().end() || control().failure() ? std::nullopt : std::optional(*gone);
   }
 
   [[noreturn]] void fail_without(int gone, const Operation& operation) {

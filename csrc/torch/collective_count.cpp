@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "torch/gil.h"
+
 namespace hpcomm {
 
 namespace {
@@ -23,6 +25,11 @@ class CollectiveCount final : public c10d::Backend {
 
   explicit CollectiveCount(c10::intrusive_ptr<c10d::Backend> inner)
       : c10d::Backend(inner->getRank(), inner->getSize()), inner_(std::move(inner)) {}
+  // gloo joins its threads, which may be letting go of tensors.
+  ~CollectiveCount() override {
+    const WithoutGil scope;
+    inner_.reset();
+  }
 
   const std::string getBackendName() const override { return inner_->getBackendName(); }
   c10::intrusive_ptr<Options> getBackendOptions() override { return inner_->getBackendOptions(); }
