@@ -70,7 +70,7 @@ test: build $(MADE_DEV) ## build, then run the C++ tests and the Python tests (P
 	$(BIN)/cmake --build $(BUILD_DIR) --target hpcomm_native_tests $(if $(MAX_JOBS),--parallel $(MAX_JOBS))
 	$(call NATIVE_TESTS,$(BUILD_DIR))
 	@echo "== Python tests"
-	$(BIN)/python -m pytest -q $(if $(filter-out 1,$(TEST_JOBS)),-n $(TEST_JOBS) --dist loadfile) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q $(if $(filter-out 1,$(TEST_JOBS)),-n $(TEST_JOBS) --dist loadfile --max-worker-restart 2) $(PYTEST_ARGS)
 
 # torchrun sets OMP_NUM_THREADS itself when it is unset, with a warning.
 demo: build $(MADE_DEMO) ## train a small GPT on NPROC=4 processes (DP= PP= DEMO_ARGS=...)

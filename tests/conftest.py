@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import os
 import random
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import NoReturn
 
 import pytest
 import ranks
@@ -28,6 +30,55 @@ settings.register_profile(
     "shared machine", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("shared machine")
+
+
+# The longest test takes a minute on a slow machine. Every wait in a test has a deadline of its own; this one is for
+# what nobody has thought of.
+SECONDS_OF_A_TEST = 240.0
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """What is shown and done while tests run."""
+    config.pluginmanager.register(_Deadline())
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if getattr(config.option, "numprocesses", None) and terminal is not None:
+        config.pluginmanager.register(_FailuresAtOnce(terminal))
+
+
+class _Deadline:
+    """A test that does not end fails, with the stacks of all threads; one that cannot even do that ends its process."""
+
+    def __init__(self) -> None:
+        self._terminal = os.dup(2)  # while a test runs, descriptor 2 is pytest's
+        signal.signal(signal.SIGALRM, self._fail)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self) -> Generator[None, object, object]:
+        faulthandler.dump_traceback_later(SECONDS_OF_A_TEST + 60.0, file=self._terminal, exit=True)
+        signal.setitimer(signal.ITIMER_REAL, SECONDS_OF_A_TEST)
+        try:
+            return (yield)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            faulthandler.cancel_dump_traceback_later()
+
+    def _fail(self, *_: object) -> NoReturn:
+        faulthandler.dump_traceback(file=self._terminal)
+        pytest.fail(f"not done after {SECONDS_OF_A_TEST:.0f} s")
+
+
+class _FailuresAtOnce:
+    """With -n, pytest shows failures at the end, which a run that is ended from outside does not reach."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            last = "\n".join(report.longreprtext.splitlines()[-30:])
+            self._terminal.ensure_newline()
+            self._terminal.write_line(f"{report.when} of {report.nodeid} failed:\n{last}")
 
 
 @pytest.fixture(autouse=True)
