@@ -229,6 +229,10 @@ class Receiver:
         """From now on messages must be like ``tree``; see :meth:`Channel.expect`."""
         self._edge.expect(tree)
 
+    def missed(self, microbatch: int) -> bool:
+        """Whether another message came to ``take(microbatch)``, which has ended this end."""
+        return self._edge.missed == microbatch
+
 
 def _connect(out: Communicator, back: Communicator, peer: int, *, sends_first: bool) -> None:
     """One byte each way, in the same order on both ends (collective over the two).

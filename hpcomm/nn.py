@@ -99,7 +99,7 @@ def recv(channel: Channel, timeout: float | None = None) -> Any:
         try:
             message = channel._take(number, limit)
         except SchemaMismatch as error:
-            if _is_another(error, number):
+            if channel._receiver.missed(number):
                 raise _mismatch(channel, due(number), str(error), error.sequence) from error
             raise
         if _are_gradients(message):
@@ -116,11 +116,6 @@ def recv(channel: Channel, timeout: float | None = None) -> Any:
 
 def _are_gradients(message: object) -> bool:
     return type(message) is dict and list(message) == [_KEY]
-
-
-def _is_another(error: SchemaMismatch, number: int) -> bool:
-    """Whether ``error`` says that a message with another number came to this call, and nothing else."""
-    return f" expects microbatch {number};" in str(error) and " refused " not in str(error)
 
 
 _ORDER = "Backwards run in one order on both ranks, and messages the other way take a second Channel"
@@ -165,7 +160,7 @@ def _take_gradients(channel: Channel, number: int, shapes: list[torch.Size]) -> 
     try:
         answer = channel._receiver.take_answer(number, channel._sender)
     except SchemaMismatch as error:
-        if _is_another(error, number):
+        if channel._receiver.missed(number):
             raise _mismatch(channel, due, str(error), error.sequence) from error
         raise
     if not _are_gradients(answer):

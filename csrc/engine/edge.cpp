@@ -256,6 +256,7 @@ KnownPtr Inbound::accept(const MessageHeader& header, std::string_view schema, s
                 communicator.context("recv", peer, sequence));
   }
   if (microbatch >= 0 && header.microbatch != microbatch) {
+    missed = microbatch;
     throw Error(ErrorKind::kSchemaMismatch,
                 str(name(), " delivered microbatch ", header.microbatch, " (", known->schema.to_text(),
                     "), this rank expects microbatch ", microbatch, "; do all ranks run the same plan?"),
@@ -400,6 +401,8 @@ Receipt RecvEdge::recv(int microbatch, const OpOptions& options, const Meanwhile
 }
 
 std::string RecvEdge::name() const { return route_->inbound().name(); }
+
+int RecvEdge::missed() const noexcept { return route_->inbound().missed; }
 
 void RecvEdge::refuse(const Error& why, int microbatch) {
   route_->inbound().refusal.tell(why, microbatch);

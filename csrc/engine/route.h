@@ -37,7 +37,7 @@ class SendRoute {
 };
 
 // What a receiving end knows of its edge, and every check of what comes. Touched by the lane alone, or by whoever runs
-// in its order; but for `closed`, `expected`, `refusal` and the constants.
+// in its order; but for `closed`, `expected`, `refusal`, `missed` and the constants.
 struct Inbound {
   Inbound(const EdgeConfig& config, std::uint64_t edge_id);
 
@@ -77,6 +77,7 @@ struct Inbound {
   std::shared_ptr<const Schema> like;
   std::vector<KnownPtr> found_like;
   std::int32_t at_hand = -1;  // microbatch of the last message whose header was accepted
+  std::atomic<int> missed = -1;  // RecvEdge::missed()
   Refusal refusal;
 };
 

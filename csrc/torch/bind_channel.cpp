@@ -324,7 +324,8 @@ void bind_channel(py::module_& module) {
             return self.take_answer(microbatch, sent.edge());
           },
           py::arg("microbatch"), py::arg("sent"))
-      .def("expect", &TreeReceiver::expect, py::arg("tree"));
+      .def("expect", &TreeReceiver::expect, py::arg("tree"))
+      .def_property_readonly("missed", &TreeReceiver::missed);
   sender.attr("MAX_SLOTS") = EdgeConfig::kMostSlots;
   sender.attr("MAX_BYTES") = EdgeConfig{}.max_bytes;
   direct::Direct<DirectSend>::put_on(sender);
