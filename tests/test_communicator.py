@@ -295,6 +295,7 @@ def wrong_arguments() -> None:
         for call, words in [
             (lambda: comm.all_reduce(torch.zeros(4, 4).t()[1:]), "contiguous"),
             (lambda: comm.all_reduce(torch.zeros(2), "median"), "median"),
+            (lambda: comm.all_reduce(torch.zeros(2, dtype=torch.uint64)), "all_reduce: tensors of dtype UInt64"),
             (lambda: comm.all_gather(torch.zeros(3), torch.zeros(2)), "all_gather over 2 ranks"),
             (lambda: comm.send(torch.zeros(2), 2), "no peer 2"),
             (lambda: comm.recv(torch.zeros(2), mesh.rank), "no peer"),

@@ -28,6 +28,11 @@ DTypes make_dtypes() {
   }
 }
 
+bool is_supported(at::ScalarType type) {
+  const auto dtype = movable_dtype_of(type);
+  return dtype.has_value() && !is_only_moved(*dtype);
+}
+
 }  // namespace
 
 std::optional<DType> movable_dtype_of(at::ScalarType type) {
@@ -36,10 +41,8 @@ std::optional<DType> movable_dtype_of(at::ScalarType type) {
 }
 
 DType dtype_of(at::ScalarType type) {
-  const auto dtype = movable_dtype_of(type);
-  HPCOMM_REQUIRE(dtype.has_value() && !is_only_moved(*dtype), "tensors of dtype ", c10::toString(type),
-                 " are not supported");
-  return *dtype;
+  HPCOMM_REQUIRE(is_supported(type), "tensors of dtype ", c10::toString(type), " are not supported");
+  return *movable_dtype_of(type);
 }
 
 at::ScalarType scalar_type(DType dtype) noexcept {
@@ -118,6 +121,8 @@ BufferView view_of(const at::Tensor& tensor, const char* what, Device device) {
   HPCOMM_REQUIRE(tensor.device() == torch_device(device), what, ": this communicator serves tensors on ",
                  torch_device(device).str(), ", got one on ", tensor.device().str());
   HPCOMM_REQUIRE(tensor.layout() == at::kStrided, what, ": sparse tensors are not supported");
+  HPCOMM_REQUIRE(is_supported(tensor.scalar_type()), what, ": tensors of dtype ", c10::toString(tensor.scalar_type()),
+                 " are not supported");
   const DType dtype = dtype_of(tensor);
   HPCOMM_REQUIRE(tensor.is_contiguous(), what, ": the tensor must be contiguous; call .contiguous() first");
   HPCOMM_REQUIRE(holds_its_values(tensor), what, ": the tensor is a view that torch conjugates or negates when it is ",
