@@ -32,6 +32,7 @@ from hpcomm.pipeline.chain import calls_of
 from hpcomm.pipeline.links import Link
 from hpcomm.pipeline.recorder import Times
 from hpcomm.pipeline.stage import Stage, run_backward
+from hpcomm.plan import SCHEDULES
 
 COLUMNS = ("own", "autograd", "model", "runner", "wall")
 
@@ -49,7 +50,7 @@ def first_of(output: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, float
 
 def action_cost(mesh: hpcomm.Mesh, schedule: str, microbatches: int, steps: int) -> dict[str, Any]:
     """Microseconds per action of a step, by what takes them, best and median; the number of actions."""
-    stages = {"gpipe": 1, "1f1b": 1, "zb1p": 1}.get(schedule, 2) * mesh.pp.size
+    stages = SCHEDULES[schedule].stages_per_rank * mesh.pp.size
     model = nn.Sequential(Leaf(), *[nn.Identity() for _ in range(stages - 1)])
     pipe = hpcomm.Pipeline(
         model, mesh=mesh, num_microbatches=microbatches, loss_fn=first_of, schedule=schedule, schema="frozen"

@@ -20,6 +20,11 @@ PP, MICROBATCHES = 4, 8
 GALLERY = [
     ("gpipe", 1, "All forwards, then all backwards. Every rank keeps the activations of all microbatches."),
     ("1f1b", 1, "The same bubble as GPipe; a rank keeps at most as many microbatches as there are ranks behind it."),
+    (
+        "eager_1f1b",
+        1,
+        "Twice the warm-up: hides messages that take a part of a computation's time, and keeps up to twice as much.",
+    ),
     ("interleaved_1f1b", 2, "Two stages per rank (the second is framed): half the bubble, twice the messages."),
     (
         "looped_bfs",

@@ -14,7 +14,7 @@ import hpcomm
 WIDTH, WORDS = 4, 11
 
 # Every built-in schedule that trains.
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb1p", "zbv", "dualpipev")
+SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "looped_bfs", "zb1p", "zbv", "dualpipev")
 
 
 class Block(nn.Module):

@@ -55,6 +55,18 @@ rank 3 | .  .  .  F0 B0 -  F1 B1 -  F2 B2 -  F3 B3 -  F4 B4 -  F5 B5 -  F6 B6 - 
     )
 
 
+def test_eager_1f1b_has_twice_the_warm_up_of_1f1b() -> None:
+    assert (
+        ticks("eager_1f1b", 4, 8)
+        == """\
+rank 0 | F0 F1 F2 F3 F4 F5 F6 .  .  .  B0 -  F7 B1 -  .  B2 -  .  B3 -  .  B4 -  .  B5 -  .  B6 -  .  B7 -
+rank 1 | .  F0 F1 F2 F3 F4 .  .  B0 -  F5 B1 -  F6 B2 -  F7 B3 -  .  B4 -  .  B5 -  .  B6 -  .  B7 -  .  .
+rank 2 | .  .  F0 F1 F2 .  B0 -  F3 B1 -  F4 B2 -  F5 B3 -  F6 B4 -  F7 B5 -  .  B6 -  .  B7 -  .  .  .  .
+rank 3 | .  .  .  F0 B0 -  F1 B1 -  F2 B2 -  F3 B3 -  F4 B4 -  F5 B5 -  F6 B6 -  F7 B7 -  .  .  .  .  .  .
+"""
+    )
+
+
 def test_interleaved_1f1b_as_in_the_lower_half_of_megatrons_figure_4() -> None:
     assert (
         ticks("interleaved_1f1b", 2, 4)
@@ -199,11 +211,22 @@ COSTS = [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 3, 2), (3, 3, 2)]
 
 @pytest.mark.parametrize("cost", COSTS)
 @pytest.mark.parametrize(("pp", "m"), [(1, 3), (2, 2), (2, 7), (4, 4), (4, 12), (8, 32)])
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager_1f1b"])
 def test_bubble_of_gpipe_and_1f1b(name: str, pp: int, m: int, cost: tuple[int, int, int]) -> None:
     idle, timeline = bubble(name, pp, m, 1, cost)
     assert idle == pytest.approx((pp - 1) * sum(cost))
     assert timeline.bubble_share == pytest.approx((pp - 1) / (m + pp - 1))  # arXiv:1811.06965, section 2.3
+
+
+@pytest.mark.parametrize(("pp", "m"), [(2, 8), (4, 16), (8, 32)])
+def test_eager_1f1b_hides_messages_that_1f1b_waits_for(pp: int, m: int) -> None:
+    """Of up to half a forward: a rank in the middle takes in one and sends one on in that time."""
+    costs = model_of(pp, 2, 2, 2)
+    for costs.link_latency_seconds in (0.2, 1):
+        way = (pp - 1) * costs.link_latency_seconds  # there and back, once
+        eager, plain = (compiled(name, pp, m, costs=costs).simulate(costs) for name in ("eager_1f1b", "1f1b"))
+        assert eager.makespan_seconds == pytest.approx((m + pp - 1) * 6 + 2 * way)
+        assert plain.makespan_seconds > eager.makespan_seconds + (m - 2 * pp) * costs.link_latency_seconds
 
 
 @pytest.mark.parametrize("cost", COSTS)
@@ -260,6 +283,7 @@ def test_activations_held_at_a_time(pp: int) -> None:
     ranks = range(pp)
     assert peaks("gpipe") == [4 * pp] * pp
     assert peaks("1f1b") == [pp - rank for rank in ranks]
+    assert peaks("eager_1f1b") == [2 * (pp - rank) - 1 for rank in ranks]
     if pp > 1:
         assert peaks("interleaved_1f1b", 3) == [2 * pp + 2 * (pp - 1 - rank) + 1 for rank in ranks]
     assert peaks("looped_bfs", 2) == [8 * pp] * pp
@@ -275,7 +299,7 @@ def test_activations_held_at_a_time(pp: int) -> None:
 
 # --- Any sizes --------------------------------------------------------------------------------------------------------
 
-SHAPES = [(name, 1) for name in ("gpipe", "1f1b", "zb1p", "forward_only")]
+SHAPES = [(name, 1) for name in ("gpipe", "1f1b", "eager_1f1b", "zb1p", "forward_only")]
 SHAPES += [(name, 2) for name in ("interleaved_1f1b", "looped_bfs", "zb1p", "zbv", "dualpipev", "forward_only")]
 SHAPES += [("interleaved_1f1b", 3), ("zb1p", 4), ("looped_bfs", 4)]
 

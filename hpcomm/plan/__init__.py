@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hpcomm.plan.compile import compile  # noqa: A004 - the public name
 from hpcomm.plan.costs import costs_from_json, costs_to_json, load_costs
 from hpcomm.plan.layers import Layer, load_layers
-from hpcomm.plan.loops import forward_only, gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
+from hpcomm.plan.loops import eager_1f1b, forward_only, gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
 from hpcomm.plan.schedules import SCHEDULES, Schedule
 from hpcomm.plan.serialize import from_json, to_json
 from hpcomm.plan.table import ComputeAction, Table, draw, parse
@@ -66,6 +66,7 @@ __all__ = [
     "draw",
     "draw_ticks",
     "dualpipev",
+    "eager_1f1b",
     "forward_only",
     "from_json",
     "gpipe",

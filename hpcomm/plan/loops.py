@@ -1,4 +1,4 @@
-"""Schedules whose backwards are undivided: GPipe, 1F1B, their forms with several stages per rank, forward only.
+"""Schedules whose backwards are undivided: GPipe, 1F1B, eager 1F1B, forms with several stages per rank, forward only.
 
 Pure functions of sizes: ``(pp, num_microbatches, stages_per_rank)`` to a table.
 """
@@ -39,12 +39,33 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Table:
     ICML 2021, and "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021,
     arXiv:2104.04473, section 2.2.1.
     """
+    return _one_f_one_b(num_stages, num_microbatches, 1)
+
+
+def eager_1f1b(num_stages: int, num_microbatches: int) -> Table:
+    """1F1B with twice the warm-up, so that messages travel while both of their ends compute.
+
+    In 1F1B stage ``s`` has ``num_stages - s`` microbatches under way: in each round it waits until one has gone to the
+    stages behind it and come back. Here it has ``2 (num_stages - s) - 1``, and keeps as many activations. Messages of
+    up to a forward between two stages, or half of one where a stage takes in and hands on, cost their first way there
+    and their last way back. Where they take no time, the bubble is 1F1B's.
+
+    Raises:
+        InvalidArgument: a size is below 1.
+
+    Source: Y. Zhuang et al., "On Optimizing the Communication of Model Parallelism", MLSys 2023, arXiv:2211.05322.
+    """
+    return _one_f_one_b(num_stages, num_microbatches, 2)
+
+
+def _one_f_one_b(num_stages: int, num_microbatches: int, warm_up: int) -> Table:
+    """``warm_up``: forwards of it, for each stage that is behind."""
     require_positive(num_stages, num_microbatches)
     return [
         one_backward_per_forward(
             [ComputeAction("F", stage, m) for m in range(num_microbatches)],
             [ComputeAction("B", stage, m) for m in range(num_microbatches)],
-            warm_up=num_stages - 1 - stage,
+            warm_up=warm_up * (num_stages - 1 - stage),
         )
         for stage in range(num_stages)
     ]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from hpcomm.errors import InvalidArgument
-from hpcomm.plan.loops import forward_only, gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
+from hpcomm.plan.loops import eager_1f1b, forward_only, gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
 from hpcomm.plan.table import Table, one_stage_each, v_shaped
 from hpcomm.plan.zero_bubble import dualpipev, zb1p, zbv
 
@@ -27,6 +27,7 @@ def _of_one_stage(generate: Callable[[int, int], Table]) -> Schedule:
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": _of_one_stage(gpipe),
     "1f1b": _of_one_stage(one_f_one_b),
+    "eager_1f1b": _of_one_stage(eager_1f1b),
     "interleaved_1f1b": Schedule(interleaved_1f1b, one_stage_each, 2, False),
     "looped_bfs": Schedule(looped_bfs, one_stage_each, 2, False),
     "zb1p": Schedule(zb1p, one_stage_each, 1, False),
