@@ -3,10 +3,12 @@
     torchrun --standalone --nproc-per-node 2 -m benchmarks.pipeline
     torchrun --standalone --nproc-per-node 4 -m benchmarks.pipeline --dp 2 --schedules 1f1b
     torchrun --standalone --nproc-per-node 2 -m benchmarks.pipeline --models large --schedules 1f1b,interleaved_1f1b
+    python -m benchmarks.pipeline --ranks 4 --dp 2 --hosts 2 --link 1gbit       # a stage on each of two hosts
 
 Same layers, cut, shard, microbatches, schedule and threads under all; SGD is left out. torch's pipelining runs on gloo
 and on hpcomm as its backend. Before timing, the gradients are compared. All schedules and peers take turns step by step
-in one run.
+in one run. With --hosts ranks share memory only on their own host, and with --link that has a network of its own, as in
+benchmarks.collectives; the first stages are on the first host. Over hpcomm as its backend torch would then use gloo.
 
 Models: "compute", decoder blocks, whose messages are small beside their computation; "small", linear layers of 64 on a
 few rows: the host's own time; "large", layer norms on messages of 4 MiB: the transport; "linear", linear layers of 512
@@ -29,6 +31,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hpcomm
 from benchmarks.harness import environment, keep_freed_memory, measure, save, table
+from benchmarks.launch import adopt_mpi_environment, enter_hosts, link_rate, run_ranks
 from benchmarks.runner import Gated
 from hpcomm import _C
 from hpcomm.plan import SCHEDULES, costs_from_json, costs_to_json
@@ -48,6 +52,7 @@ from hpcomm.plan import SCHEDULES, costs_from_json, costs_to_json
 STOCK = {
     "gpipe": pipelining.ScheduleGPipe,
     "1f1b": pipelining.Schedule1F1B,
+    "eager_1f1b": pipelining.Schedule1F1B,  # which is the nearest that torch has
     "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
     "looped_bfs": pipelining.ScheduleLoopedBFS,
     "zbv": pipelining.ScheduleZBVZeroBubble,
@@ -227,8 +232,10 @@ def link_of(mesh: hpcomm.Mesh) -> tuple[float, float]:
     return small, 4 * (1 << 20) / max(large - small, 1e-9)
 
 
-def groups_of(mesh: hpcomm.Mesh) -> dict[str, Any]:
-    """Groups of torch for the ranks of one pipeline: over gloo, and over hpcomm's backend."""
+def groups_of(mesh: hpcomm.Mesh, hosts: int) -> dict[str, Any]:
+    """Groups of torch for the ranks of one pipeline: over gloo, and on one host over hpcomm's backend, too."""
+    if hosts > 1:
+        return {"torch pipelining, gloo": mesh.group("pp")}
     mine = None
     for replica in range(mesh.dp.size):
         row = [stage * mesh.dp.size + replica for stage in range(mesh.pp.size)]
@@ -246,21 +253,46 @@ def gain(before: list[float], after: list[float]) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.pipeline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="to start, where torchrun has not")
+    parser.add_argument("--hosts", type=int, default=1, help="that they pretend to be on, by HPCOMM_HOST")
+    parser.add_argument("--link", type=link_rate, metavar="RATE", help="between two --hosts, such as 1gbit or 200mbit")
     parser.add_argument("--dp", type=int, default=1)
     parser.add_argument("--models", default="compute,small,large")
     parser.add_argument("--schedules", default="1f1b,interleaved_1f1b,zbv")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--ours", action="store_true", help="without torch's pipelining")
+    parser.add_argument(
+        "--minutes", type=float, default=15, help="all ranks end then, where torchrun has not started them"
+    )
     parser.add_argument("--json", help="write the samples here")
     arguments = parser.parse_args()
+    if arguments.hosts < 1 or arguments.ranks % arguments.hosts:
+        parser.error(f"--hosts: {arguments.hosts} hosts with equally many of {arguments.ranks} ranks")
+    elif arguments.link and arguments.hosts != 2:
+        parser.error(f"--link is between two --hosts, not {arguments.hosts}")
+    elif "RANK" not in os.environ:
+        call = ["-m", "benchmarks.pipeline", *sys.argv[1:]]
+        deadline = time.time() + 60 * arguments.minutes
+        run_ranks(arguments.ranks, call, mpiexec=None, deadline=deadline, link=arguments.link)
+    else:
+        rank(arguments)
+
+
+def rank(arguments: argparse.Namespace) -> None:
+    """One rank's part, also under torchrun."""
+    if "HPCOMM_BENCH_DEADLINE" in os.environ:
+        adopt_mpi_environment()
+    enter_hosts(arguments.hosts)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
     keep_freed_memory()
     mesh = hpcomm.init(dp=arguments.dp, pp=-1)
     here = mesh.rank == 0
-    groups = {} if arguments.ours else groups_of(mesh)
+    groups = {} if arguments.ours else groups_of(mesh, arguments.hosts)
     link = link_of(mesh)
     if here:
         for key, value in environment(mesh).items():

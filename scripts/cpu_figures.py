@@ -108,6 +108,9 @@ FILES = (
     File("ddp-link-cpu-4-ranks", "Data-parallel steps over two hosts and a link of 1 Gbit/s, 4 ranks",
          "python -m benchmarks.ddp --ranks 4 --hosts 2 --link 1gbit --rounds 8 --models 'Linear(1024)'",
          cpu_tables.ddp_link),
+    File("pipeline-link-cpu-dp2-pp2", "Pipelines of 2 stages on two hosts, a link of 1 Gbit/s between them, 2 replicas",
+         "python -m benchmarks.pipeline --ranks 4 --dp 2 --hosts 2 --link 1gbit --models compute,linear,large "
+         "--schedules 1f1b --rounds 8", cpu_tables.pipeline),
 )  # fmt: skip
 
 # What README shows, of all lines.

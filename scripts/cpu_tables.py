@@ -334,6 +334,8 @@ def pipeline(document: Document) -> Section:
         ])  # fmt: skip
         if stock and ratio:
             mesh = f"dp={dp} x pp={ranks // dp}" if dp > 1 else f"{ranks} ranks"
+            if link := arguments.get("link"):  # the first results have none
+                mesh += f" on {arguments['hosts']} hosts, {link}"
             lines.append(Line(f"Pipeline step, {name}, {mesh}", statistics.median(stock), median[ours], ratio))
     head = ["ms a step", "torch pipelining, gloo", "torch pipelining, hpcomm", "hpcomm.Pipeline", "bound of 1F1B",
             "simulated", "measured / simulated", "torch on gloo / hpcomm.Pipeline"]  # fmt: skip
