@@ -8,7 +8,8 @@
 Same layers, cut, shard, microbatches, schedule and threads under all; SGD is left out. torch's pipelining runs on gloo
 and on hpcomm as its backend. Before timing, the gradients are compared. All schedules and peers take turns step by step
 in one run. With --hosts ranks share memory only on their own host, and with --link that has a network of its own, as in
-benchmarks.collectives; the first stages are on the first host. Over hpcomm as its backend torch would then use gloo.
+benchmarks.collectives; the first stages are on the first host. Over hpcomm as its backend torch would then use gloo;
+messages that travel as bfloat16 are timed as well.
 
 Models: "compute", decoder blocks, whose messages are small beside their computation; "small", linear layers of 64 on a
 few rows: the host's own time; "large", layer norms on messages of 4 MiB: the transport; "linear", linear layers of 512
@@ -64,6 +65,7 @@ NOT_WITH_DDP = ("zbv", "dualpipev")
 LAYERS = 8
 WARM_UP = 2
 OURS = ("hpcomm.Pipeline", 'hpcomm.Pipeline, schema="frozen"')
+HALVED = "hpcomm.Pipeline, wire_dtype=bfloat16"
 
 
 def compute_model() -> nn.Sequential:
@@ -103,6 +105,7 @@ class Job:
         groups: dict[str, Any],
         link: tuple[float, float],
         write: Callable[[], None],
+        halves: bool,
     ) -> None:
         build, shape = MODELS[model]
         self.link, self.write = link, write
@@ -114,6 +117,7 @@ class Job:
         self.build = build
         self.pipe = self.pipeline()
         self.frozen = self.pipeline(schema="frozen")
+        self.halved = self.pipeline(schema="frozen", wire_dtype=torch.bfloat16) if halves else None
         self.alone = self.pipeline()
         comparable = groups and schedule in STOCK and not (mesh.dp.size > 1 and schedule in NOT_WITH_DDP)
         self.runs = {name: self.stock(group) for name, group in groups.items() if comparable}
@@ -161,14 +165,13 @@ class Job:
 
     def variants(self) -> dict[str, Callable[[], None]]:
         """What is timed."""
+        halved = self.halved
         return (
             {"profiled step": self.predict}
             | {name: step for name, (step, _) in self.runs.items()}
-            | {
-                OURS[0]: lambda: self.ours(self.pipe),
-                OURS[1]: lambda: self.ours(self.frozen),
-                "compute only": self.compute_only,
-            }
+            | {OURS[0]: lambda: self.ours(self.pipe), OURS[1]: lambda: self.ours(self.frozen)}
+            | ({} if halved is None else {HALVED: lambda: self.ours(halved)})
+            | {"compute only": self.compute_only}
         )
 
     def compute_only(self) -> None:
@@ -186,6 +189,11 @@ class Job:
             for _, modules in self.runs.values():
                 for ours, theirs in zip(pipe.parameters(), modules.parameters(), strict=True):
                     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+        if self.halved is not None:
+            self.ours(self.halved)
+            for ours, exact in zip(self.halved.parameters(), self.pipe.parameters(), strict=True):
+                scale = exact.grad.abs().max().item()  # type: ignore[union-attr]
+                torch.testing.assert_close(ours.grad, exact.grad, rtol=0, atol=0.1 * scale)
 
     def typical_makespan(self) -> float:
         """Seconds of a step by simulation, with the median of every cost over the rounds."""
@@ -307,7 +315,8 @@ def rank(arguments: argparse.Namespace) -> None:
     for model in arguments.models.split(","):
         schedules = arguments.schedules.split(",")
         jobs = {
-            schedule: Job(mesh, model, schedule, arguments.microbatches, groups, link, write) for schedule in schedules
+            schedule: Job(mesh, model, schedule, arguments.microbatches, groups, link, write, arguments.hosts > 1)
+            for schedule in schedules
         }
         for schedule, job in jobs.items():
             job.require_equal()

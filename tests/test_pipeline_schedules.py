@@ -15,7 +15,7 @@ from torch import nn
 
 import hpcomm
 from hpcomm.pipeline import runner
-from hpcomm.pipeline.links import Link
+from hpcomm.pipeline.links import Link, Messages
 from hpcomm.plan import compile as compile_plan
 from hpcomm.seats import host_name, is_crowded
 
@@ -243,7 +243,7 @@ def buffers(depths: list[int]) -> list[int]:
         for depth in depths:
             plan = compile_plan("1f1b", pp=2, num_microbatches=8, slot_depth=depth)
             link = Link(source=0, target=1, output=None, skips=(), loads=False, lone=False)
-            runner._edges(plan, mesh, plan.actions(mesh.rank), [link], "per_message")
+            runner._edges(plan, mesh, plan.actions(mesh.rank), [link], Messages("per_message", None))
     return made
 
 

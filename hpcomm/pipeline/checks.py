@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hpcomm.channel import require_wire_dtype
 from hpcomm.ddp import describe_parameters
 from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline.chain import layers_of, skips_of
@@ -25,6 +26,18 @@ __all__: list[str] = []
 _INPUTS = ("all", "first")
 _POLICIES = ("slack", "eager", "end")
 _REDUCED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def require_wire(wire_dtype: torch.dtype | None, deterministic: bool) -> None:
+    """Raises InvalidArgument for a dtype that messages are not cast to, or that ``deterministic`` has no use for."""
+    if wire_dtype is not None and not isinstance(wire_dtype, torch.dtype):
+        raise InvalidArgument(f"Pipeline: wire_dtype={wire_dtype!r}; a dtype such as torch.bfloat16")
+    require_wire_dtype(wire_dtype)
+    if wire_dtype is not None and deterministic:
+        raise InvalidArgument(
+            "Pipeline: with deterministic=True the bits do not depend on where the model is cut; with wire_dtype each "
+            "cut rounds. Pass one of them"
+        )
 
 
 def require_arguments(

@@ -17,6 +17,7 @@ from hpcomm.pipeline.checks import (
     require_names,
     require_no_parameters,
     require_trainable,
+    require_wire,
 )
 from hpcomm.pipeline.meta import require_initialisable
 from hpcomm.pipeline.partition import Balance, stages_at, starts_of
@@ -51,6 +52,7 @@ class Arguments(NamedTuple):
     init_fn: InitFn | None
     seed: int
     deterministic: bool
+    wire_dtype: torch.dtype | None
 
     def text(self) -> str:
         """In one line, equal on ranks that were given equal ones. A schedule counts by its table, see :func:`draft`."""
@@ -88,6 +90,7 @@ def draft(model: Model, mesh: Mesh, asked: Arguments) -> Draft:
     takers = chain.calls_of(whole, 0, chain.skips_of(whole))
     chain.require_taken(takers, [*asked.keywords, *asked.whole])
     require_schema(asked.schema)
+    require_wire(asked.wire_dtype, asked.deterministic)
     schedule = schedule_of(asked.schedule, mesh.shape["pp"], asked.num_microbatches, asked.stages_per_rank)
     starts = starts_of(whole, schedule.stages, split_at)
     stages = stages_at(whole, starts)

@@ -10,12 +10,38 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from hpcomm.tree import mapped
+from hpcomm.tree import mapped, tensors_of
 
 if TYPE_CHECKING:
+    from hpcomm.channel import WireDtype
     from hpcomm.pipeline.chain import Call
 
 __all__: list[str] = []
+
+_LOADED = "message[2]"  # the place in a message of Link.message() that is not bare
+
+
+class Messages(NamedTuple):
+    """How they travel, for all links alike."""
+
+    schema: str
+    wire_dtype: torch.dtype | None  # of activations and their gradients, not of what was loaded
+
+    def cast(self, link: Link) -> WireDtype:
+        """The ``wire_dtype`` of a link's activations; that of its gradients is ``self.wire_dtype``."""
+        wire = self.wire_dtype
+        if wire is None or not link.loads:
+            return wire
+        return lambda place, _: None if place.startswith(_LOADED) else wire
+
+    def bytes(self, message: Any, *, loads: bool) -> int:
+        """What its tensors have on the way; ``loads``: it carries activations, and what was loaded."""
+        cast, kept = (message[:2], message[2]) if loads else (message, None)
+        size = sum(tensor.nbytes for tensor in [*tensors_of(cast), *tensors_of(kept)])
+        if self.wire_dtype is not None:
+            real = [tensor for tensor in tensors_of(cast) if tensor.is_floating_point()]
+            size += sum(tensor.numel() * (self.wire_dtype.itemsize - tensor.itemsize) for tensor in real)
+        return size
 
 
 class Link(NamedTuple):

@@ -18,7 +18,7 @@ from hpcomm.pipeline.adapt import as_chain
 from hpcomm.pipeline.checks import require_no_gradient
 from hpcomm.pipeline.draft import Arguments, agreed, draft
 from hpcomm.pipeline.failure import TellPeers
-from hpcomm.pipeline.links import links_of, loaders_of
+from hpcomm.pipeline.links import Messages, links_of, loaders_of
 from hpcomm.pipeline.local import LocalModel
 from hpcomm.pipeline.meta import materialize, materialize_together
 from hpcomm.pipeline.microbatch import join, require_equal_rows, require_rows, rows_of, samples, split, split_keywords
@@ -77,6 +77,9 @@ class Pipeline(LocalModel):
         init_fn: ``init_fn(name, submodule)``, for a model on "meta", see :func:`hpcomm.materialize`.
         seed: of the random numbers that layers draw in training. They depend on it, on the number of the step, on the
             microbatch's place in the global batch and on the layer, not on the mesh or the schedule.
+        wire_dtype: what activations and their gradients are cast to between ranks, and back on arrival, as
+            :class:`hpcomm.Channel` casts: ``torch.bfloat16`` halves the messages of a float32 model over a slow link.
+            Not what the first stage loads for others. Each boundary then rounds to that dtype, twice a step.
         deterministic: losses and gradients have the same bits for every mesh and schedule that cuts the global batch
             into the same microbatches; docs/explanation/numerics.md says of what, and what it costs. With several
             replicas ``num_microbatches`` must be a power of two.
@@ -110,6 +113,7 @@ class Pipeline(LocalModel):
         init_fn: InitFn | None = None,
         seed: int = 0,
         deterministic: bool = False,
+        wire_dtype: torch.dtype | None = None,
         costs: CostModel | None = None,
     ) -> None:
         require_mesh("Pipeline", mesh)
@@ -129,6 +133,7 @@ class Pipeline(LocalModel):
             init_fn=init_fn,
             seed=seed,
             deterministic=deterministic,
+            wire_dtype=wire_dtype,
         )
         whole_model, plain, starts, modules, _ = agreed(mesh, lambda: draft(model, mesh, asked))
         layers: list[LayerProfile] = []
@@ -443,7 +448,8 @@ class Pipeline(LocalModel):
         ordered = OrderedLoss(scalar_lane(plan, self.mesh), self.mesh.dp.size) if self._asked.deterministic else None
         stages, links = self._local_stages, self._links
         first = self.mesh.ranks("pp")[self._schedule.placement[0]]
-        return Runner(plan, self.mesh, stages, links, reductions, loss, ordered, first, schema=self._asked.schema)
+        messages = Messages(self._asked.schema, self._asked.wire_dtype)
+        return Runner(plan, self.mesh, stages, links, reductions, loss, ordered, first, messages)
 
     def _evaluator(self) -> Runner:
         plan = plan_together(self.mesh, self._schedule.forwards(), self._wishes)

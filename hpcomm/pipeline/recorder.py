@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -17,7 +17,6 @@ from hpcomm.errors import InvalidArgument
 from hpcomm.plan.serialize import to_json
 from hpcomm.plan.table import KIND_NAMES
 from hpcomm.seats import cores_of, is_crowded, seat
-from hpcomm.tree import tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -77,9 +76,8 @@ class Times:
             torch.cuda.current_stream(self._gpu).synchronize()  # no lane: one may wait for what is not issued yet
         return time.monotonic_ns(), time.thread_time_ns()
 
-    def sent(self, source: int, destination: int, message: Any) -> None:
-        """A message has gone from stage to stage."""
-        size = sum(tensor.nbytes for tensor in tensors_of(message))
+    def sent(self, source: int, destination: int, size: int) -> None:
+        """A message of ``size`` bytes has gone from stage to stage."""
         self.sizes.setdefault((source, destination), []).append(size)
 
     def waited(self, op: int, begin: tuple[int, int]) -> None:

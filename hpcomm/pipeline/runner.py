@@ -17,7 +17,7 @@ from hpcomm import _C
 from hpcomm._C import put_off
 from hpcomm.channel import SLOTS, Receiver, Sender
 from hpcomm.pipeline.board import Board
-from hpcomm.pipeline.links import handed_over
+from hpcomm.pipeline.links import Messages, handed_over
 from hpcomm.pipeline.microbatch import require_same_rows, samples
 from hpcomm.pipeline.planning import lanes_of
 from hpcomm.pipeline.stage import evaluate
@@ -111,7 +111,7 @@ class Runner:
         loss: of the mesh; steps of several plans may share it.
         ordered: sums losses in one order, as ``reductions`` does with gradients; None: in that of the transport.
         first_rank: of this replica, which has the first stage.
-        schema: of the messages, see :class:`hpcomm.Channel`.
+        messages: how they travel.
 
     Making one is collective over the mesh: edges are made in the order of ``links``.
     """
@@ -126,8 +126,7 @@ class Runner:
         loss: StepLoss,
         ordered: OrderedLoss | None,
         first_rank: int,
-        *,
-        schema: str,
+        messages: Messages,
     ) -> None:
         self.plan = plan
         self.board = Board(mesh)
@@ -141,7 +140,9 @@ class Runner:
         self._loss = loss
         self._ordered = ordered
         actions = plan.actions(mesh.rank)
-        self._edges = _edges(plan, mesh, actions, links, schema)
+        self._edges = _edges(plan, mesh, actions, links, messages)
+        self._messages = messages
+        self._loading = {(True, link.source, link.target) for link in links if link.loads}
         self._local = {(link.source, link.target) for link in links if link.source in stages and link.target in stages}
         crowded = is_crowded(self.board.seats_of_this_host())
         # By operation. Where a receipt belongs to an order that all ranks keep, as NCCL's, it stays where it is.
@@ -231,7 +232,8 @@ class Runner:
     def _send(self, send: Callable[[Any, int], Work], key: Key) -> None:
         message = self._walk.mail.pop(key)
         if self.recorder is not None:
-            self.recorder.sent(key.source, key.target, message)
+            size = self._messages.bytes(message, loads=key.edge in self._loading)
+            self.recorder.sent(key.source, key.target, size)
         self._walk.sent.append(send(message, key.microbatch))
 
     def _receive(self, receive: Callable[[int], Any], key: Key) -> None:
@@ -382,7 +384,7 @@ def _received(action: Action) -> Key:
 
 
 def _edges(
-    plan: StepPlan, mesh: Mesh, actions: Sequence[Action], links: Sequence[Link], schema: str
+    plan: StepPlan, mesh: Mesh, actions: Sequence[Action], links: Sequence[Link], messages: Messages
 ) -> dict[tuple[bool, int, int], Any]:
     """One end of an edge for each link and direction that crosses this rank, and all lanes of the plan.
 
@@ -408,8 +410,12 @@ def _edges(
                 continue
             lane = lanes[end.communicator]
             assert lane is not None
-            make = Sender if end.kind == _C.ActionKind.SEND else Receiver
-            edges[key] = make(lane, lane.ranks.index(end.peer), schema=schema, slots=slots)
+            peer = lane.ranks.index(end.peer)
+            if end.kind == _C.ActionKind.SEND:
+                cast = messages.cast(link) if is_activation else messages.wire_dtype
+                edges[key] = Sender(lane, peer, schema=messages.schema, wire_dtype=cast, slots=slots)
+            else:
+                edges[key] = Receiver(lane, peer, schema=messages.schema, slots=slots)
     return edges
 
 
