@@ -86,6 +86,19 @@ def test_steps_equal_one_process(device: str, axes: dict[str, int], options: dic
         require_one_process([mine[salt] for mine in results], axes.get("dp", 1), salt)
 
 
+@pytest.mark.multirank
+@pytest.mark.parametrize("schema", ["per_message", "frozen"])
+def test_messages_travel_in_16_bits(device: str, schema: str) -> None:
+    """tests/test_pipeline_wire.py has the values; here that a GPU casts them, and the sender hears back."""
+    options = {"schedule": "eager_1f1b", "schema": schema, "wire_dtype": torch.bfloat16}
+    for salt, mine in enumerate(zip(*run(device, 2, trained, {"pp": 2}, options), strict=True)):
+        loss, expected = one_process(1, salt)
+        assert {seen == pytest.approx(loss, rel=2e-2) for seen, _ in mine} == {True}
+        for name, gradient in {name: g for _, found in mine for name, g in found.items()}.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=0.1 * float(expected[name].abs().max()))
+            assert not torch.equal(gradient, expected[name])
+
+
 def accumulated(device: str, axes: dict[str, int]) -> tuple[float, dict[str, torch.Tensor]]:
     with mesh_on(device, **axes) as mesh:
         pipe = hpcomm.Pipeline(model(), mesh=mesh, num_microbatches=2, loss_fn=mse)
