@@ -169,8 +169,8 @@ class RecvEdge {
   // For what the owner finds wrong with a message that has come, of `microbatch`: ends the edge, here and at the
   // sender, with `why`. By any thread.
   void refuse(const Error& why, int microbatch);
-  // The microbatch that recv() was given when the message of another one came, which has ended the edge; else -1. By any
-  // thread.
+  // The microbatch that recv() was given when the message of another one came, which has ended the edge; else -1. By
+  // any thread.
   [[nodiscard]] int missed() const noexcept;
   [[nodiscard]] std::string name() const;  // "edge 0->1"
   [[nodiscard]] Device device() const noexcept { return config_.communicator->device(); }

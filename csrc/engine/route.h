@@ -76,7 +76,7 @@ struct Inbound {
   // What was expected of the last message, and which schemas of the book are known to be like that.
   std::shared_ptr<const Schema> like;
   std::vector<KnownPtr> found_like;
-  std::int32_t at_hand = -1;  // microbatch of the last message whose header was accepted
+  std::int32_t at_hand = -1;     // microbatch of the last message whose header was accepted
   std::atomic<int> missed = -1;  // RecvEdge::missed()
   Refusal refusal;
 };

@@ -31,7 +31,8 @@ at::Tensor as_one(const std::vector<at::Tensor>& parts) {
 }
 
 Keepalive keep_both(const at::Tensor& a, const at::Tensor& b) {
-  return std::make_shared<const std::pair<c10::Storage, c10::Storage>>(a.storage(), b.storage());
+  return std::make_shared<const HeldByLane<std::pair<c10::Storage, c10::Storage>>>(
+      std::make_pair(a.storage(), b.storage()));
 }
 
 }  // namespace
@@ -82,7 +83,8 @@ HpcommBackend::C10dWork HpcommBackend::compose(const Call& call, const Tensors& 
   return issue(call, inputs, std::move(results), [&](std::uint64_t sequence, const OpOptions& options) {
     HostCommunicator& lane = *communicator_;
     ErrorContext what = lane.context(call.name, call.root, sequence);
-    auto run = [&lane, mailbox = mailbox_.get(), what, body = std::move(body),
+    auto held = std::make_shared<const HeldByLane<std::function<void(Step&)>>>(std::move(body));
+    auto run = [&lane, mailbox = mailbox_.get(), what, body = std::move(held),
                 inference = c10::InferenceMode::is_enabled()](Deadline deadline) {
       // The caller's mode, on the lane's thread as well: inference tensors may be written in no other.
       const c10::InferenceMode mode(inference);
@@ -93,7 +95,7 @@ HpcommBackend::C10dWork HpcommBackend::compose(const Call& call, const Tensors& 
         lane.abort(Error(ErrorKind::kTransport, str(what.operation, " #", what.sequence, ": ", why), what));
       };
       try {
-        body(step);
+        body->value(step);
       } catch (const Error& error) {
         if (error.context().operation == what.operation) {
           throw;
@@ -333,6 +335,9 @@ void HpcommBackend::shutdown() {
   if (left_ || communicator_->forked()) {
     return;
   }
+  HPCOMM_REQUIRE(!communicator_->stream().is_current(), "the group ", communicator_->name(), " was destroyed by a ",
+                 "callback of one of its own operations, for whose end it would wait; set a flag in the callback and ",
+                 "destroy the group afterwards");
   const Error destroyed(ErrorKind::kClosed, "the group was destroyed", communicator_->context("shutdown", -1, 0));
   // A thread that waits for a collective would wait for a group that is gone. What nobody waits for gets time to end,
   // also while a thread waits for a message: peers may be about to finish it.

@@ -47,6 +47,10 @@ std::exception_ptr as_c10d_error(const Error& error) {
 }
 
 void wait_to_end(const Work& work, std::chrono::milliseconds limit) {
+  // Torch takes the GIL behind this, also where it throws.
+  const struct WayBack {
+    ~WayBack() { stay_if_interpreter_ends(); }
+  } way_back{};
   work.require_parent();
   const WithoutGil scope;
   const bool limited = limit.count() > 0;
@@ -135,6 +139,9 @@ c10::intrusive_ptr<c10::ivalue::Future> BackendWork::getFuture() {
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
     auto self = c10::intrusive_ptr<BackendWork>::unsafe_reclaim_from_nonowning(this);
     auto complete = [self = std::move(self), future = future_] {
+      if (interpreter_ends()) {
+        return;  // callbacks may be Python's
+      }
       try {
         self->end_event();
         self->settle(*future);

@@ -17,6 +17,7 @@ namespace py = pybind11;
 namespace hpcomm {
 
 void bind_base(py::module_& module) {
+  watch_for_end_of_interpreter();
   module.def("check_lost_operations", &check_lost_operations);
   // What the watchdog of NCCL does, for tests of builds without; from any thread.
   module.def(

@@ -184,8 +184,8 @@ class TreeSender {
     const Schema* const frozen = edge_.frozen();
     std::vector<Source> sources;
     sources.reserve(flat.tensors.size());
-    auto owners = std::make_shared<std::vector<c10::Storage>>();
-    owners->reserve(flat.tensors.size());
+    auto owners = std::make_shared<HeldByLane<std::vector<c10::Storage>>>(std::vector<c10::Storage>());
+    owners->value.reserve(flat.tensors.size());
     for (const at::Tensor& tensor : flat.tensors) {
       if (tensor.has_storage()) {
         __builtin_prefetch(tensor.storage().unsafeGetStorageImpl());
@@ -215,7 +215,7 @@ class TreeSender {
       const bool in_order = fixed == nullptr || own.is(*fixed);
       if (tensor.numel() == 0 || (in_order && (own.get() != nullptr || is_dense(tensor)))) {
         sources.emplace_back(static_cast<const void*>(tensor.const_data_ptr()));
-        owners->push_back(tensor.storage());
+        owners->value.push_back(tensor.storage());
       } else if (device.is_cuda()) {
         // The place that it travels from may be the lane's for as long as a peer is late, so the caller's stream cannot
         // write there. Torch's allocator gives memory that this stream is free to write now.
@@ -223,7 +223,7 @@ class TreeSender {
         const at::Tensor from = in_order_of(resolved(tensor, flat, i), order);
         const at::Tensor dense = at::empty(from.sizes(), from.options()).copy_(from);
         sources.emplace_back(static_cast<const void*>(dense.const_data_ptr()));
-        owners->push_back(dense.storage());
+        owners->value.push_back(dense.storage());
       } else {
         sources.emplace_back(std::make_shared<TensorSource>(in_order_of(resolved(tensor, flat, i), order)));
       }
@@ -298,6 +298,7 @@ void bind_channel(py::module_& module) {
   sender
       .def(py::init([](std::shared_ptr<Communicator> communicator, int peer, bool frozen, std::size_t number,
                        std::size_t size, std::uint64_t most, bool moves, std::uint64_t direct_from) {
+             const WithoutGil scope;  // a transport may register memory, while another thread issues
              return std::make_unique<TreeSender>(
                  make_config(std::move(communicator), peer, frozen, number, size, most, moves), direct_from);
            }),
@@ -311,6 +312,7 @@ void bind_channel(py::module_& module) {
   receiver
       .def(py::init([](std::shared_ptr<Communicator> communicator, int peer, bool frozen, std::size_t number,
                        std::size_t size, std::uint64_t most, bool moves) {
+             const WithoutGil scope;
              return std::make_shared<TreeReceiver>(
                  make_config(std::move(communicator), peer, frozen, number, size, most, moves));
            }),

@@ -1,6 +1,4 @@
 // Communicator as Python sees it.
-#include <unistd.h>
-
 #include <pybind11/stl.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/utils/pybind.h>
@@ -184,7 +182,10 @@ void bind_comm(py::module_& module) {
 
   module.def(
       "solo_communicator",
-      [](const CommunicatorConfig& config) { return released_without_gil(make_solo_communicator(config)); },
+      [](const CommunicatorConfig& config) {
+        const WithoutGil scope;  // Control's thread may be letting go of tensors while a job fails
+        return released_without_gil(make_solo_communicator(config));
+      },
       py::arg("config"));
   module.def(
       "nccl_communicator",
@@ -203,12 +204,8 @@ void bind_comm(py::module_& module) {
       [](const std::shared_ptr<Communicator>& inner, const std::string& rules) {
         EmulationConfig emulation = parse_emulation(rules);
         emulation.device = EmulatedDevice::of_this_process();
-        // Signals are the main thread's; a lane's would take the GIL in vain, and after the interpreter has ended.
-        emulation.poll = [] {
-          if (::gettid() == ::getpid()) {
-            check_signals();
-          }
-        };
+        emulation.poll = check_signals;
+        const WithoutGil scope;
         return released_without_gil(make_emulated_communicator(inner, std::move(emulation)));
       },
       py::arg("inner"), py::arg("rules"));

@@ -146,6 +146,7 @@ void bind_engine(py::module_& module) {
   py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer")
       .def(py::init([](std::shared_ptr<Communicator> communicator, const std::vector<at::Tensor>& params,
                        const BucketPlan& plan) {
+             const WithoutGil scope;  // a transport may register memory, while another thread issues
              auto allocator = std::make_shared<CommunicatorAllocator>(communicator);
              return released_without_gil(
                  std::make_shared<Reducer>(std::move(communicator), plan, sizes_of(params), std::move(allocator)));

@@ -27,7 +27,7 @@ class Held {
   explicit Held(const at::Tensor& only) : memory_(only.storage(), c10::Storage()) {}
   Held(const at::Tensor& output, const at::Tensor& input) : memory_(output.storage(), input.storage()) {}
 
-  [[nodiscard]] Keepalive keepalive() const { return std::make_shared<const Memory>(memory_); }
+  [[nodiscard]] Keepalive keepalive() const { return std::make_shared<const HeldByLane<Memory>>(memory_); }
   [[nodiscard]] static Keepalive of(const void* held) { return static_cast<const Held*>(held)->keepalive(); }
 
  private:

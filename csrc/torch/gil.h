@@ -29,7 +29,32 @@ template <typename T>
   });
 }
 
-// OpOptions::poll of Python callers: takes the GIL and raises what a signal handler raised (Ctrl-C). From any thread.
+// OpOptions::poll of Python callers: raises what a signal handler raised (Ctrl-C). From any thread; handlers run in the
+// main one, and no other takes the GIL here.
 void check_signals();
+
+// True once the interpreter is about to end: from then on CPython ends each thread but the main one that asks for the
+// GIL, by an exception that no destructor lets pass: the process aborts.
+[[nodiscard]] bool interpreter_ends() noexcept;
+// With the GIL, once: where the module is imported.
+void watch_for_end_of_interpreter();
+// For a thread that is about to go back to Python: it stays here for ever if that is what ends now.
+void stay_if_interpreter_ends() noexcept;
+
+// What a lane may be the last to hold, and whose end may take the GIL: memory of numpy, a tensor, a storage that Python
+// has seen. It stays for ever where the interpreter ends.
+template <typename T>
+struct HeldByLane {
+  explicit HeldByLane(T held) : value(std::move(held)) {}
+  HeldByLane(const HeldByLane&) = delete;
+  HeldByLane& operator=(const HeldByLane&) = delete;
+  ~HeldByLane() {
+    if (interpreter_ends()) {
+      static_cast<void>(new T(std::move(value)));
+    }
+  }
+
+  T value;
+};
 
 }  // namespace hpcomm

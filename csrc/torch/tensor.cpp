@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "torch/device.h"
+#include "torch/gil.h"
 
 namespace hpcomm {
 
@@ -133,8 +134,8 @@ BufferView view_of(const at::Tensor& tensor, const char* what, Device device) {
 }
 
 Keepalive keep(const at::Tensor& tensor) {
-  // The storage, not the tensor: it has no Python object, so a lane may let go of it without the GIL.
-  return std::make_shared<const c10::Storage>(tensor.storage());
+  // The storage, not the tensor: mostly it has no Python object, so a lane may let go of it without the GIL.
+  return std::make_shared<const HeldByLane<c10::Storage>>(tensor.storage());
 }
 
 at::Tensor as_tensor(const BufferView& view, Keepalive owner) {

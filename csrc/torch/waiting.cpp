@@ -31,7 +31,10 @@ std::chrono::milliseconds in_milliseconds(double seconds) {
 
 void wait_for(const Work& work, double seconds) {
   if (work.device().type == DeviceType::kCuda && seconds < 0) {
-    work.check();
+    {
+      const WithoutGil scope;  // it waits for the end of an abort, which may let go of tensors
+      work.check();
+    }
     compute_stream(work.device())->wait(work.event());
     return;
   }
