@@ -6,10 +6,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from hpcomm import _C
 from hpcomm.channel import forget_parted, let_go
-from hpcomm.communicator import agree, first_communicator, start_control
+from hpcomm.communicator import agree, first_communicator, start_control, while_they_stay
 from hpcomm.devices import pick_device
-from hpcomm.errors import Closed, InvalidArgument, TimedOut, TransportError
+from hpcomm.errors import Closed, HpcommError, InvalidArgument, TimedOut, TransportError
 from hpcomm.leaving import ExitWatch, describe
 from hpcomm.rendezvous import interruptible, own_store
 from hpcomm.settings import checked_timeout, checking, cpu_transport, default_timeout, emulation
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from hpcomm._C import Communicator, Control
 
 __all__: list[str] = []
+
+T = TypeVar("T")
 
 AXES = ("pp", "dp", "tp")  # outermost to innermost
 # Groups that a closed mesh has left, beside a default group that was not its own, by ranks and kind of device. torch
@@ -85,6 +87,7 @@ class Mesh:
         timeout: float,
         device: torch.device,
         owns_group: bool,
+        begin: Callable[[], None] | None = None,
     ) -> None:
         self._sizes = sizes
         self.device = device
@@ -102,6 +105,8 @@ class Mesh:
         terms += emulation() + checking()
         terms.append(f"HPCOMM_CPU_TRANSPORT={cpu_transport()}")
         agree(self.control, "mesh", terms, timeout=timeout)
+        if begin is not None:
+            self._with_torch("torch's process group", range(world), begin)
         self.world: Communicator = first_communicator(
             private,
             self.control,
@@ -271,11 +276,40 @@ class Mesh:
             if group in dist.distributed_c10d._world.pg_map:  # or it has ended with its default group
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
                 return group
-        group = dist.new_group(
-            row, timeout=timeout, backend=_torch_backend(self.device), use_local_synchronization=True
-        )
-        assert isinstance(group, dist.ProcessGroup)
-        return group
+
+        def make() -> dist.ProcessGroup:
+            group = dist.new_group(
+                row, timeout=timeout, backend=_torch_backend(self.device), use_local_synchronization=True
+            )
+            assert isinstance(group, dist.ProcessGroup)
+            return group
+
+        return self._with_torch(f"torch's process group of ranks {row}", row, make)
+
+    def _with_torch(self, what: str, ranks: Sequence[int], make: Callable[[], T]) -> T:
+        """``make()``, in which torch waits for ``ranks``: it would not hear of one that is gone before its time is up,
+        which for gloo's connections is several times as long, nor say which one that is.
+
+        Raises:
+            RankFailed, PeerError: one of them is gone, or has failed.
+            TimedOut, TransportError: torch's error.
+        """
+
+        def in_thread() -> T:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # of this thread
+            return make()
+
+        try:
+            return interruptible(in_thread, while_they_stay(self.control, ranks))
+        except HpcommError:
+            raise
+        except dist.DistError as error:
+            raise TimedOut(
+                f"{what}: not all ranks came within {self._timeout:g} s: {error}", rank=self.rank, operation="init"
+            ) from error
+        except RuntimeError as error:  # of gloo
+            raise TransportError(f"{what}: {error}", rank=self.rank, operation="init") from error
 
 
 def init(
@@ -316,23 +350,17 @@ def init(
     if place.type == "cuda":
         torch.cuda.set_device(place)
     backend = _torch_backend(place)
-    owns_group = not dist.is_initialized()
-    if owns_group:
-        if world == 1:
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        else:
-            try:
-                store, _ = own_store(_meeting_store(rank, world, seconds), rank, world, timeout=seconds)
-                dist.init_process_group(
-                    backend,
-                    store=store,
-                    rank=rank,
-                    world_size=world,
-                    timeout=timedelta(seconds=seconds),
-                )
-            except dist.DistError as error:
-                raise TimedOut(f"not all {world} ranks came within {seconds:.0f} s: {error}", rank=rank) from error
-    return Mesh(sizes, _default_store(), rank, timeout=seconds, device=place, owns_group=owns_group)
+    if dist.is_initialized():
+        return Mesh(sizes, _default_store(), rank, timeout=seconds, device=place, owns_group=False)
+    if world == 1:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        return Mesh(sizes, _default_store(), rank, timeout=seconds, device=place, owns_group=True)
+    store, _ = own_store(_meeting_store(rank, world, seconds), rank, world, timeout=seconds)
+
+    def begin() -> None:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
+
+    return Mesh(sizes, store, rank, timeout=seconds, device=place, owns_group=True, begin=begin)
 
 
 def _meeting_store(rank: int, world: int, seconds: float) -> Store:

@@ -111,7 +111,8 @@ def own_store(store: Store, rank: int, size: int, *, timeout: float, look: Look 
                     operation="init",
                 )
         absent = [r for r in range(size) if not _now(place, words[r])]
-        late = [r for r in range(size) if rank == 0 and _now(place, seen[r]) != f"{name}/{size}"]
+        # A name came first-hand: rank 0 is there, and who has not answered it yet is not.
+        late = [r for r in range(size) if (rank == 0 or name) and _now(place, seen[r]) != f"{name}/{size}"]
     missing = absent or late or [0]
     raise _did_not_come(", ".join(f"rank {r}" for r in missing), timeout)
 

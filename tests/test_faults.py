@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from losing import before_the_wait, interrupt, kill_rank_1, wait_for_files
 from torch import nn
 
@@ -135,6 +136,41 @@ def alone_in_a_job_of_two() -> None:
 def test_a_rank_that_never_starts() -> None:
     outcome = ranks.run(2, alone_in_a_job_of_two, expect_failure=True)[0]
     assert outcome.exception == "TimedOut", outcome
+
+
+def killed_in_the_start(where: str) -> None:
+    """Rank 1 of a mesh of two axes ends where the others wait for it inside of torch."""
+    if os.environ["RANK"] == "1":
+        setattr(dist if where == "new_group" else dist.distributed_c10d, where, lambda *_, **__: _killed())
+    hpcomm.init(dp=2, pp=2)
+
+
+def _killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("where", ["ProcessGroupGloo", "new_group"])
+def test_a_rank_that_is_killed_while_torch_connects_is_named_at_once(where: str) -> None:
+    for outcome in ranks.run(4, killed_in_the_start, where, expect_failure=True):
+        if outcome.rank != 1:
+            assert outcome.exception == "RankFailed", outcome
+            assert "rank 1 is gone: its " in outcome.message
+
+
+def killed_while_ranks_meet() -> None:
+    """Rank 1 has said that it is there, and does not see the answer."""
+    if os.environ["RANK"] == "1":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hpcomm.rendezvous._now", lambda *_: _killed())
+            hpcomm.init()
+    hpcomm.init(timeout=2.0)
+
+
+def test_every_rank_names_the_one_that_ended_while_they_met() -> None:
+    for outcome in ranks.run(3, killed_while_ranks_meet, expect_failure=True):
+        if outcome.rank != 1:
+            assert outcome.exception == "TimedOut", outcome
+            assert "rank 1 did not come" in outcome.message
 
 
 def small_batch_on_one_replica() -> None:
