@@ -151,7 +151,7 @@ def _did_not_come(who: str, timeout: float) -> TimedOut:
     )
 
 
-def _ask_once_more(look: Look) -> None:
+def ask_once_more(look: Look) -> None:
     """Something failed below: ``look()`` may know a moment later which rank that was."""
     for _ in range(0 if look is nothing else 15):
         look()
@@ -166,7 +166,7 @@ def store_errors(who: str, look: Look = nothing) -> Iterator[None]:
     except HpcommError:
         raise
     except RuntimeError as error:
-        _ask_once_more(look)
+        ask_once_more(look)
         raise TransportError(
             f"waiting for {who} while ranks were meeting: the store through which ranks find each other has gone "
             f"({error}); look at the output of the process that had it, rank 0 or torchrun",
@@ -213,6 +213,6 @@ def interruptible(make: Callable[[], T], look: Look = nothing) -> T:
         _left.append(thread)
         raise
     if failed:
-        _ask_once_more(look)
+        ask_once_more(look)
         raise failed[0]
     return made[0]

@@ -157,6 +157,31 @@ def test_a_rank_that_is_killed_while_torch_connects_is_named_at_once(where: str)
             assert "rank 1 is gone: its " in outcome.message
 
 
+def killed_where_torch_broadcasts(when: int) -> None:
+    """The module's state in the wrapper's constructor, and in each forward the statistics of a BatchNorm."""
+    mesh = hpcomm.init(dp=2)
+    if mesh.rank == 1:
+        torch.nn.parallel.distributed._sync_module_states = _killed_if(when == 0)
+    wrapped = hpcomm.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), mesh=mesh)
+    for step in range(1, 100):
+        if mesh.rank == 1 and step == when:
+            _killed()
+        wrapped(torch.ones(4, 4)).sum().backward()
+        mesh.world.barrier()
+
+
+def _killed_if(killed: bool) -> Callable[..., None]:
+    original = torch.nn.parallel.distributed._sync_module_states
+    return lambda *args, **kwargs: _killed() if killed else original(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("when", "words"), [(0, "DistributedDataParallel(): "), (3, "broadcast of buffers: ")])
+def test_a_rank_that_is_killed_while_torch_broadcasts_is_named(when: int, words: str) -> None:
+    outcome = ranks.run(2, killed_where_torch_broadcasts, when, expect_failure=True)[0]
+    assert outcome.exception == "RankFailed", outcome
+    assert outcome.message.startswith(f"{words}rank 1 is gone: its ")
+
+
 def killed_while_ranks_meet() -> None:
     """Rank 1 has said that it is there, and does not see the answer."""
     if os.environ["RANK"] == "1":

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hpcomm.ddp.attached import install
 from hpcomm.ddp.choice import Choice, NativeOptions, Under, choose_lane, choose_reducer, has_sparse
 from hpcomm.ddp.countdown import Countdown
-from hpcomm.ddp.lane import agree_among, backend_name, group_of, lane_of_copy, lane_over, next_wrapper_channel
+from hpcomm.ddp.lane import agree_among, backend_name, group_of, lane_of_copy, lane_over, next_wrapper_channel, told_by
 from hpcomm.ddp.meeting import Attendance, Meeting
 from hpcomm.ddp.module import describe_parameters, ignoring, require_initialized, require_on, to_ignore
 from hpcomm.ddp.native import NativeReducer
@@ -118,7 +118,7 @@ class DistributedDataParallel(_StockDDP):
             kwargs["process_group"] = group
         if bucket_cap_mb == "auto":
             del kwargs["bucket_cap_mb"]
-        with ignoring(module, ignored):
+        with ignoring(module, ignored), told_by(lane, "DistributedDataParallel()"):
             super().__init__(module, **kwargs)
         self._hpcomm_own = [(name, p) for name, p in module.named_parameters() if name not in ignored]
         self._hpcomm_trained = [(name, p) for name, p in self._hpcomm_own if p.requires_grad and name not in delayed]
@@ -268,6 +268,10 @@ class DistributedDataParallel(_StockDDP):
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         self._leave(Choice(Under.TORCH, "the process group was replaced, and the gradient lane is the old one's"))
         super()._update_process_group(new_process_group)  # type: ignore[no-untyped-call]
+
+    def _sync_buffers(self) -> None:
+        with told_by(self._hpcomm_lane, "broadcast of buffers"):
+            super()._sync_buffers()  # type: ignore[no-untyped-call]
 
     def join_hook(self, **kwargs: Any) -> Any:
         """As torch's, for uneven inputs; a rank without any input takes part in hpcomm's reductions as well."""
