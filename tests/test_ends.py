@@ -87,21 +87,26 @@ def test_a_signal_handler_does_not_wait_for_what_it_interrupts(how: str, tmp_pat
     ranks.run(2, in_a_handler, how, tmp_path)
 
 
-def read_after_its_rank_has_left(folder: Path) -> None:
+def read_after_its_rank_has_left(folder: Path, lives_on: bool) -> None:
+    """Its memory is still there, where its process lives on, and means nothing."""
     if begin() == 0:
         work = dist.isend(lent(), 1, tag=5)
         assert work is not None
         dist.destroy_process_group()
         touch(folder, "gone")
+        if lives_on:
+            until(folder, "told")
         return
     until(folder, "gone")
     with pytest.raises(hpcomm.RankFailed, match=r"^recv #0 on lane \w+: rank 0 has left the job") as caught:
         dist.recv(torch.zeros(SHOWN), 0, tag=5)
     assert (caught.value.peer, caught.value.operation, caught.value.sequence) == (0, "recv", 0)
+    touch(folder, "told")
 
 
-def test_memory_of_a_rank_that_has_left_is_its_failure(tmp_path: Path) -> None:
-    ranks.run(2, read_after_its_rank_has_left, tmp_path)
+@pytest.mark.parametrize("lives_on", [False, True])
+def test_memory_of_a_rank_that_has_left_is_its_failure(lives_on: bool, tmp_path: Path) -> None:
+    ranks.run(2, read_after_its_rank_has_left, tmp_path, lives_on)
 
 
 def without_descriptors(folder: Path) -> None:

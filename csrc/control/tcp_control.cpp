@@ -378,10 +378,11 @@ void TcpControl::look_for_silence(Deadline now) {
   }
 }
 
-void TcpControl::tell_all(FrameKind kind, std::uint64_t channel, std::string_view text) {
+void TcpControl::tell_all(FrameKind kind, std::uint64_t channel, std::string_view text, int but) {
   const std::string body = news_of(text);
-  for (Peer& peer : peers_) {
-    if (peer.fd.valid() && peer.state == PeerState::kOpen) {
+  for (int rank = 0; rank < size(); ++rank) {
+    Peer& peer = peers_[static_cast<std::size_t>(rank)];
+    if (rank != but && peer.fd.valid() && peer.state == PeerState::kOpen) {
       send_frame(peer, kind, channel, body);
     }
   }

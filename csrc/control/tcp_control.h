@@ -107,7 +107,8 @@ class TcpControl final : public Control {
   void flush(Peer& peer);
   void send_frame(Peer& peer, FrameKind kind, std::uint64_t channel, std::string_view body);
   void put_frame(Peer& peer, FrameKind kind, std::uint64_t channel, std::string_view body);
-  void tell_all(FrameKind kind, std::uint64_t channel, std::string_view text);
+  // Called with mutex_ held. `but`: a rank that is not told.
+  void tell_all(FrameKind kind, std::uint64_t channel, std::string_view text, int but = -1);
   void forget(std::vector<Outbox::Sent> told, const Error& why);
   void lose(int peer, const std::string& why);
   void leave(int peer, PeerState how);

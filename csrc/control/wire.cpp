@@ -117,6 +117,9 @@ Hello parse_hello(std::string_view body) {
 }
 
 std::uint64_t abort_channel(const Error& error) {
+  if (error.kind() == ErrorKind::kPeerError && error.context().peer >= 0) {
+    return kOfAnother + static_cast<std::uint64_t>(error.context().peer);
+  }
   const int lost = error.kind() == ErrorKind::kRankFailed ? error.context().peer : -1;
   return static_cast<std::uint64_t>(lost + 1);
 }
@@ -145,6 +148,9 @@ std::string news_of(std::string_view text) {
 Error reported_error(const Frame& frame, int rank, int from) {
   if (frame.channel == 0) {
     return {ErrorKind::kPeerError, str("rank ", from, " failed:\n", frame.body), {rank, from, -1, "abort"}};
+  }
+  if (frame.channel >= kOfAnother) {
+    return {ErrorKind::kPeerError, frame.body, {rank, static_cast<int>(frame.channel - kOfAnother), -1, "abort"}};
   }
   return {ErrorKind::kRankFailed, frame.body, {rank, static_cast<int>(frame.channel - 1), -1, "abort"}};
 }

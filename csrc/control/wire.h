@@ -16,7 +16,8 @@ namespace hpcomm::control {
 enum class FrameKind : std::uint8_t {
   kHello = 1,      // body: Hello. Greeting: the first frame of whoever opened the connection
   kMessage = 2,    // body: one message on `channel`
-  kAbort = 3,      // body: what the sender raised. `channel` is 0, or 1 + the rank whose loss it reports
+  kAbort = 3,      // body: what the sender raised. `channel` is 0, or 1 + the rank whose loss it reports, or kOfAnother
+                   // + the rank that raised what the sender was told of
   kGoodbye = 4,    // the sender closes in order
   kChallenge = 5,  // body: Nonce. Greeting: the answer to kHello
   kProof = 6,      // body: Digest. Greeting: one in each direction
@@ -31,7 +32,8 @@ struct Frame {
   std::string body;
 };
 
-inline constexpr std::uint8_t kWireVersion = 3;
+inline constexpr std::uint8_t kWireVersion = 4;
+inline constexpr std::uint64_t kOfAnother = std::uint64_t{1} << 32;
 inline constexpr std::size_t kPrefixBytes = 24;
 // Nothing longer is read, so a damaged length cannot make a rank allocate. Large enough for any plan or schema.
 inline constexpr std::size_t kMaxBody = std::size_t{64} << 20;
@@ -82,7 +84,7 @@ inline constexpr std::size_t kHelloBytes = 2 * sizeof(std::int32_t) + std::tuple
 [[nodiscard]] Hello parse_hello(std::string_view body);
 
 // The frame that tells a peer of `error`, and what that peer (rank `rank`) makes of it when it comes from rank `from`:
-// the loss of a rank stays one, whoever noticed it.
+// the loss of a rank stays one, whoever noticed it, and what reported_error() made of another rank's error stays that.
 [[nodiscard]] std::string encode_abort(const Error& error);
 // What of a rank's error its peers are told: all of it, or its begin and its end, where a traceback has its words. It
 // has to fit into one piece, for whatever is longer is dropped when a job fails.

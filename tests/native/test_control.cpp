@@ -85,7 +85,7 @@ TEST(wire_frames_come_back) {
 
 TEST(wire_format_is_fixed) {
   using namespace std::string_literals;
-  CHECK(encode(FrameKind::kMessage, 0x0102, "ab") == "pcom\x03\x02\0\0\x02\x01\0\0\0\0\0\0\x02\0\0\0\0\0\0\0"s + "ab");
+  CHECK(encode(FrameKind::kMessage, 0x0102, "ab") == "pcom\x04\x02\0\0\x02\x01\0\0\0\0\0\0\x02\0\0\0\0\0\0\0"s + "ab");
 }
 
 TEST(wire_waits_for_the_rest_of_a_cut_frame) {

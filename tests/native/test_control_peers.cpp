@@ -310,6 +310,40 @@ TEST(control_passes_on_the_loss_of_a_rank) {
   }
 }
 
+TEST(control_passes_on_an_error_before_it_leaves) {
+  // Rank 2 has not heard of it yet: a goodbye alone would make rank 0 the one that it misses.
+  const std::vector<std::pair<Error, std::string>> cases = {
+      {Error(ErrorKind::kTransport, "it broke", {1, -1, -1, ""}), "rank 1 failed:\nit broke"},
+      {Error(ErrorKind::kRankFailed, "rank 1 is gone: it died", {2, 1, -1, "heartbeat"}), "rank 1 is gone: it died"}};
+  for (const auto& [error, told] : cases) {
+    ControlListener listener("127.0.0.1", 0, 3, JobToken{7});
+    const std::vector<std::string> addresses{listener.address(), "127.0.0.1:9", "127.0.0.1:9"};
+    const Stranger one(addresses[0]);
+    const Stranger two(addresses[0]);
+    std::thread others([&] {
+      CHECK(one.greet(1, 0));
+      CHECK(two.greet(2, 0));
+    });
+    const auto control = listener.connect(addresses, soon());
+    others.join();
+    one.say(encode_abort(error));
+    check_kind(error_from([&] { (void)control->receive(2, 0, soon()); }),
+               error.kind() == ErrorKind::kRankFailed ? error.kind() : ErrorKind::kPeerError, told);
+    control->close();
+    std::string words = two.read_until(encode(FrameKind::kGoodbye, 0, {}));
+    while (words.starts_with(kBeat)) {
+      words.erase(0, kBeat.size());
+    }
+    const auto frame = parse(words);
+    CHECK(frame.has_value() && frame->frame.kind == FrameKind::kAbort);
+    if (frame) {
+      const Error heard = reported_error(frame->frame, 2, 0);
+      CHECK_EQ(std::string(heard.what()), told);
+      CHECK_EQ(heard.context().peer, 1);
+    }
+  }
+}
+
 TEST(control_start_hears_of_a_rank_that_another_one_lost) {
   ControlListener listener("127.0.0.1", 0, 3, JobToken{7});
   const std::vector<std::string> addresses{listener.address(), "127.0.0.1:9", "127.0.0.1:9"};

@@ -39,6 +39,7 @@ void MailDesk::require_alive(int rank, Deadline deadline) {
   const bool waits = !asked_[index(rank)];
   asked_[index(rank)] = true;
   neighbourhood().require_alive(name_of(rank), waits ? deadline : Clock::now());
+  neighbourhood().require_stays(name_of(rank));
 }
 
 Error MailDesk::ended_by(const Mail& mail, const Error& why) const {

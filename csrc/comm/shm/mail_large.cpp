@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "comm/issued.h"
 #include "comm/shm/mail_in.h"
 
 namespace hpcomm::shm {
@@ -218,7 +219,7 @@ void MailIn::require_not_given_up(const Mail& mail) {
   what.peer = desk_.name_of(from_);
   throw Error(
       ErrorKind::kPeerError,
-      str("recv on lane ", desk_.setup().lane, ": rank ", what.peer, " gave this message up before it was received"),
+      str(title_of(what, desk_.setup().lane), ": rank ", what.peer, " gave this message up before it was received"),
       what);
 }
 
