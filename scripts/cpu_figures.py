@@ -109,8 +109,8 @@ FILES = (
          "python -m benchmarks.ddp --ranks 4 --hosts 2 --link 1gbit --rounds 8 --models 'Linear(1024)'",
          cpu_tables.ddp_link),
     File("pipeline-link-cpu-dp2-pp2", "Pipelines of 2 stages on two hosts, a link of 1 Gbit/s between them, 2 replicas",
-         "python -m benchmarks.pipeline --ranks 4 --dp 2 --hosts 2 --link 1gbit --models compute,linear,large "
-         "--schedules 1f1b --rounds 8", cpu_tables.pipeline),
+         "python -m benchmarks.pipeline --ranks 4 --dp 2 --hosts 2 --link 1gbit --models linear,large "
+         "--schedules 1f1b,eager_1f1b --rounds 8", cpu_tables.pipeline),
 )  # fmt: skip
 
 # What README shows, of all lines.
