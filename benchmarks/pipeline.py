@@ -13,7 +13,7 @@ messages that travel as bfloat16 are timed as well.
 
 Models: "compute", decoder blocks, whose messages are small beside their computation; "small", linear layers of 64 on a
 few rows: the host's own time; "large", layer norms on messages of 4 MiB: the transport; "linear", linear layers of 512
-on 32 rows.
+on 32 rows; "wide", of 1024 on 128 rows: over a slow link, messages that take a part of the computation's time.
 
 Printed with them:
 
@@ -76,6 +76,10 @@ def linear_model() -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(LAYERS)])
 
 
+def wide_model() -> nn.Sequential:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(LAYERS)])
+
+
 def small_model() -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(LAYERS)])
 
@@ -88,6 +92,7 @@ def large_model() -> nn.Sequential:
 MODELS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
     "compute": (compute_model, (4, 64, 256)),
     "linear": (linear_model, (32, 512)),
+    "wide": (wide_model, (128, 1024)),
     "small": (small_model, (4, 64)),
     "large": (large_model, (1024, 1024)),
 }

@@ -108,6 +108,9 @@ FILES = (
     File("ddp-link-cpu-4-ranks", "Data-parallel steps over two hosts and a link of 1 Gbit/s, 4 ranks",
          "python -m benchmarks.ddp --ranks 4 --hosts 2 --link 1gbit --rounds 8 --models 'Linear(1024)'",
          cpu_tables.ddp_link),
+    File("pipeline-link-cpu-2-ranks", "Pipelines of 2 stages on two hosts, a link of 300 Mbit/s between them",
+         "python -m benchmarks.pipeline --ranks 2 --hosts 2 --link 300mbit --models wide --schedules 1f1b,eager_1f1b "
+         "--rounds 12", cpu_tables.pipeline),
     File("pipeline-link-cpu-dp2-pp2", "Pipelines of 2 stages on two hosts, a link of 1 Gbit/s between them, 2 replicas",
          "python -m benchmarks.pipeline --ranks 4 --dp 2 --hosts 2 --link 1gbit --models linear,large "
          "--schedules 1f1b,eager_1f1b --rounds 8", cpu_tables.pipeline),
@@ -118,6 +121,7 @@ SHOWN = (
     "DDP step",
     "message of 32 x 4 B", "message of 32 x 16 KB", "message of 1 x 25 MB", "message of 8 x 4 KB + 2 x 4 MB over gloo",
     "Pipeline step, linear 1f1b", "Pipeline step, compute", "Pipeline step, large", "Pipeline step, small 1f1b, 2",
+    "Pipeline step, wide",
     "`torch.distributed`, all_reduce of 4 B, 2", "`torch.distributed`, all_reduce of 1 MB, 2",
     "`torch.distributed`, all_reduce of 25 MB",
 )  # fmt: skip
