@@ -122,7 +122,7 @@ class Job:
         self.build = build
         self.pipe = self.pipeline()
         self.frozen = self.pipeline(schema="frozen")
-        self.halved = self.pipeline(schema="frozen", wire_dtype=torch.bfloat16) if halves else None
+        self.halved = self.pipeline(wire_dtype=torch.bfloat16) if halves else None
         self.alone = self.pipeline()
         comparable = groups and schedule in STOCK and not (mesh.dp.size > 1 and schedule in NOT_WITH_DDP)
         self.runs = {name: self.stock(group) for name, group in groups.items() if comparable}
