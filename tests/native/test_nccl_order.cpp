@@ -265,9 +265,12 @@ TEST(nccl_launch_that_waits_for_a_peer_looks_at_signals) {
   NcclJob job(2);
   NcclOptions options;
   options.blocking = false;
+  std::atomic<int> made = 0;
   job.run_threads([&](int rank) {
     const auto lane = job.communicator(rank, "a", options);
     DeviceVector<float> values(rank, 4, 1);
+    ++made;
+    CHECK(eventually([&] { return made == 2; }));  // or the other one hears of it while it still connects
     if (rank == 0) {
       OpOptions polled;
       polled.poll = +[] { throw Signal(); };
