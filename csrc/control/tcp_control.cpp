@@ -189,6 +189,11 @@ void TcpControl::close() noexcept {
       return;
     }
     closing_ = true;
+    if (was_told_) {
+      // Who hears of this rank's goodbye before the word of the one that failed would blame it. Not sooner: what that
+      // one has sent before may still be on its way. It knows better itself, or is told by who gave it up.
+      tell_all(FrameKind::kAbort, abort_channel(*failure_), failure_->what(), failure_->context().peer);
+    }
     tell_all(FrameKind::kGoodbye, 0, {});
     for (auto& [key, inbox] : inboxes_) {
       inbox.arrived.notify_all();

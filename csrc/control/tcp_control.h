@@ -129,6 +129,7 @@ class TcpControl final : public Control {
   std::vector<int> departed_;  // in the order in which they left
   std::vector<Told> told_;     // for tell_lenders()
   bool closing_ = false;
+  bool was_told_ = false;  // of failure_, by another rank
   bool stop_ = false;
 
   // Held while listeners run, so that remove_listener can promise that none is running. Taken before mutex_.

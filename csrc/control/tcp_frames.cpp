@@ -136,16 +136,10 @@ void TcpControl::deliver(int rank, Inflow::Arrival arrival) {
       inbox.arrived.notify_all();
       break;
     }
-    case FrameKind::kAbort: {
-      Error told = reported_error({arrival.kind, arrival.channel, std::move(arrival.body.text)}, rank_, rank);
-      if (!failure_ && !closing_) {
-        // Ahead of this rank's goodbye, its end and whatever else follows: who hears of that first would blame it. The
-        // rank in question knows better, or is told by who gave it up.
-        tell_all(FrameKind::kAbort, abort_channel(told), told.what(), told.context().peer);
-      }
-      fail(std::move(told));
+    case FrameKind::kAbort:
+      was_told_ = was_told_ || !failure_;
+      fail(reported_error({arrival.kind, arrival.channel, std::move(arrival.body.text)}, rank_, rank));
       break;
-    }
     case FrameKind::kGoodbye:
       leave(rank, PeerState::kLeft);
       for (auto& [key, inbox] : inboxes_) {

@@ -60,8 +60,8 @@ class MailDesk {
   // What kept the memory of those that have ended: to be let go of without the mutex.
   [[nodiscard]] std::vector<Keepalive> take_garbage() noexcept { return std::exchange(garbage_, {}); }
 
-  // Throws the job's failure where that is why `rank` has given up: it may have heard of it first; and kRankFailed where
-  // it has left the job. Waits for the news once, not for each of its messages.
+  // Throws the job's failure where that is why `rank` has given up: it may have heard of it first; and kRankFailed
+  // where it has left the job. Waits for the news once, not for each of its messages.
   void require_alive(int rank, Deadline deadline);
   // What ended `mail`: the job's failure, of which Control tells, in words of the mail.
   [[nodiscard]] Error ended_by(const Mail& mail, const Error& why) const;
