@@ -34,7 +34,7 @@ from benchmarks.ddp_plot import draw
 from benchmarks.ddp_timeline import timelines
 from benchmarks.ddp_variants import COMPUTE, MODELS, STOCK_ON_GLOO, Model, Vector, floor_of, step_of, variants
 from benchmarks.harness import environment, keep_freed_memory, measure, save, table
-from benchmarks.launch import adopt_mpi_environment, enter_hosts, link_rate, run_ranks
+from benchmarks.launch import adopt_mpi_environment, enter_hosts, link_rate, require_hosts, run_ranks
 
 COUNTS = (10, 100, 1000, 10000)
 FLOOR = "floor: pack and reduce"
@@ -61,17 +61,16 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.source:
         Path(arguments.plot or "ddp.svg").write_text(draw(json.loads(Path(arguments.source).read_text())))
-    elif (arguments.memory or arguments.alone) and not arguments.variant:
+        return
+    if (arguments.memory or arguments.alone) and not arguments.variant:
         look = steps_alone if arguments.alone else peak_memory
         seen = look(arguments.ranks, chosen(arguments.models), sys.argv[1:], deadline(arguments))
         if arguments.json:
             document = {"question": "ddp", "arguments": vars(arguments), **seen}
             Path(arguments.json).write_text(json.dumps(document, indent=1) + "\n")
-    elif arguments.hosts < 1 or arguments.ranks % arguments.hosts:
-        parser.error(f"--hosts: {arguments.hosts} hosts with equally many of {arguments.ranks} ranks")
-    elif arguments.link and arguments.hosts != 2:
-        parser.error(f"--link is between two --hosts, not {arguments.hosts}")
-    elif "RANK" not in os.environ:
+        return
+    require_hosts(parser, arguments.ranks, arguments.hosts, arguments.link)
+    if "RANK" not in os.environ:
         call = ["-m", "benchmarks.ddp", *sys.argv[1:]]
         run_ranks(arguments.ranks, call, mpiexec=None, deadline=deadline(arguments), link=arguments.link)
     else:

@@ -137,6 +137,16 @@ def enter_hosts(hosts: int) -> None:
         os.environ.setdefault("HPCOMM_CPU_TRANSPORT", "hierarchical")
 
 
+def require_hosts(parser: argparse.ArgumentParser, ranks: int, hosts: int, link: str | None) -> None:
+    """Ends the program, with its usage, where ``--hosts`` and ``--link`` ask for what there is not."""
+    if hosts < 1 or ranks % hosts:
+        parser.error(f"--hosts: {hosts} hosts with equally many of {ranks} ranks")
+    if link and hosts != 2:
+        parser.error(f"--link is between two --hosts, not {hosts}")
+    if link and "RANK" in os.environ and _MEETING not in os.environ:
+        parser.error("--link: the ranks have to be started by this program, not by torchrun")
+
+
 def link_rate(text: str) -> str:
     """The argument of ``--link``, for argparse."""
     try:

@@ -45,7 +45,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hpcomm
 from benchmarks.harness import environment, keep_freed_memory, measure, save, table
-from benchmarks.launch import adopt_mpi_environment, enter_hosts, link_rate, run_ranks
+from benchmarks.launch import adopt_mpi_environment, enter_hosts, link_rate, require_hosts, run_ranks
 from benchmarks.runner import Gated
 from hpcomm import _C
 from hpcomm.plan import SCHEDULES, costs_from_json, costs_to_json
@@ -283,11 +283,9 @@ def main() -> None:
     )
     parser.add_argument("--json", help="write the samples here")
     arguments = parser.parse_args()
-    if arguments.hosts < 1 or arguments.ranks % arguments.hosts:
-        parser.error(f"--hosts: {arguments.hosts} hosts with equally many of {arguments.ranks} ranks")
-    elif arguments.link and arguments.hosts != 2:
-        parser.error(f"--link is between two --hosts, not {arguments.hosts}")
-    elif "RANK" not in os.environ:
+    ranks = int(os.environ.get("WORLD_SIZE", arguments.ranks))
+    require_hosts(parser, ranks, arguments.hosts, arguments.link)
+    if "RANK" not in os.environ:
         call = ["-m", "benchmarks.pipeline", *sys.argv[1:]]
         deadline = time.time() + 60 * arguments.minutes
         run_ranks(arguments.ranks, call, mpiexec=None, deadline=deadline, link=arguments.link)

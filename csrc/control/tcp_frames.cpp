@@ -136,10 +136,12 @@ void TcpControl::deliver(int rank, Inflow::Arrival arrival) {
       inbox.arrived.notify_all();
       break;
     }
-    case FrameKind::kAbort:
+    case FrameKind::kAbort: {
+      Error told = reported_error({arrival.kind, arrival.channel, std::move(arrival.body.text)}, rank_, rank);
       was_told_ = was_told_ || !failure_;
-      fail(reported_error({arrival.kind, arrival.channel, std::move(arrival.body.text)}, rank_, rank));
+      fail(std::move(told));
       break;
+    }
     case FrameKind::kGoodbye:
       leave(rank, PeerState::kLeft);
       for (auto& [key, inbox] : inboxes_) {
