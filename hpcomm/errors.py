@@ -23,6 +23,11 @@ def failures_told() -> int:
     return _told[0]
 
 
+def tell_failure() -> None:
+    """Counts an error of whatever class that this program is given because its step failed."""
+    _told[0] += 1
+
+
 class HpcommError(RuntimeError):
     """Base of all errors of hpcomm.
 
@@ -42,7 +47,7 @@ class HpcommError(RuntimeError):
         self.operation = operation
         self.sequence = sequence
         if isinstance(self, (RankFailed, PeerError, TimedOut, TransportError, Closed)):
-            _told[0] += 1
+            tell_failure()
 
 
 class InvalidArgument(HpcommError, ValueError):

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from losing import interrupt
 from programs import with_environment
+from torch import nn
 
 import hpcomm
 from hpcomm import _C, nccl_variables
@@ -349,6 +350,22 @@ def knows_of_a_loss() -> tuple[str, int, list[str]]:
 
 def test_what_was_lost_is_not_raised_where_the_program_knows() -> None:
     assert ranks.run(1, knows_of_a_loss) == [("child", 0, ["at the end"])]
+
+
+def knows_from_its_step() -> None:
+    with hpcomm.init() as mesh:
+        pipe = hpcomm.Pipeline(nn.Sequential(nn.Linear(2, 2)), mesh=mesh, num_microbatches=1, loss_fn=lambda *_: 1 / 0)
+        try:
+            raise ValueError
+        except ValueError:
+            lose().join()  # the program handles an error, and is not told now
+            goes_on(20)
+        with pytest.raises(ZeroDivisionError):
+            pipe.step(torch.ones(1, 2), target=torch.ones(1, 2))
+
+
+def test_what_a_step_lost_is_not_raised_where_the_step_has_raised() -> None:
+    ranks.run(1, knows_from_its_step)
 
 
 def several_meshes(own_group: bool) -> None:

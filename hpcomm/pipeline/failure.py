@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpcomm.errors import TimedOut
+from hpcomm.errors import TimedOut, tell_failure
 from hpcomm.leaving import describe
 from hpcomm.pipeline.board import report, text_of
 
@@ -43,5 +43,6 @@ class TellPeers:
             error.args = (f"{error.args[0]}\nwhere the ranks of this host stand:\n{places}", *error.args[1:])
         if where and hasattr(error, "add_note"):  # Python 3.11
             error.add_note(where)
+        tell_failure()  # what a GPU lost of this step is no news
         self._mesh.control.abort(f"{where}: {describe(error)}" if where else describe(error))
         runner.clear()
