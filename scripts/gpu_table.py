@@ -67,6 +67,7 @@ ROWS = (
     Row("DDP of 8 x Linear(4096), one rank", "ddp", "8 x Linear(4096), batch 512", NO_WRAPPER),
     Row("DDP of 200 x Linear(128), one rank", "ddp", "200 x Linear(128), batch 64", NO_WRAPPER),
     Row("DDP of 24 x Linear(1024), one rank", "ddp", "24 x Linear(1024), batch 1024", NO_WRAPPER),
+    Row("DDP of 24 x Linear(2048), one rank", "ddp", "24 x Linear(2048), batch 2048", NO_WRAPPER),
     Row(
         "DDP of 8 x Linear(4096), two ranks",
         "ddp-2",
@@ -80,6 +81,8 @@ ROWS = (
         STOCK_DDP,
     ),
     Row("DDP of 24 x Linear(1024), two ranks", "ddp-2", "24 x Linear(1024), batch 1024", STOCK_DDP),
+    Row("DDP of 24 x Linear(2048), two ranks", "ddp-2", "24 x Linear(2048), batch 2048", STOCK_DDP),
+    Row("reductions of 24 x Linear(2048) under compute", "ddp-2", "24 x Linear(2048), batch 2048", UNDER_COMPUTE),
     Row("reductions of 24 x Linear(1024) under compute", "ddp-2", "24 x Linear(1024), batch 1024", UNDER_COMPUTE),
     Row("reductions of 200 x Linear(128) under compute", "ddp-2", "200 x Linear(128), batch 64", UNDER_COMPUTE),
     Row(

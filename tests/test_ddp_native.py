@@ -571,6 +571,7 @@ def profiled(group: str, options: dict[str, Any]) -> Counter[str]:
                 loss_of(wrapped(x), y).backward()
         seen = [event for event in profile.events() if event.name.partition(":")[0] in ("gloo", "hpcomm")]
         assert all(event.is_async for event in seen if "reduce" in event.name)
+        assert sum(event.name == "DistributedDataParallel.forward" for event in profile.events()) == 2
         return Counter(event.name for event in seen)
 
 
@@ -591,6 +592,21 @@ def test_the_profiler_shows_each_collective_by_the_name_of_the_group(
     group: str, options: dict[str, Any], reducer: str, expected: dict[str, int]
 ) -> None:
     assert ranks.run(2, profiled, group, options, env={"HPCOMM_DDP_REDUCER": reducer})[0] == expected
+
+
+def test_a_forward_that_nobody_profiles_is_torchs_without_its_event() -> None:
+    """Which our class does itself (``_forward_unseen``): should torch's change, so must ours."""
+    assert "".join(inspect.getsource(Stock.forward).split()) == "".join(
+        """def forward(self, *inputs, **kwargs):
+        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            output = (
+                self.module.forward(*inputs, **kwargs)
+                if self._delay_all_reduce_all_params
+                else self._run_ddp_forward(*inputs, **kwargs)
+            )
+            return self._post_forward(output)""".split()
+    )
 
 
 def beside_fsdp(backend: str) -> None:
