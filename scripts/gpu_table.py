@@ -1,4 +1,5 @@
-"""Writes the GPU figures of README.md from benchmarks/results/gpu-*.json, between two comments.
+"""Writes the GPU figures of README.md from benchmarks/results/gpu-*.json, between two comments. Files that are named
+for a commit are records of older revisions, which docs quote.
 
 python scripts/gpu_table.py            # rewrites the block
 python scripts/gpu_table.py --check    # exit code 1 when README.md is not what the results say
@@ -7,6 +8,7 @@ python scripts/gpu_table.py --check    # exit code 1 when README.md is not what 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -154,7 +156,8 @@ def column(document: dict[str, Any]) -> str:
 
 def render(results: Path) -> str:
     """The block between the comments."""
-    documents = [json.loads(path.read_text()) for path in results.glob("gpu-bench-*.json")]
+    paths = [path for path in results.glob("gpu-bench-*.json") if not re.search(r"-[0-9a-f]{7}$", path.stem)]
+    documents = [json.loads(path.read_text()) for path in paths]
     documents.sort(key=lambda document: document["date"])
     if not documents:
         return f"GPU figures: {NONE}.\n\n{tests(results)}"

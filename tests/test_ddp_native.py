@@ -597,15 +597,32 @@ def test_the_profiler_shows_each_collective_by_the_name_of_the_group(
 def test_a_forward_that_nobody_profiles_is_torchs_without_its_event() -> None:
     """Which our class does itself (``_forward_unseen``): should torch's change, so must ours."""
     assert "".join(inspect.getsource(Stock.forward).split()) == "".join(
-        """def forward(self, *inputs, **kwargs):
-        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            output = (
-                self.module.forward(*inputs, **kwargs)
-                if self._delay_all_reduce_all_params
-                else self._run_ddp_forward(*inputs, **kwargs)
-            )
-            return self._post_forward(output)""".split()
+        [
+            "def",
+            "forward(self,",
+            "*inputs,",
+            "**kwargs):",
+            "with",
+            'torch.autograd.profiler.record_function("DistributedDataParallel.forward"):',
+            "inputs,",
+            "kwargs",
+            "=",
+            "self._pre_forward(*inputs,",
+            "**kwargs)",
+            "output",
+            "=",
+            "(",
+            "self.module.forward(*inputs,",
+            "**kwargs)",
+            "if",
+            "self._delay_all_reduce_all_params",
+            "else",
+            "self._run_ddp_forward(*inputs,",
+            "**kwargs)",
+            ")",
+            "return",
+            "self._post_forward(output)",
+        ]
     )
 
 

@@ -400,8 +400,20 @@ def test_the_share_of_reductions_under_compute() -> None:
     )
     # 5 to 12, 14 to 15, 18 to 20, of 20 in all.
     assert trace.share_under_compute(found) == pytest.approx(0.5)
+    assert trace.share_under_compute(found, trace.compute_of(found)) == pytest.approx(0.5)
+    assert trace.share_under_compute(found, [(0, 6), (12.5, 13.5), (24, 99)]) == pytest.approx(0.75)
     assert trace.share_under_compute(found[:2]) is None
     assert trace.merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
+
+
+def test_times_of_two_processes_are_of_one_clock() -> None:
+    """The profiler counts from a moment that it names, in each process its own."""
+    event = {"ph": "X", "cat": "kernel", "name": "gemm", "dur": 0.5}
+    starts = [
+        trace.parse({"baseTimeNanoseconds": base, "traceEvents": [{**event, "ts": ts}]})[0].start
+        for base, ts in ((1_764_000_000_000_000_000, 5.25), (1_764_000_000_000_003_000, 2.25))
+    ]
+    assert starts[0] == pytest.approx(starts[1], abs=1e-3)
 
 
 def test_launches_are_counted() -> None:
@@ -444,6 +456,7 @@ def test_the_table_shows_targets_misses_and_what_was_not_measured(tmp_path: Path
     }
     assert gpu_table.render(tmp_path).startswith("GPU figures: not yet measured.")
     (tmp_path / "gpu-bench-x.json").write_text(json.dumps(document))
+    (tmp_path / "gpu-bench-x-0123abc.json").write_text(json.dumps({**document, "command": "of an older revision"}))
     text = gpu_table.render(tmp_path)
     assert "| pack 1 x 64 MB, share of the copy rate | >= 80 % of the copy rate | 91 % |" in text
     assert "| >= 80 % of the copy rate | 71 % (missed) |" in text
@@ -452,6 +465,7 @@ def test_the_table_shows_targets_misses_and_what_was_not_measured(tmp_path: Path
     assert row in text
     assert "NVIDIA X, torch 2.11.0, NCCL 2.30.7: `make gpu-bench`, today, commit abc." in text
     assert "(`make gpu-test`): not yet measured." in text
+    assert "of an older revision" not in text
     (tmp_path / "gpu-test.json").write_text(json.dumps({"environment": environment, "counts": {"passed": 3}}))
     assert "(`make gpu-test`): 3 passed; NVIDIA X" in gpu_table.render(tmp_path)
 

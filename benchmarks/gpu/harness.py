@@ -85,6 +85,11 @@ class Job:
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
+    @property
+    def shares_device(self) -> bool:
+        """Whether there are ranks with one GPU, or CPU ranks."""
+        return self.ranks > (torch.cuda.device_count() if self.on_gpu else 1)
+
     def synchronize(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize()

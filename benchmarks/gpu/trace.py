@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,12 +49,14 @@ def record(job: Job, step: Step) -> list[Event]:
 
 
 def parse(trace: Mapping[str, Any]) -> list[Event]:
-    """Complete events of a Chrome trace."""
+    """Complete events of a Chrome trace. Times of two processes of a machine are of one clock."""
+    begin = trace.get("baseTimeNanoseconds", 0) % 10**15 / 1e3  # days would leave no digits for fractions
     return [
-        Event(event.get("cat", ""), event["name"], float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0)))
+        Event(event.get("cat", ""), event["name"], begin + float(event["ts"]),
+              begin + float(event["ts"]) + float(event.get("dur", 0)))
         for event in trace["traceEvents"]
         if event.get("ph") == "X"
-    ]
+    ]  # fmt: skip
 
 
 def launches(events: Iterable[Event]) -> dict[str, int]:
@@ -76,16 +78,26 @@ def communicates(event: Event) -> bool:
     return any(word in event.name for word in COMMUNICATES)
 
 
-def share_under_compute(events: Iterable[Event]) -> float | None:
+def computes(event: Event) -> bool:
+    """Whether it is a kernel of the model. What packs and unpacks is communication too, though not on the wire; copies
+    and fills compute nothing.
+    """
+    return event.category == "kernel" and not communicates(event) and OURS not in event.name
+
+
+def compute_of(events: Iterable[Event]) -> list[Interval]:
+    """When kernels of the model ran."""
+    return merged((event.start, event.end) for event in events if computes(event))
+
+
+def share_under_compute(events: Sequence[Event], others: Iterable[Interval] = ()) -> float | None:
     """The part of the time in which NCCL's kernels run that the model's kernels run in as well; None without any.
 
-    What packs and unpacks is communication too, though not on the wire; copies and fills compute nothing.
+    Args:
+        others: when kernels of other ranks' models ran on the same GPU.
     """
-    kernels = [event for event in events if event.category == "kernel"]
-    wire = merged((event.start, event.end) for event in kernels if communicates(event))
-    compute = merged(
-        (event.start, event.end) for event in kernels if not communicates(event) and OURS not in event.name
-    )
+    wire = merged((event.start, event.end) for event in events if event.category == "kernel" and communicates(event))
+    compute = merged([*compute_of(events), *others])
     total = sum(end - start for start, end in wire)
     if total == 0:
         return None
