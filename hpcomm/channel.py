@@ -285,7 +285,7 @@ class Channel:
         communicator: a communicator that both ranks belong to, e.g. ``mesh.pp``.
         peer: the other rank, in that communicator.
         schema: "per_message" (structure and shapes may change) or "frozen" (fixed by the first message, its numbers and
-            texts included; later ones carry no header); the same on both ranks.
+            texts included; later ones carry no header, but for short ones over gloo); the same on both ranks.
         wire_dtype: what real floating point tensors are cast to on the way, and back on arrival: a dtype, or a function
             of a tensor's place (such as ``"message['h'][0]"``) and the tensor that returns a dtype or None. Rounded to
             nearest, ties to even; float64 to 8 and 16 bits by way of float32, as torch casts. Integers, bools, complex

@@ -20,7 +20,7 @@ namespace hpcomm {
 // One message to send, as an edge has checked it.
 struct Outgoing {
   KnownPtr known;
-  // None on a frozen edge after its first message. It says no place: the route lends.
+  // None on a frozen edge after its first message, unless it goes behind a header. It says no place: the route lends.
   std::optional<MessageHeader> header;
   std::vector<Source> sources;  // by tensor of the schema
   Keepalive keepalive;
@@ -49,9 +49,10 @@ struct Inbound {
   void expect(std::shared_ptr<const Schema> schema);
   // The schema of message `sequence`, whose header has come. Throws kProtocol and kSchemaMismatch.
   KnownPtr accept(const MessageHeader& header, std::string_view schema, std::uint64_t sequence, int microbatch);
-  // Of a frozen edge, once it is known.
+  // False on a frozen edge after its first message, but for those that go behind a header in any case.
   [[nodiscard]] bool needs_header(std::uint64_t sequence) const {
-    return !(mode == SchemaMode::kFrozen && sequence > 0);
+    return mode != SchemaMode::kFrozen || sequence == 0 ||
+           (current != nullptr && goes_behind_header(communicator, current->parcel));
   }
   // Throws what ended the edge, the communicator or the wait.
   void check(std::uint64_t sequence, Deadline deadline) const;

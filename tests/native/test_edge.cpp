@@ -718,6 +718,57 @@ TEST(edge_small_messages_keep_their_order_among_large_ones) {
   }
 }
 
+// They have headers there, which cost nothing: the receiver need not be at them, and notices another microbatch.
+TEST(edge_frozen_messages_go_behind_their_headers_as_others_do) {
+  run_pair(
+      SchemaMode::kFrozen,
+      [](Communicator& world, SendEdge&) {
+        carry(world);
+        SendEdge edge({std::shared_ptr<Communicator>(&world, [](Communicator*) {}), 1, SchemaMode::kFrozen}, heap());
+        for (unsigned i = 0; i < 20; ++i) {
+          const WorkPtr work = send(edge, bytes_of(1000, i), static_cast<int>(i));
+          if (i < 4) {  // within the window
+            CHECK(work->done());
+          }
+          work->wait();
+        }
+        CHECK_THROWS(ErrorKind::kSchemaMismatch, send(edge, bytes_of(1001, 20), 20), "the schema is frozen");
+        world.control().send(1, 1, "sent");
+        (void)send(edge, bytes_of(1000, 20), 21);
+      },
+      [](Communicator& world, RecvEdge&) {
+        carry(world);
+        RecvEdge edge({std::shared_ptr<Communicator>(&world, [](Communicator*) {}), 0, SchemaMode::kFrozen}, heap());
+        for (unsigned i = 0; i < 20; ++i) {
+          check_arrived(edge.recv(static_cast<int>(i)), bytes_of(1000, i));
+        }
+        CHECK_EQ(world.control().receive(0, 1, Clock::now() + 20s), "sent");
+        check_error(*edge.recv(20).work, ErrorKind::kSchemaMismatch, "delivered microbatch 21");
+      });
+}
+
+TEST(edge_frozen_message_with_another_schema_is_refused) {
+  const ThreadJob job(2);
+  const auto world = job.communicator(1);
+  carry(*world);
+  RecvEdge edge({world, 0, SchemaMode::kFrozen}, heap());
+  const std::uint64_t id = job.communicator(0)->next_edge_id(0, 1);
+  const auto tell = [&](std::uint64_t sequence, std::int64_t count) {
+    const std::string schema = encode_schema(bytes_of(count, 1).schema);
+    const std::uint64_t bytes = Parcel(bytes_of(count, 1).schema).bytes();
+    MessageHeader header{
+        id, sequence, -1, fingerprint_of(schema), bytes, static_cast<std::uint32_t>(schema.size()), std::nullopt};
+    header.frozen = true;
+    job.control(0)->send(1, id, encode_header(header) + std::string(bytes, 'p') + schema);
+  };
+  const Receipt first = edge.recv(-1);
+  tell(0, 8);
+  first.work->wait();
+  const Receipt second = edge.recv(-1);
+  tell(1, 9);
+  check_error(*second.work, ErrorKind::kProtocol, "another schema than the first one");
+}
+
 // A receiver that waits has long messages come behind their headers, after the first one: these end without a lane.
 TEST(edge_long_messages_come_behind_their_header_where_they_are_waited_for) {
   constexpr unsigned kEdges = 3;
