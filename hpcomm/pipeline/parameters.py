@@ -42,13 +42,13 @@ class Sums:
         return self.is_open and any(self._is_kept(parameter) for parameter in parameters)
 
     @contextmanager
-    def step(self, module: torch.nn.Module, *, reduce: bool) -> Iterator[None]:
-        """A step on the gradients of ``module``: inside, they are of the sum alone.
+    def step(self, parameters: Iterable[torch.nn.Parameter], *, reduce: bool) -> Iterator[None]:
+        """A step on the gradients of ``parameters``: inside, they are of the sum alone.
 
         Raises:
             InvalidArgument: some of them are parts of a sum of another Pipeline.
         """
-        trained = [p for p in module.parameters() if p.requires_grad]
+        trained = [p for p in parameters if p.requires_grad]
         for other in _open:
             if other is not self and any(map(other._is_kept, trained)):
                 raise InvalidArgument(
@@ -95,9 +95,9 @@ def _sum(before: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
     return before + made if 0 in before.stride() else before.add_(made)
 
 
-def identity(module: torch.nn.Module) -> list[tuple[int, bool, torch.dtype]]:
+def identity(parameters: Iterable[torch.nn.Parameter]) -> list[tuple[int, bool, torch.dtype]]:
     """What must not change between steps: buckets and hooks were made for it."""
-    return [(id(p), p.requires_grad, p.dtype) for p in module.parameters()]
+    return [(id(p), p.requires_grad, p.dtype) for p in parameters]
 
 
 def start_equal(mesh: Mesh, module: torch.nn.Module, owned: Sequence[Owned], placement: Sequence[int]) -> None:

@@ -178,7 +178,7 @@ class Pipeline(LocalModel):
             self._runner.recorder = recorder_for(mesh.rank, on_cpu=mesh.device.type == "cpu")
         self._evaluation: Runner | None = None if plain.trains else self._runner
         start_equal(mesh, self.module, [e for e in owned if set(e.stages) & set(here)], plain.placement)
-        self._identity = identity(self.module)
+        self._identity = identity(self.parameters())
         self._generator = generator_of(mesh.device)
         self._unit = Unit(mesh, plain.placement[-1], of_two=deterministic)
         self._sums = Sums()
@@ -236,7 +236,8 @@ class Pipeline(LocalModel):
                 raise InvalidArgument("step(): the schedule has no backwards; use eval_step()")
             if self._asked.loss_fn is None:
                 raise InvalidArgument("step(): the Pipeline was made with loss_fn=None: there is nothing to train on")
-            if identity(self.module) != self._identity:
+            parameters = list(self.parameters())  # once a step: a model has thousands
+            if identity(parameters) != self._identity:
                 raise InvalidArgument(
                     "the stage's parameters changed since the Pipeline was made (replaced, frozen, unfrozen or "
                     "converted); make a new Pipeline of the changed model"
@@ -253,8 +254,8 @@ class Pipeline(LocalModel):
             batch.unit = self._unit.value
             if scaler is not None:
                 batch.scale = scaler.scale
-            batch.keeps = self._sums.keeps(self.parameters())
-            with self._random_numbers(batch), self._sums.step(self.module, reduce=reduce):
+            batch.keeps = self._sums.keeps(parameters)
+            with self._random_numbers(batch), self._sums.step(parameters, reduce=reduce):
                 result = runner.step(batch)
         self.step_number += 1
         return self._answer(result, return_outputs)
