@@ -386,6 +386,23 @@ def absent_peer(limit: float) -> None:
         mesh.control.exchange([0, 1], 99, b"", 20.0)  # rank 1 is there all the while
 
 
+def made_while_the_job_fails(how: str) -> tuple[str, str]:
+    mesh = hpcomm.init(dp=2)
+    if mesh.rank == 1:
+        mesh.control.abort("no more of this")
+        return "", ""
+    with pytest.raises(hpcomm.PeerError, match="no more of this") as caught:
+        mesh.world.subgroup([0, 1], "of two") if how == "subgroup" else mesh.world.split(0)
+    return caught.value.operation, str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["subgroup", "split"])
+def test_a_group_that_cannot_be_made_names_what_was_asked_for(how: str) -> None:
+    operation, text = ranks.run(2, made_while_the_job_fails, how)[0]
+    assert operation == how
+    assert text.startswith(f"{how} #"), text
+
+
 def memory_swapped_meanwhile() -> None:
     """The tensor of a call that waits gets other memory from another thread; the call keeps what it was given."""
     with hpcomm.init(dp=2) as mesh:

@@ -246,7 +246,9 @@ CommunicatorConfig Communicator::child_config(const std::vector<int>& members, c
 }
 
 std::shared_ptr<Communicator> Communicator::subgroup(const std::vector<int>& members, const std::string& lane) {
-  return make_child(child_config(members, lane));
+  const ErrorContext what = context("subgroup", -1, subgroups_++);
+  CommunicatorConfig child = child_config(members, lane);
+  return in_words_of(*this, what, [&] { return make_child(std::move(child)); });
 }
 
 std::shared_ptr<Communicator> Communicator::make_part(CommunicatorConfig part) { return make_child(std::move(part)); }
@@ -290,7 +292,8 @@ std::shared_ptr<Communicator> Communicator::split(int color, int key, const std:
   for (const auto& choice : chosen) {
     members.push_back(choice.second);
   }
-  return make_part(child_config(members, mine));
+  CommunicatorConfig part = child_config(members, mine);
+  return in_words_of(*this, what, [&] { return make_part(std::move(part)); });
 }
 
 Buffer Communicator::allocate(std::size_t bytes) {

@@ -265,6 +265,7 @@ class Communicator {
   std::map<std::pair<int, int>, int> edges_;
   std::map<std::string, int> children_;
   std::uint64_t splits_ = 0;
+  std::uint64_t subgroups_ = 0;
 };
 
 // The rank in the job of a rank of the communicator.

@@ -33,7 +33,7 @@ class LaneRecv final : public RecvRoute {
     const bool on_gpu = communicator.device().type == DeviceType::kCuda;
     const bool is_idle =
         options.inline_when_idle && communicator.bytes_in_control() > 0 && communicator.stream().idle();
-    if (on_gpu || is_idle) {
+    if ((on_gpu && inbound_->needs_header(sequence)) || is_idle) {
       if (WorkPtr work = recv_here(sequence, microbatch, options, on_gpu ? Meanwhile{} : meanwhile, message)) {
         return {work, message, sequence};
       }
@@ -213,8 +213,7 @@ class LaneRecv final : public RecvRoute {
       work.issued(std::move(received));
     }
 
-    // What the next message looks like; waits for its header unless the schema is frozen. True when the payload came
-    // behind it.
+    // What the next message looks like; waits for its header, if it has one. True when the payload came behind it.
     bool next(std::uint64_t sequence, int microbatch, Deadline deadline, Incoming& message, void (*poll)() = nullptr,
               const Meanwhile* meanwhile = nullptr) {
       if (!inbound->needs_header(sequence)) {

@@ -73,7 +73,7 @@ struct MessageHeader {
     friend bool operator==(const Lent&, const Lent&) = default;
   };
   std::optional<Lent> lent;
-  // No headers follow: the sender's schema is frozen.
+  // The sender's schema is frozen: no header follows but of messages that go behind theirs.
   bool frozen = false;
 
   friend bool operator==(const MessageHeader&, const MessageHeader&) = default;

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 _StockDDP = torch.nn.parallel.DistributedDataParallel
+_STOCK_FORWARD = _StockDDP.forward
 _POSITIONS = list(inspect.signature(_StockDDP.__init__).parameters)[2:]  # after self and module
 
 
@@ -327,7 +328,8 @@ class DistributedDataParallel(_StockDDP):
                 self._hpcomm_attendance.look(self.require_backward_grad_sync)
         # An event of the profiler takes longer than the rest of the wrapper, some 80 us of a step.
         seen = torch.autograd._profiler_enabled() or self._delay_all_reduce_all_params  # type: ignore[attr-defined]
-        run: Callable[..., Any] = super().forward if seen else self._forward_unseen
+        is_stock = _StockDDP.forward is _STOCK_FORWARD  # else somebody has put in his own
+        run: Callable[..., Any] = self._forward_unseen if is_stock and not seen else super().forward
         if self._hpcomm_last is None:
             return run(*args, **kwargs)
         self._hpcomm_last.refuse_join(self, self._hpcomm_join)
@@ -336,6 +338,7 @@ class DistributedDataParallel(_StockDDP):
         self._hpcomm_last.watch(self, output)
         return output
 
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def _forward_unseen(self, *args: Any, **kwargs: Any) -> Any:
         """What torch's does, without its event "DistributedDataParallel.forward"."""
         args, kwargs = self._pre_forward(*args, **kwargs)  # type: ignore[no-untyped-call]
