@@ -3,7 +3,7 @@
 Same model, cut, microbatches and schedule. hpcomm's step leaves the loss on every rank, torch's on the last: listed is
 also torch's with an all_reduce of the loss behind it. "captured" replays a step of the frozen pipeline from a CUDA
 graph; it is listed, and not what hpcomm is judged by. "compute only" is this rank's forwards and backwards without any
-message.
+message. What the host takes to issue a step is measured as well.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import hpcomm
-from benchmarks.gpu.harness import Job, Step, fastest, measure, peak_bytes, ratio
+from benchmarks.gpu.harness import ISSUE, Job, Step, fastest, measure, peak_bytes, ratio
 
 # layers, width, batch, microbatches
 CASES = {
@@ -52,6 +52,7 @@ def one_case(job: Job, mesh: hpcomm.Mesh, name: str, layers: int, width: int, ba
     torch.manual_seed(1)
     x, y = torch.randn(2, batch, width).to(job.device).unbind(0)
     parts = [part.clone().requires_grad_(mesh.pp.rank > 0) for part in x.chunk(microbatches)]
+    targets = y.chunk(microbatches)
 
     def stock() -> list[torch.Tensor]:
         stage.zero_grad()
@@ -75,8 +76,12 @@ def one_case(job: Job, mesh: hpcomm.Mesh, name: str, layers: int, width: int, ba
 
     def compute_only() -> None:
         alone.zero_grad()
-        for part in parts:
-            alone(part).sum().backward()
+        for part, target in zip(parts, targets, strict=True):
+            output = alone(part)
+            if mesh.pp.rank == mesh.pp.size - 1:
+                nn.functional.mse_loss(output, target).backward()
+            else:
+                output.backward(target)  # as wide as what would come back
 
     variants: dict[str, Step] = {key: (lambda pipe=pipe: ours(pipe)) for key, pipe in pipes.items()}
     variants[STOCK] = stock
@@ -91,12 +96,14 @@ def one_case(job: Job, mesh: hpcomm.Mesh, name: str, layers: int, width: int, ba
         pipes["hpcomm.Pipeline, captured"] = capture(graph, lambda: pipeline("frozen"), ours, x, y)
         variants["hpcomm.Pipeline, captured"] = graph.replay
     samples = measure(job, variants, block=0.1, most=30)
+    host = measure(job, variants, how=ISSUE, most=3)
     variants.pop("hpcomm.Pipeline, captured", None)
     if graph is not None:
         graph.reset()  # before the mesh closes; its gradients stay
     require_equal_gradients(pipes, stage)
     peaks = peak_bytes(job, variants)
     job.report.row(f"{name}, {mesh.pp.size} stage(s)", samples, peak_bytes=peaks)
+    job.report.row(f"{name}, {mesh.pp.size} stage(s): the host, until it has issued a step", host)
     best = fastest(samples, judged)
     times = ratio(samples, best, STOCK)
     wanted = "not slower than torch's 1F1B"
