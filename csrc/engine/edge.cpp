@@ -224,48 +224,68 @@ void Inbound::require_due(const MessageHeader& header, std::uint64_t sequence) c
 KnownPtr Inbound::accept(const MessageHeader& header, std::string_view schema, std::uint64_t sequence, int microbatch) {
   require_due(header, sequence);
   at_hand = header.microbatch;
-  const auto reject = [&](const std::string& why) {
-    throw Error(ErrorKind::kProtocol, name() + ": " + why, communicator.context("recv", peer, sequence));
+  KnownPtr known = schema_of(header, schema, sequence);
+  const auto differs = [&](const std::string& how) {
+    throw Error(ErrorKind::kSchemaMismatch, how, communicator.context("recv", peer, sequence));
   };
+  if (header.frozen != (mode == SchemaMode::kFrozen)) {
+    const auto what = [](bool frozen) { return frozen ? "frozen" : "per_message"; };
+    differs(str(message_name(name(), sequence, header.microbatch), ": the sender's end was made with schema=\"",
+                what(header.frozen), "\", this rank's with schema=\"", what(!header.frozen), '"'));
+  }
+  if (microbatch >= 0 && header.microbatch != microbatch) {
+    missed = microbatch;
+    differs(str(name(), " delivered microbatch ", header.microbatch, " (", known->schema.to_text(),
+                "), this rank expects microbatch ", microbatch, "; do all ranks run the same plan?"));
+  }
+  if (const std::string how = unlike_expected(known); !how.empty()) {
+    differs(str(message_name(name(), sequence, header.microbatch), ": this rank expects another message: ", how));
+  }
+  if (mode == SchemaMode::kFrozen) {
+    const std::lock_guard lock(expected_mutex);
+    if (fixed != nullptr && known != fixed) {
+      reject(sequence, str("message #", sequence, " has another schema than the first one, and it is frozen"));
+    }
+    fixed = known;
+  }
+  current = known;
+  return known;
+}
+
+void Inbound::reject(std::uint64_t sequence, const std::string& why) const {
+  throw Error(ErrorKind::kProtocol, name() + ": " + why, communicator.context("recv", peer, sequence));
+}
+
+KnownPtr Inbound::schema_of(const MessageHeader& header, std::string_view schema, std::uint64_t sequence) {
   if (schema.size() != header.schema_bytes) {
-    reject(str("bytes behind the header: ", schema.size(), " instead of ", header.schema_bytes));
+    reject(sequence, str("bytes behind the header: ", schema.size(), " instead of ", header.schema_bytes));
   }
   KnownPtr known;
-  if (!schema.empty()) {
+  if (schema.empty()) {
+    known = book.find(header.schema);
+  } else {
     if (fingerprint_of(schema) != header.schema) {
-      reject("the schema does not match its fingerprint");
+      reject(sequence, "the schema does not match its fingerprint");
     }
     known = read_of(*this, sequence, [&] { return KnownSchema::read(schema, header.schema); });
     if (book.add(known)) {
       found_like.clear();  // or it would hold what the book has let go of
     }
-  } else {
-    known = book.find(header.schema);
   }
   if (known == nullptr || known->parcel.bytes() != header.payload_bytes) {
-    reject(str("message #", sequence, " has no schema that fits it"));
+    reject(sequence, str("message #", sequence, " has no schema that fits it"));
   }
   if (known->parcel.bytes() > max_bytes) {
-    reject(str("message #", sequence, " has ", known->parcel.bytes(), " bytes as it travels, and this rank's end ",
-               "takes up to max_bytes=", max_bytes, "; make both ends alike"));
+    reject(sequence, str("message #", sequence, " has ", known->parcel.bytes(), " bytes as it travels, and this ",
+                         "rank's end takes up to max_bytes=", max_bytes, "; make both ends alike"));
   }
   if (header.lent && known->parcel.packed.bytes() == 0) {
-    reject(str("message #", sequence, " is lent and has nothing to lend"));
+    reject(sequence, str("message #", sequence, " is lent and has nothing to lend"));
   }
-  if (header.frozen != (mode == SchemaMode::kFrozen)) {
-    const auto what = [](bool frozen) { return frozen ? "frozen" : "per_message"; };
-    throw Error(ErrorKind::kSchemaMismatch,
-                str(message_name(name(), sequence, header.microbatch), ": the sender's end was made with schema=\"",
-                    what(header.frozen), "\", this rank's with schema=\"", what(!header.frozen), '"'),
-                communicator.context("recv", peer, sequence));
-  }
-  if (microbatch >= 0 && header.microbatch != microbatch) {
-    missed = microbatch;
-    throw Error(ErrorKind::kSchemaMismatch,
-                str(name(), " delivered microbatch ", header.microbatch, " (", known->schema.to_text(),
-                    "), this rank expects microbatch ", microbatch, "; do all ranks run the same plan?"),
-                communicator.context("recv", peer, sequence));
-  }
+  return known;
+}
+
+std::string Inbound::unlike_expected(const KnownPtr& known) {
   std::shared_ptr<const Schema> wanted;
   {
     const std::lock_guard lock(expected_mutex);
@@ -275,25 +295,14 @@ KnownPtr Inbound::accept(const MessageHeader& header, std::string_view schema, s
     like = wanted;
     found_like.clear();
   }
-  if (wanted != nullptr && std::find(found_like.begin(), found_like.end(), known) == found_like.end()) {
-    const std::string differs = difference(known->schema, *wanted, Compare::kKinds);
-    if (!differs.empty()) {
-      throw Error(
-          ErrorKind::kSchemaMismatch,
-          str(message_name(name(), sequence, header.microbatch), ": this rank expects another message: ", differs),
-          communicator.context("recv", peer, sequence));
-    }
+  if (wanted == nullptr || std::find(found_like.begin(), found_like.end(), known) != found_like.end()) {
+    return {};
+  }
+  std::string differs = difference(known->schema, *wanted, Compare::kKinds);
+  if (differs.empty()) {
     found_like.push_back(known);
   }
-  if (mode == SchemaMode::kFrozen) {
-    const std::lock_guard lock(expected_mutex);
-    if (fixed != nullptr && known != fixed) {
-      reject(str("message #", sequence, " has another schema than the first one, and it is frozen"));
-    }
-    fixed = known;
-  }
-  current = known;
-  return known;
+  return differs;
 }
 
 void Inbound::expect(std::shared_ptr<const Schema> schema) {

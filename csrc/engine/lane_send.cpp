@@ -116,65 +116,23 @@ class LaneSend final : public SendRoute {
   // Header, payload and schema in one Control message. The payload comes first: its tensors are written to their places
   // in it, which have to be aligned. Large tensors stay where they are.
   WorkPtr send_behind_header(Outgoing message) {
-    const Parcel& parcel = message.known->parcel;
-    const std::size_t schema_bytes = message.header->schema_bytes;
-    const bool lends = parcel.direct_bytes >= kLendFrom;
-    const auto is_lent = [&](const Parcel::Direct& one) {
-      return lends && message.sources[one.tensor].strided == nullptr;
-    };
-    std::size_t lent_bytes = 0;
-    std::size_t room = kHeaderBytes + parcel.bytes() + schema_bytes;
-    for (const Parcel::Direct& one : parcel.direct) {
-      if (is_lent(one)) {
-        lent_bytes += one.bytes;
-        room = room - one.bytes + 2 * Layout::kAlignment;
-      }
-    }
-    const Buffer body = slots_.acquire(room).buffer;
-    auto* const memory = static_cast<char*>(body.view.data);
-    write_header(*message.header, memory);
-    run_copies_cpu(pack_items(message, memory + kHeaderBytes, Reader::kThisCore), nullptr);
-    LentBody parts;
-    // What is in `memory` and not yet among the parts; and where the payload is, which has gaps between its tensors.
-    char* begin = memory;
-    char* end = memory + kHeaderBytes + parcel.packed.bytes();
-    std::size_t offset = 0;  // of the direct ones
-    for (const Parcel::Direct& one : parcel.direct) {
-      end += one.offset - offset;
-      const Source& source = message.sources[one.tensor];
-      if (is_lent(one)) {
-        parts.parts.emplace_back(begin, end);
-        parts.parts.emplace_back(static_cast<const char*>(source.data), one.bytes);
-        // As far from the beginning of a line as in the payload: what is written behind it has to be aligned.
-        begin = end = memory + line(static_cast<std::size_t>(end - memory)) + one.bytes % Layout::kAlignment;
-      } else {
-        if (source.strided != nullptr) {
-          source.strided->write(end, message.known->schema.tensors[one.tensor].dtype);
-        } else {
-          std::memcpy(end, source.data, one.bytes);
-        }
-        end += one.bytes;
-      }
-      offset = one.offset + one.bytes;
-    }
-    end += parcel.direct_bytes - offset;
-    std::memcpy(end, message.known->bytes.data(), schema_bytes);
-    parts.parts.emplace_back(begin, end + schema_bytes);
+    const std::size_t lent = lent_bytes(message);
+    const Buffer room = slots_.acquire(room_of(message)).buffer;
+    auto parts = write_body(message, static_cast<char*>(room.view.data));
     Control& control = communicator_.control();
     const int peer = job_rank(communicator_, peer_);
-    if (lent_bytes == 0) {
-      if (body.view.bytes < kLendFrom) {
-        control.send(peer, edge_, parts.parts.front());
-      } else {
-        parts.sent = [held = body.owner](const Error*) {};
-        control.send_lent(peer, edge_, std::move(parts));
-      }
+    if (lent == 0 && room.view.bytes < kLendFrom) {
+      control.send(peer, edge_, parts.front());
+      return ended(std::move(message.what));
+    }
+    if (lent == 0) {
+      control.send_lent(peer, edge_, {std::move(parts), [held = room.owner](const Error*) {}});
       return ended(std::move(message.what));
     }
     auto work = std::make_shared<HostWork>(message.what);
     using Held = std::pair<Keepalive, Keepalive>;
-    parts.sent = [work, lane = communicator_.lane(),
-                  held = std::make_shared<const Held>(std::move(message.keepalive), body.owner)](const Error* why) {
+    const auto held = std::make_shared<const Held>(std::move(message.keepalive), room.owner);
+    const auto sent = [work, lane = communicator_.lane(), held](const Error* why) {
       if (why == nullptr) {
         return work->complete();
       }
@@ -182,11 +140,67 @@ class LaneSend final : public SendRoute {
       what.peer = why->context().peer;
       work->fail(std::make_exception_ptr(as_end_of(std::move(what), lane, *why)));
     };
-    control.send_lent(peer, edge_, std::move(parts));
+    control.send_lent(peer, edge_, {std::move(parts), sent});
     if (work->done()) {
       return work;
     }
     return std::make_shared<JointWork>(std::move(message.what), std::vector<WorkPtr>{std::move(work)}, refusal_);
+  }
+
+  // Whether Control reads this tensor where it lies.
+  [[nodiscard]] static bool is_lent(const Outgoing& message, const Parcel::Direct& one) {
+    return message.known->parcel.direct_bytes >= kLendFrom && message.sources[one.tensor].strided == nullptr;
+  }
+
+  [[nodiscard]] static std::size_t lent_bytes(const Outgoing& message) {
+    std::size_t bytes = 0;
+    for (const Parcel::Direct& one : message.known->parcel.direct) {
+      bytes += is_lent(message, one) ? one.bytes : 0;
+    }
+    return bytes;
+  }
+
+  // What write_body() writes, at most.
+  [[nodiscard]] static std::size_t room_of(const Outgoing& message) {
+    const Parcel& parcel = message.known->parcel;
+    const auto lent = std::count_if(parcel.direct.begin(), parcel.direct.end(),
+                                    [&](const Parcel::Direct& one) { return is_lent(message, one); });
+    return kHeaderBytes + parcel.bytes() + message.header->schema_bytes - lent_bytes(message) +
+           static_cast<std::size_t>(lent) * 2 * Layout::kAlignment;
+  }
+
+  // To `memory`, but for what is lent; in the order in which it travels.
+  [[nodiscard]] static std::vector<std::string_view> write_body(const Outgoing& message, char* memory) {
+    const Parcel& parcel = message.known->parcel;
+    write_header(*message.header, memory);
+    run_copies_cpu(pack_items(message, memory + kHeaderBytes, Reader::kThisCore), nullptr);
+    std::vector<std::string_view> parts;
+    // What is in `memory` and not yet among the parts; and where the payload is, which has gaps between its tensors.
+    char* begin = memory;
+    char* end = memory + kHeaderBytes + parcel.packed.bytes();
+    std::size_t offset = 0;  // of the direct ones
+    for (const Parcel::Direct& one : parcel.direct) {
+      end += one.offset - offset;
+      const Source& source = message.sources[one.tensor];
+      if (is_lent(message, one)) {
+        parts.emplace_back(begin, end);
+        parts.emplace_back(static_cast<const char*>(source.data), one.bytes);
+        // As far from the beginning of a line as in the payload: what is written behind it has to be aligned.
+        begin = end = memory + line(static_cast<std::size_t>(end - memory)) + one.bytes % Layout::kAlignment;
+      } else if (source.strided != nullptr) {
+        source.strided->write(end, message.known->schema.tensors[one.tensor].dtype);
+        end += one.bytes;
+      } else {
+        std::memcpy(end, source.data, one.bytes);
+        end += one.bytes;
+      }
+      offset = one.offset + one.bytes;
+    }
+    end += parcel.direct_bytes - offset;
+    const std::string_view schema = std::string_view(message.known->bytes).substr(0, message.header->schema_bytes);
+    std::memcpy(end, schema.data(), schema.size());
+    parts.emplace_back(begin, end + schema.size());
+    return parts;
   }
 
   // One task for the whole message, in a place that is found when both ends are at it.

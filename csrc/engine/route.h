@@ -59,6 +59,11 @@ struct Inbound {
   // The first error ends the edge: what comes after it would pair headers with payloads of other messages.
   void fail(std::exception_ptr error);
   [[nodiscard]] std::string name() const;  // "edge 0->1"
+  // Parts of accept(). The schema that a header says its message has, which comes with it or was there before.
+  [[nodiscard]] KnownPtr schema_of(const MessageHeader& header, std::string_view schema, std::uint64_t sequence);
+  // In which way a message is not what was expected; empty where it is.
+  [[nodiscard]] std::string unlike_expected(const KnownPtr& known);
+  [[noreturn]] void reject(std::uint64_t sequence, const std::string& why) const;
 
   // Not owned: a lane's tasks must not keep its communicator alive. The RecvEdge does, and a communicator that is
   // destroyed waits for its lane first.
