@@ -38,7 +38,7 @@ from types import FrameType
 from typing import Any
 
 from benchmarks import collectives_table as report
-from benchmarks.launch import JobFailed, find_mpiexec, link_rate, run_ranks
+from benchmarks.launch import JobFailed, find_mpiexec, link_rate, require_hosts, run_ranks
 from benchmarks.operations import DTYPES, OPERATIONS, REDOPS
 from benchmarks.peers import INSTALL_MPI, PEERS
 
@@ -99,10 +99,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--ranks: {error}")
     if arguments.cores and any(len(arguments.cores) != ranks for ranks in arguments.ranks):
         parser.error(f"--cores: {len(arguments.cores)} cores for --ranks {arguments.ranks}")
-    if any(ranks % arguments.hosts for ranks in arguments.ranks):
-        parser.error(f"--hosts: {arguments.hosts} hosts with equally many of --ranks {arguments.ranks}")
-    if arguments.link and arguments.hosts != 2:
-        parser.error(f"--link is between two --hosts, not {arguments.hosts}")
+    for ranks in arguments.ranks:
+        require_hosts(parser, ranks, arguments.hosts, arguments.link)
     arguments.ops = list(OPERATIONS) if arguments.ops == "all" else arguments.ops.split(",")
     arguments.peers = list(dict.fromkeys([arguments.baseline, *filter(None, arguments.vs.split(","))]))
     arguments.dtype = ALIASES.get(arguments.dtype, arguments.dtype)

@@ -285,7 +285,7 @@ def test_sizes_and_counts() -> None:
         (["--root", "2"], "no rank 2"),
         (["--cores", "0,0,0"], "3 cores for --ranks [2]"),
         (["--cores", "0,x"], "expected cores of"),
-        (["--ranks", "3", "--hosts", "2"], "2 hosts with equally many of --ranks [3]"),
+        (["--ranks", "3", "--hosts", "2"], "2 hosts with equally many of 3 ranks"),
         (["--ranks", "4", "--link", "1gbit"], "--link is between two --hosts, not 1"),
         (["--ranks", "4", "--hosts", "2", "--link", "fast"], "'fast': expected a rate such as 1gbit or 200mbit"),
         (["--redop", "avg", "--dtype", "int32"], "not exact"),
