@@ -5,6 +5,8 @@ from __future__ import annotations
 import builtins
 import contextlib
 import os
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -63,6 +65,57 @@ def require_quiet_ends(fn: Callable[[str], None], ways: Sequence[str]) -> None:
 
 def test_a_daemon_thread_that_waits_lets_the_program_end() -> None:
     require_quiet_ends(daemon_that_waits, ["all_reduce", "reduce", "recv", "mesh", "mesh, async"])
+
+
+# The last that runs before the interpreter ends keeps the GIL; meanwhile the wait of a thread ends, for rank 1 is gone.
+COMES_BACK = """
+import atexit, builtins, os, sys, threading, time
+
+def keep_it():
+    sys.setswitchinterval(1000.0)
+    end = time.monotonic() + 2.0
+    while time.monotonic() < end:
+        pass
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(1)
+
+atexit.register(keep_it)
+import torch, hpcomm
+mesh = hpcomm.init(dp=2)
+if mesh.rank == 1:
+    time.sleep(1)
+    os._exit(0)
+atexit.unregister(mesh._watch._leave)  # which would end the wait
+builtins.slow = Slow()
+threading.Thread(target=mesh.dp.all_reduce, args=(torch.ones(4),), daemon=True).start()
+time.sleep(0.3)
+"""
+
+
+def test_a_thread_that_comes_back_while_the_program_ends_does_not_abort_it() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", COMES_BACK],
+            env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        said = [process.communicate(timeout=60)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert started[0].returncode == 0, said[0]
 
 
 class Slow:

@@ -41,8 +41,8 @@ void bind_backend(py::module_& module) {
       .def_property_readonly("ended", &BackendJob::ended)
       .def("anchor", &BackendJob::anchor)
       .def(
-          "settle", [](const BackendJob& job) { job.settle(&check_signals); }, py::call_guard<py::gil_scoped_release>())
-      .def("end", &BackendJob::end, py::call_guard<py::gil_scoped_release>());
+          "settle", [](const BackendJob& job) { job.settle(&check_signals); }, py::call_guard<WithoutGil>())
+      .def("end", &BackendJob::end, py::call_guard<WithoutGil>());
 
   bind_backend_class(module);
   module.def(

@@ -45,7 +45,7 @@ void bind_base(py::module_& module) {
           "worker", [](const std::string& name) { return released_without_gil(make_worker_stream(name)); },
           py::arg("name"))
       .def("record", &Stream::record)
-      .def("wait", &Stream::wait, py::arg("event"), py::call_guard<py::gil_scoped_release>())
+      .def("wait", &Stream::wait, py::arg("event"), py::call_guard<WithoutGil>())
       .def("idle", &Stream::idle)
       .def("synchronize", [](Stream& stream) {
         const Event event = stream.record();

@@ -64,7 +64,7 @@ void end(Communicator& self) {
 C10dBackendFactory to_factory(py::function function) {
   return [shared = released_with_gil(std::move(function))](const std::string& name, const std::vector<int>& ranks,
                                                            int rank, const std::string& why_not_memory) {
-    const py::gil_scoped_acquire gil;
+    const WithGil gil;
     return (*shared)(name, ranks, rank, why_not_memory).cast<C10dBackend>();
   };
 }
@@ -176,8 +176,7 @@ void bind_comm(py::module_& module) {
           [](Communicator& self, const std::string& reason) {
             self.abort(Error(ErrorKind::kClosed, "aborted: " + reason, self.context("abort", -1, 0)));
           },
-          py::arg("reason") = "the program asked for it", py::call_guard<py::gil_scoped_release>(),
-          docs::Communicator::abort);
+          py::arg("reason") = "the program asked for it", py::call_guard<WithoutGil>(), docs::Communicator::abort);
   put_direct_calls(communicator);
 
   module.def(

@@ -64,12 +64,12 @@ void bind_control(py::module_& module) {
             return std::vector<py::bytes>(all.begin(), all.end());
           },
           py::arg("ranks"), py::arg("channel"), py::arg("body"), py::arg("timeout"))
-      .def("abort", &Control::abort, py::arg("message"), py::call_guard<py::gil_scoped_release>())
+      .def("abort", &Control::abort, py::arg("message"), py::call_guard<WithoutGil>())
       .def("check", &Control::check)
       .def("failure", &failure)
       .def("has_ended", &Control::has_ended, py::arg("peer"))
       .def("has_left", &Control::has_left, py::arg("peer"))
-      .def("close", &Control::close, py::call_guard<py::gil_scoped_release>());
+      .def("close", &Control::close, py::call_guard<WithoutGil>());
 
   py::class_<ControlListener>(module, "ControlListener")
       .def(py::init([](const std::string& host, int rank, int size, const py::bytes& token) {

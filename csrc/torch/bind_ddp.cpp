@@ -74,7 +74,7 @@ DdpReducer::Log log_into(const std::shared_ptr<c10d::Logger>& logger) {
 }  // namespace
 
 void bind_ddp(py::module_& module) {
-  using WithoutLock = py::call_guard<py::gil_scoped_release>;  // its lock is held while a backward waits
+  using WithoutLock = py::call_guard<WithoutGil>;  // its lock is held while a backward waits
   py::class_<DdpReducer, std::shared_ptr<DdpReducer>>(module, "DdpReducer")
       .def(py::init([](std::shared_ptr<Communicator> communicator, const std::vector<at::Tensor>& params,
                        const std::vector<std::string>& names, const std::vector<int>& order,
@@ -98,9 +98,9 @@ void bind_ddp(py::module_& module) {
           "meet",
           [](DdpReducer& reducer, py::function meet) {
             const auto callable = released_with_gil(std::move(meet));
-            const py::gil_scoped_release scope;
+            const WithoutGil scope;
             reducer.meet([callable] {
-              const py::gil_scoped_acquire gil;
+              const WithGil gil;
               return (*callable)().cast<bool>();
             });
           },
@@ -119,7 +119,7 @@ void bind_ddp(py::module_& module) {
       .def_property_readonly("stats",
                              [](const DdpReducer& reducer) {
                                const auto stats = [&reducer] {
-                                 const py::gil_scoped_release scope;
+                                 const WithoutGil scope;
                                  return reducer.stats();
                                }();
                                return std::make_tuple(stats.backwards, stats.prepared, stats.first_ready,
@@ -129,7 +129,7 @@ void bind_ddp(py::module_& module) {
       .def("times",
            [](const DdpReducer& reducer) {
              const auto times = [&reducer] {
-               const py::gil_scoped_release scope;
+               const WithoutGil scope;
                return reducer.times();
              }();
              std::vector<std::array<double, 4>> all;
@@ -144,7 +144,7 @@ void bind_ddp(py::module_& module) {
       .def_property_readonly("state", py::cpp_function(&DdpReducer::state, WithoutLock()))
       .def_property_readonly("counts", [](const DdpReducer& reducer) {
         const auto counts = [&reducer] {
-          const py::gil_scoped_release scope;
+          const WithoutGil scope;
           return reducer.counts();
         }();
         py::dict all;

@@ -72,7 +72,7 @@ void bind_deferred(py::module_& module) {
           [](Deferred& deferred, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& dy,
              py::function compute) {
             deferred.add(weight, bias.value_or(at::Tensor()), dy, [function = released_with_gil(std::move(compute))] {
-              const py::gil_scoped_acquire gil;
+              const WithGil gil;
               const auto [of_weight, of_bias] = (*function)().cast<std::pair<at::Tensor, std::optional<at::Tensor>>>();
               return Deferred::Gradients(of_weight, of_bias.value_or(at::Tensor()));
             });
@@ -89,7 +89,7 @@ void bind_deferred(py::module_& module) {
       .def("compute",
            torch::wrap_pybind_function_no_gil([](Deferred& deferred, const std::optional<py::function>& done) {
              deferred.compute(!done ? std::function<void(const at::Tensor&)>() : [&done](const at::Tensor& parameter) {
-               const py::gil_scoped_acquire gil;
+               const WithGil gil;
                (*done)(parameter);
              });
            }),
@@ -135,7 +135,7 @@ void bind_engine(py::module_& module) {
   module.def("bucket_bytes", &bucket_bytes, py::arg("layers"), py::arg("first_bytes"), py::arg("cap_bytes"));
 
   // Whoever issues may wait for other ranks, and holds the Reducer's lock meanwhile.
-  using WithoutLock = py::call_guard<py::gil_scoped_release>;
+  using WithoutLock = py::call_guard<WithoutGil>;
   py::class_<TensorLoss>(module, "StepLoss")
       .def(py::init(&make_tensor_loss), py::arg("communicator"), py::arg("evaluates") = false)
       .def("issue", &TensorLoss::issue, py::arg("loss_sum"), py::arg("weight_sum"), py::arg("accumulate") = false,
@@ -163,7 +163,7 @@ void bind_engine(py::module_& module) {
       .def("times",
            [](const Reducer& reducer) {
              const auto times = [&reducer] {
-               const py::gil_scoped_release release;
+               const WithoutGil release;
                return reducer.times();
              }();
              std::vector<std::array<double, 5>> rows;
@@ -179,12 +179,12 @@ void bind_engine(py::module_& module) {
             HPCOMM_REQUIRE(static_cast<std::size_t>(gradient.numel()) == expected.count &&
                                dtype_of(gradient) == expected.dtype && gradient.is_non_overlapping_and_dense(),
                            "fetch(): the gradient of parameter ", param, " is of another kind");
-            const py::gil_scoped_release release;
+            const WithoutGil release;
             return reducer.fetch(param, gradient.data_ptr(), keep(gradient));
           },
           py::arg("param"), py::arg("gradient"))
       .def("finish", [](Reducer& reducer) {
-        const py::gil_scoped_release release;
+        const WithoutGil release;
         reducer.finish([](const Work& work) { wait_for(work, -1); });
       });
 

@@ -11,6 +11,7 @@
 
 #include "comm/nccl/nccl_communicator.h"
 #include "comm/work.h"
+#include "torch/gil.h"
 
 // Python knows Work alone and no subclass: looking for one costs a tenth of a small operation.
 template <>
@@ -44,8 +45,10 @@ void set_python_error() noexcept;
 // A function of Python that a thread without the GIL may let go of.
 [[nodiscard]] inline std::shared_ptr<pybind11::function> released_with_gil(pybind11::function function) {
   return {new pybind11::function(std::move(function)), [](pybind11::function* last) {
-            const pybind11::gil_scoped_acquire gil;
-            delete last;
+            if (!interpreter_ends()) {  // else it stays for ever
+              const pybind11::gil_scoped_acquire gil;
+              delete last;
+            }
           }};
 }
 

@@ -1,11 +1,14 @@
 // The GIL, and the signals that Python looks at with it.
 #include "torch/gil.h"
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include <pybind11/pybind11.h>
 
 #include <atomic>
+#include <chrono>
+#include <thread>
 
 namespace py = pybind11;
 
@@ -13,7 +16,18 @@ namespace hpcomm {
 
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
 std::atomic<bool> ends = false;
+std::atomic<pid_t> ending_thread = 0;        // which ends it
+std::atomic<Clock::rep> nobody_returns = 0;  // until then, though CPython does not say yet that it ends
+std::atomic<Clock::rep> last_way_back = 0;   // when a thread went where torch takes the GIL
+std::atomic<int> returning = 0;              // threads that have looked whether it ends, and have not got the GIL yet
+
+// What other callbacks at the exit take, which come after ours.
+constexpr std::chrono::seconds kOtherCallbacks(5);
+// A thread that is told to go on takes the GIL within that.
+constexpr std::chrono::milliseconds kWayBack(20);
 
 bool is_main_thread() noexcept { return ::gettid() == ::getpid(); }
 
@@ -25,17 +39,60 @@ bool is_finalizing() noexcept {
 #endif
 }
 
+Clock::rep now() noexcept { return Clock::now().time_since_epoch().count(); }
+
+// CPython would end this thread where it asked for the GIL.
+bool has_to_stay() noexcept {
+  return (is_finalizing() || (ends && now() < nobody_returns)) && ::gettid() != ending_thread;
+}
+
+// Before the GIL is taken, and `returning` is counted down after that: whoever ends the interpreter waits for those who
+// had not heard of it.
+void begin_return() noexcept {
+  for (;;) {
+    returning.fetch_add(1);
+    if (!has_to_stay()) {
+      return;
+    }
+    returning.fetch_sub(1);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+void end_return() noexcept { returning.fetch_sub(1); }
+
+void end() {
+  ending_thread = ::gettid();
+  nobody_returns = (Clock::now() + kOtherCallbacks).time_since_epoch().count();
+  ends = true;
+  PyThreadState* const state = PyEval_SaveThread();
+  const auto patience = Clock::now() + kOtherCallbacks;
+  while (returning > 0 && Clock::now() < patience) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  std::this_thread::sleep_until(Clock::time_point(Clock::duration(last_way_back)) + kWayBack);
+  PyEval_RestoreThread(state);
+}
+
 }  // namespace
 
 WithoutGil::WithoutGil() noexcept : state_(PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr) {}
 
 WithoutGil::~WithoutGil() {
-  if (state_ == nullptr) {
-    return;
+  if (state_ != nullptr) {
+    begin_return();
+    PyEval_RestoreThread(static_cast<PyThreadState*>(state_));
+    end_return();
   }
-  stay_if_interpreter_ends();
-  PyEval_RestoreThread(static_cast<PyThreadState*>(state_));
 }
+
+WithGil::WithGil() noexcept {
+  begin_return();
+  state_ = PyGILState_Ensure();
+  end_return();
+}
+
+WithGil::~WithGil() { PyGILState_Release(static_cast<PyGILState_STATE>(state_)); }
 
 void check_signals() {
   if (!is_main_thread()) {
@@ -48,16 +105,18 @@ void check_signals() {
 }
 
 void stay_if_interpreter_ends() noexcept {
-  while (is_finalizing() && !is_main_thread()) {
-    ::pause();
-  }
+  last_way_back = now();
+  begin_return();
+  end_return();
 }
 
 bool interpreter_ends() noexcept { return ends.load(std::memory_order_relaxed); }
 
 void watch_for_end_of_interpreter() {
+  // A thread that was about to return when the process was forked is not in the child.
+  (void)::pthread_atfork(nullptr, nullptr, [] { returning = 0; });
   // Registered early, so that it runs late: what jobs and meshes do at the exit comes before.
-  py::module_::import("atexit").attr("register")(py::cpp_function([] { ends.store(true, std::memory_order_relaxed); }));
+  py::module_::import("atexit").attr("register")(py::cpp_function(&end));
 }
 
 }  // namespace hpcomm

@@ -7,7 +7,8 @@
 
 namespace hpcomm {
 
-// Drops the GIL if this thread holds it. A lane that still runs may be letting go of a tensor, which takes the GIL.
+// Drops the GIL if this thread holds it. A lane that still runs may be letting go of a tensor, which takes the GIL. In
+// place of pybind11's: a thread that would take it back while the interpreter ends stays, see below.
 class WithoutGil {
  public:
   WithoutGil() noexcept;
@@ -17,6 +18,18 @@ class WithoutGil {
 
  private:
   void* state_;  // PyThreadState; null without the GIL
+};
+
+// Takes it, in a thread that a function of Python waits for.
+class WithGil {
+ public:
+  WithGil() noexcept;
+  WithGil(const WithGil&) = delete;
+  WithGil& operator=(const WithGil&) = delete;
+  ~WithGil();
+
+ private:
+  int state_;  // PyGILState_STATE
 };
 
 // The same object, whose last reference from Python is dropped without the GIL.
@@ -38,7 +51,8 @@ void check_signals();
 [[nodiscard]] bool interpreter_ends() noexcept;
 // With the GIL, once: where the module is imported.
 void watch_for_end_of_interpreter();
-// For a thread that is about to go back to Python: it stays here for ever if that is what ends now.
+// For a thread that is about to go back to Python, which takes the GIL in torch's code: it stays here if that is what
+// ends now.
 void stay_if_interpreter_ends() noexcept;
 
 // What a lane may be the last to hold, and whose end may take the GIL: memory of numpy, a tensor, a storage that Python

@@ -72,12 +72,12 @@ class Drafting {
 
   // Without the GIL, as is placed().
   void idle(const KnownPtr& known) {
-    const py::gil_scoped_acquire gil;
+    const WithGil gil;
     make(known);
   }
   void placed(const Incoming& message) {
     if (!draft_ || !draft_->become(message.known)) {
-      const py::gil_scoped_acquire gil;
+      const WithGil gil;
       draft_.reset();
       make(message.known);
     }
