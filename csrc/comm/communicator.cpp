@@ -248,7 +248,15 @@ CommunicatorConfig Communicator::child_config(const std::vector<int>& members, c
 std::shared_ptr<Communicator> Communicator::subgroup(const std::vector<int>& members, const std::string& lane) {
   const ErrorContext what = context("subgroup", -1, subgroups_++);
   CommunicatorConfig child = child_config(members, lane);
-  return in_words_of(*this, what, [&] { return make_child(std::move(child)); });
+  try {
+    return make_child(std::move(child));
+  } catch (const Error& why) {
+    const std::string& of = why.context().operation;
+    if (of == "abort" || of == "heartbeat") {  // Control's; a transport says what it was at
+      throw ended_by(why, what);
+    }
+    throw;
+  }
 }
 
 std::shared_ptr<Communicator> Communicator::make_part(CommunicatorConfig part) { return make_child(std::move(part)); }
@@ -292,8 +300,7 @@ std::shared_ptr<Communicator> Communicator::split(int color, int key, const std:
   for (const auto& choice : chosen) {
     members.push_back(choice.second);
   }
-  CommunicatorConfig part = child_config(members, mine);
-  return in_words_of(*this, what, [&] { return make_part(std::move(part)); });
+  return make_part(child_config(members, mine));
 }
 
 Buffer Communicator::allocate(std::size_t bytes) {
