@@ -118,6 +118,14 @@ def test_a_thread_that_comes_back_while_the_program_ends_does_not_abort_it() -> 
     assert started[0].returncode == 0, said[0]
 
 
+def test_a_program_that_clears_what_is_to_run_at_its_end_ends() -> None:
+    """What is left then goes in the main thread, which lets go of the GIL for that and takes it back."""
+    program = (
+        "import atexit, builtins; from hpcomm import _C; builtins.kept = _C.Stream.worker('kept'); atexit._clear()"
+    )
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
+
+
 class Slow:
     """Teardown of the interpreter that lasts."""
 

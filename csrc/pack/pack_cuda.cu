@@ -132,7 +132,8 @@ void load(const void* kernel, int device) {
 void launch_copies_cuda(Stream& stream, const std::vector<CopyItem>& items, const Scale& scale,
                         std::int32_t* first_bad) {
   // Chunks for each multiprocessor, of which four blocks run at a time. With 32, as many as leave none idle at the end,
-  // 64 MB were cut so small that a thread had two loads to do for its start: 70 to 93 % of the copy rate, not 91 to 95.
+  // 64 MB were cut so small that a thread had two loads to do for its start: 67 to 94 % of the copy rate, not 87 to 94
+  // (docs/explanation/gpu-kernels.md#the-bound).
   constexpr std::size_t kChunksEach = 8;
   const int device = stream.device().index;
   const cuda::DeviceGuard scope(device);

@@ -41,10 +41,14 @@ bool is_finalizing() noexcept {
 
 Clock::rep now() noexcept { return Clock::now().time_since_epoch().count(); }
 
-// CPython would end this thread where it asked for the GIL.
-bool has_to_stay() noexcept {
-  return (is_finalizing() || (ends && now() < nobody_returns)) && ::gettid() != ending_thread;
+// The one that ends it goes on. Who clears the callbacks at the exit leaves only a guess: the main one.
+bool ends_it() noexcept {
+  const pid_t known = ending_thread;
+  return known == 0 ? is_main_thread() : ::gettid() == known;
 }
+
+// CPython would end this thread where it asked for the GIL.
+bool has_to_stay() noexcept { return (is_finalizing() || (ends && now() < nobody_returns)) && !ends_it(); }
 
 // Before the GIL is taken, and `returning` is counted down after that: whoever ends the interpreter waits for those who
 // had not heard of it.

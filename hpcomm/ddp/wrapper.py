@@ -326,7 +326,7 @@ class DistributedDataParallel(_StockDDP):
                 self._hpcomm_sharded.require_optimizer()
             if self._hpcomm_attendance is not None:
                 self._hpcomm_attendance.look(self.require_backward_grad_sync)
-        # An event of the profiler takes longer than the rest of the wrapper, some 80 us of a step.
+        # An event of the profiler takes longer than the rest of the wrapper.
         seen = torch.autograd._profiler_enabled() or self._delay_all_reduce_all_params  # type: ignore[attr-defined]
         is_stock = _StockDDP.forward is _STOCK_FORWARD  # else somebody has put in his own
         run: Callable[..., Any] = self._forward_unseen if is_stock and not seen else super().forward
