@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,7 @@ COMES_BACK = """
 import atexit, builtins, os, sys, threading, time
 
 def keep_it():
+    open(os.environ["KEPT"], "w").close()
     sys.setswitchinterval(1000.0)
     end = time.monotonic() + 2.0
     while time.monotonic() < end:
@@ -85,7 +87,9 @@ atexit.register(keep_it)
 import torch, hpcomm
 mesh = hpcomm.init(dp=2)
 if mesh.rank == 1:
-    time.sleep(1)
+    while not os.path.exists(os.environ["KEPT"]):
+        time.sleep(0.01)
+    time.sleep(0.2)
     os._exit(0)
 atexit.unregister(mesh._watch._leave)  # which would end the wait
 builtins.slow = Slow()
@@ -94,7 +98,7 @@ time.sleep(0.3)
 """
 
 
-def test_a_thread_that_comes_back_while_the_program_ends_does_not_abort_it() -> None:
+def test_a_thread_that_comes_back_while_the_program_ends_does_not_abort_it(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -102,7 +106,7 @@ def test_a_thread_that_comes_back_while_the_program_ends_does_not_abort_it() -> 
     started = [
         subprocess.Popen(
             [sys.executable, "-c", COMES_BACK],
-            env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank), "KEPT": str(tmp_path / "kept")},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
