@@ -16,9 +16,10 @@ torch.cat of the bytes, one dist.send, and views of what came (these three over 
 already, without a word about shapes); `mpich` is MPICH's Send and Recv of as many bytes as are packed already (mpi4py,
 the extra "bench"): no packing, no structure, no tensors made.
 
-With --headers, three channels take turns: a frozen one, whose messages have no header; one whose schema stays the same;
-and one whose schema is always another. The differences, round by round, are what a header costs in all, on both sides
-together and with the way that its bytes take, and what a new schema costs beyond that.
+With --headers, three channels take turns: a frozen one, whose messages have no header where they are as short as the
+first cases; one whose schema stays the same; and one whose schema is always another. The differences, round by round,
+are what a header costs in all, on both sides together and with the way that its bytes take, and what a new schema costs
+beyond that.
 
 Before the first and after the last round every peer's messages are compared with what was sent, on new values each
 time. The exit code is 1 if a byte was wrong.

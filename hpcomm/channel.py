@@ -285,14 +285,15 @@ class Channel:
         communicator: a communicator that both ranks belong to, e.g. ``mesh.pp``.
         peer: the other rank, in that communicator.
         schema: "per_message" (structure and shapes may change) or "frozen" (fixed by the first message, its numbers and
-            texts included; later ones carry no header, but for short ones over gloo); the same on both ranks.
+            texts included; later ones carry no header, but on CPUs where one makes them faster); the same on both
+            ranks.
         wire_dtype: what real floating point tensors are cast to on the way, and back on arrival: a dtype, or a function
             of a tensor's place (such as ``"message['h'][0]"``) and the tensor that returns a dtype or None. Rounded to
             nearest, ties to even; float64 to 8 and 16 bits by way of float32, as torch casts. Integers, bools, complex
             numbers and float8 other than e4m3fn and e5m2 are never cast.
         slots: buffers for packed messages, as many on both ends. On shared memory the receiver reads them in place, and
             a sender that is so many messages ahead waits, as it does with so many messages of which it has made copies
-            (frozen ones, and large tensors that are no dense block).
+            (of large tensors that are no dense block).
         slot_bytes: size of the slots, if it is known: they are made here instead of when they are needed, and serve
             all messages up to it. A receiver on shared memory has none: it reads the sender's.
         max_bytes: the largest message as it travels, where each tensor takes a multiple of 64 bytes; 0 for 64 GiB. A

@@ -261,10 +261,13 @@ def headers(document: Document) -> Section:
     """benchmarks.p2p --headers: what a header costs, and a schema that is always another."""
     body, aims = [], []
     for row in document["rows"]:
-        header, schema = (max(0.0, statistics.median(row[name])) for name in ("header", "new_schema"))
-        body.append([row["case"], span(header), span(schema)])
-        both = "under 4 us (2 us a side)"
-        aims.append(Aim(f"header of {row['case']}, both sides", both, span(header), header < 4e-6))
+        schema = max(0.0, statistics.median(row["new_schema"]))
+        told = ""  # what is longer has a header on a frozen edge, too
+        if "header" in row:
+            header = max(0.0, statistics.median(row["header"]))
+            told, both = span(header), "under 4 us (2 us a side)"
+            aims.append(Aim(f"header of {row['case']}, both sides", both, told, header < 4e-6))
+        body.append([row["case"], told, span(schema)])
         aims.append(Aim(f"another schema of {row['case']}", "under 20 us", span(schema), schema < 20e-6))
     return Section(rows(["", "a header, both sides", "another schema, beyond that"], body), aims, [])
 

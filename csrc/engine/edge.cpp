@@ -55,10 +55,6 @@ std::uint64_t usual_direct_from(const Communicator& communicator) {
   return std::string_view(communicator.transport()) == "c10d" ? kOverSockets : kDirectFrom;
 }
 
-bool goes_behind_header(const Communicator& communicator, const Parcel& parcel) noexcept {
-  return parcel.bytes() > 0 && parcel.bytes() <= communicator.bytes_in_control();
-}
-
 std::string message_name(const std::string& edge, std::uint64_t sequence, int microbatch) {
   return str(edge, ", message #", sequence, microbatch < 0 ? "" : str(", microbatch ", microbatch));
 }
@@ -152,7 +148,7 @@ WorkPtr SendEdge::send(std::string_view schema, std::vector<Source> tensors, Kee
            str("this message has ", known.parcel.bytes(), " bytes as it travels, and this rank's end takes ",
                "up to max_bytes=", config_.max_bytes, "; send it in parts, or make both ends with more"));
   }
-  if (!frozen || goes_behind_header(communicator, known.parcel)) {
+  if (!frozen || route_->has_header(known.parcel)) {
     message.header =
         MessageHeader{id_, sequence_, microbatch, known.fingerprint, known.parcel.bytes(), 0, std::nullopt};
     message.header->frozen = config_.mode == SchemaMode::kFrozen;

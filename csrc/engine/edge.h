@@ -16,7 +16,7 @@ namespace hpcomm {
 
 enum class SchemaMode {
   kPerMessage,  // every message has a header; a schema that the receiver knows is not sent again
-  kFrozen,      // the first message fixes the schema; later ones must match it, and have no header if that saves any
+  kFrozen,      // the first message fixes the schema; later ones must match it, and have no header where it costs any
 };
 
 // One end of an Edge; both ends are given equal values.
@@ -59,10 +59,6 @@ struct Source {
   const void* data = nullptr;
   std::shared_ptr<const StridedSource> strided;
 };
-
-// Whether a message had better travel behind a header, over Control, than as an operation: then it has one also on a
-// frozen edge, where there is a receiver to notice that it is of another microbatch. The same at both ends.
-[[nodiscard]] bool goes_behind_header(const Communicator& communicator, const Parcel& parcel) noexcept;
 
 // What errors call a message: "edge 0->1, message #5, microbatch 2". One of a Channel has no microbatch (-1).
 [[nodiscard]] std::string message_name(const std::string& edge, std::uint64_t sequence, int microbatch);

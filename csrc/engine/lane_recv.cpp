@@ -33,7 +33,7 @@ class LaneRecv final : public RecvRoute {
     const bool on_gpu = communicator.device().type == DeviceType::kCuda;
     const bool is_idle =
         options.inline_when_idle && communicator.bytes_in_control() > 0 && communicator.stream().idle();
-    if ((on_gpu && inbound_->needs_header(sequence)) || is_idle) {
+    if ((on_gpu && state_->needs_header(sequence)) || is_idle) {
       if (WorkPtr work = recv_here(sequence, microbatch, options, on_gpu ? Meanwhile{} : meanwhile, message)) {
         return {work, message, sequence};
       }
@@ -52,7 +52,7 @@ class LaneRecv final : public RecvRoute {
         edge->require_whole(sequence);
         const auto limit = edge->inbound->communicator.timeout();
         const auto begins = patience.count() > 0 ? patience : limit;
-        const bool has_header = edge->inbound->needs_header(sequence);
+        const bool has_header = edge->needs_header(sequence);
         // A header that the caller has seen is not waited for again.
         if (message->known != nullptr || !edge->next(sequence, microbatch, deadline_after(begins), *message)) {
           // Without a header nothing is known to have begun. On a GPU a stream waits for that, which no caller can
@@ -213,10 +213,15 @@ class LaneRecv final : public RecvRoute {
       work.issued(std::move(received));
     }
 
+    [[nodiscard]] bool needs_header(std::uint64_t sequence) const noexcept {
+      return inbound->needs_header(sequence) ||
+             (inbound->current != nullptr && has_header(inbound->communicator, inbound->current->parcel));
+    }
+
     // What the next message looks like; waits for its header, if it has one. True when the payload came behind it.
     bool next(std::uint64_t sequence, int microbatch, Deadline deadline, Incoming& message, void (*poll)() = nullptr,
               const Meanwhile* meanwhile = nullptr) {
-      if (!inbound->needs_header(sequence)) {
+      if (!needs_header(sequence)) {
         message.known = inbound->current;
         return false;
       }

@@ -29,6 +29,11 @@ inline constexpr std::size_t kMostInGroup = 256;
   return communicator.device().type == DeviceType::kCuda;
 }
 
+// SendRoute::has_header(): where Control is fast, what goes behind a header need not wait for its receive to be posted.
+[[nodiscard]] inline bool has_header(const Communicator& communicator, const Parcel& parcel) noexcept {
+  return parcel.bytes() > 0 && communicator.bytes_in_control() > 0;
+}
+
 // Null where messages keep their place in the order of issue.
 [[nodiscard]] inline std::shared_ptr<const Rendezvous> make_rendezvous(const EdgeConfig& config, std::uint64_t edge) {
   return config.movable && config.communicator->device_slot() != nullptr

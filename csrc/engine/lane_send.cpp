@@ -104,6 +104,10 @@ class LaneSend final : public SendRoute {
     return std::make_shared<JointWork>(std::move(message.what), std::move(works), refusal_);
   }
 
+  [[nodiscard]] bool has_header(const Parcel& parcel) const noexcept override {
+    return lane_route::has_header(communicator_, parcel);
+  }
+
   [[nodiscard]] std::size_t slot_bytes() const override { return slots_.bytes(); }
 
  private:

@@ -93,7 +93,7 @@ class MailRecv final : public RecvRoute {
         deadline = deadline_after(patience);
       }
       std::optional<MessageHeader> header;
-      if (inbound->needs_header(sequence)) {
+      if (inbound->needs_header(sequence) || is_lent(inbound->current->parcel)) {
         header = next_header(sequence, microbatch, deadline, meanwhile);
         deadline = has_begun(deadline);
         message.microbatch = header->microbatch;

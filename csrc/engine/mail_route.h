@@ -4,8 +4,8 @@
 // The header is a mail under the edge's tag, with room for tiny messages behind it; a schema is a second one. The
 // packed part of larger messages is written to a block that the receiver reads in place and then gives back
 // (engine/loans.h). It is named before it is full: while one end packs, the other makes tensors of the places in it.
-// Large tensors are mails of their own, which both ends copy at once. On a frozen edge there is no header to name a
-// block, so the packed part is a mail, too.
+// Large tensors are mails of their own, which both ends copy at once. On a frozen edge only what names a block has a
+// header after the first message.
 #pragma once
 
 #include <array>
@@ -32,6 +32,8 @@ inline constexpr std::size_t kInline = 192;
 struct alignas(64) Envelope : std::array<char, kHeaderBytes + kInline> {};
 
 [[nodiscard]] inline bool is_inline(const Parcel& parcel) { return parcel.bytes() <= kInline; }
+// Whether the packed part travels in a block, which its header names: SendRoute::has_header().
+[[nodiscard]] inline bool is_lent(const Parcel& parcel) { return parcel.packed.bytes() > 0 && !is_inline(parcel); }
 // How long the mail with the header is.
 [[nodiscard]] inline std::size_t envelope_bytes(const Parcel& parcel) {
   return kHeaderBytes + (is_inline(parcel) ? parcel.bytes() : 0);

@@ -61,6 +61,8 @@ class MailSend final : public SendRoute {
     });
   }
 
+  [[nodiscard]] bool has_header(const Parcel& parcel) const noexcept override { return is_lent(parcel); }
+
   [[nodiscard]] std::size_t slot_bytes() const override { return state_->loans.bytes() + state_->slots.bytes(); }
 
   [[nodiscard]] bool is_looked_for() const override { return state_->loans.is_looked_for(); }
@@ -76,10 +78,8 @@ class MailSend final : public SendRoute {
           limit(config.communicator->timeout() + kGrace),
           refusal(std::move(refused)),
           most_copies(config.slots),
-          loans(std::move(means.memory), config.slots, config.mode == SchemaMode::kFrozen ? 0 : config.slot_bytes),
-          slots(std::make_shared<OwnWhenFull>(std::move(allocator)), config.slots) {
-      slots.reserve(config.slots, config.mode == SchemaMode::kFrozen ? config.slot_bytes : 0);
-    }
+          loans(std::move(means.memory), config.slots, config.slot_bytes),
+          slots(std::make_shared<OwnWhenFull>(std::move(allocator)), config.slots) {}
 
     // The memory that a message takes until the receiver has it: there is as much of it as the edge has slots.
     struct Grant {
@@ -87,17 +87,12 @@ class MailSend final : public SendRoute {
       Keepalive copies;                    // of what travels from memory of this rank's own
     };
 
-    [[nodiscard]] static bool lends(const Outgoing& message) {
-      const Parcel& parcel = message.known->parcel;
-      return message.header.has_value() && parcel.packed.bytes() > 0 && !is_inline(parcel);
-    }
-
     [[nodiscard]] static bool makes_copies(const Outgoing& message) {
       const Parcel& parcel = message.known->parcel;
       if (message.header && is_inline(parcel)) {
         return false;
       }
-      return (parcel.packed.bytes() > 0 && !lends(message)) ||
+      return (parcel.packed.bytes() > 0 && !is_lent(parcel)) ||
              std::any_of(parcel.direct.begin(), parcel.direct.end(),
                          [&](const Parcel::Direct& one) { return message.sources[one.tensor].strided != nullptr; });
     }
@@ -113,7 +108,7 @@ class MailSend final : public SendRoute {
         granted.copies = Keepalive(
             copying.get(), [copying = copying](const void*) { copying->fetch_sub(1, std::memory_order_release); });
       }
-      if (lends(message)) {
+      if (is_lent(message.known->parcel)) {
         granted.loan = loans.lend(message.known->parcel.packed.bytes());
         if (!granted.loan) {
           return std::nullopt;
@@ -304,7 +299,7 @@ class MailSend final : public SendRoute {
     const std::size_t most_copies;
     const std::shared_ptr<std::atomic<std::size_t>> copying = std::make_shared<std::atomic<std::size_t>>(0);
     LoanPool loans;
-    SlotPool slots;  // of tensors that are no dense block, and of frozen edges
+    SlotPool slots;  // of tensors that are no dense block, and of tiny messages without a header
     // Messages that wait on the lane for the receiver.
     const std::shared_ptr<std::atomic<int>> waiting = std::make_shared<std::atomic<int>>(0);
   };

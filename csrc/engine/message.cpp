@@ -18,7 +18,7 @@ static_assert(std::endian::native == std::endian::little, "the wire format is wr
 namespace {
 
 constexpr std::uint32_t kMagic = 0x676d6368;  // "hcmg"
-constexpr std::uint16_t kVersion = 7;
+constexpr std::uint16_t kVersion = 8;
 constexpr std::uint16_t kLent = 1;
 constexpr std::uint16_t kFrozen = 2;
 constexpr std::size_t kMaxDimensions = 64;

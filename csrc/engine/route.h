@@ -20,7 +20,8 @@ namespace hpcomm {
 // One message to send, as an edge has checked it.
 struct Outgoing {
   KnownPtr known;
-  // None on a frozen edge after its first message, unless it goes behind a header. It says no place: the route lends.
+  // None on a frozen edge after its first message, unless the route has them all the same. It says no place: the route
+  // lends.
   std::optional<MessageHeader> header;
   std::vector<Source> sources;  // by tensor of the schema
   Keepalive keepalive;
@@ -31,6 +32,9 @@ class SendRoute {
  public:
   virtual ~SendRoute() = default;
   virtual WorkPtr send(Outgoing message) = 0;
+  // Whether a message has a header also on a frozen edge, where without one it would take a slower way. Both ends say
+  // the same.
+  [[nodiscard]] virtual bool has_header(const Parcel& parcel) const noexcept = 0;
   [[nodiscard]] virtual std::size_t slot_bytes() const = 0;
   // True while a message whose Work has ended would be lost if this process ended.
   [[nodiscard]] virtual bool is_looked_for() const { return false; }
@@ -49,10 +53,9 @@ struct Inbound {
   void expect(std::shared_ptr<const Schema> schema);
   // The schema of message `sequence`, whose header has come. Throws kProtocol and kSchemaMismatch.
   KnownPtr accept(const MessageHeader& header, std::string_view schema, std::uint64_t sequence, int microbatch);
-  // False on a frozen edge after its first message, but for those that go behind a header in any case.
-  [[nodiscard]] bool needs_header(std::uint64_t sequence) const {
-    return mode != SchemaMode::kFrozen || sequence == 0 ||
-           (current != nullptr && goes_behind_header(communicator, current->parcel));
+  // False on a frozen edge after its first message, whose route may have headers all the same.
+  [[nodiscard]] bool needs_header(std::uint64_t sequence) const noexcept {
+    return mode != SchemaMode::kFrozen || sequence == 0;
   }
   // Throws what ended the edge, the communicator or the wait.
   void check(std::uint64_t sequence, Deadline deadline) const;

@@ -113,6 +113,9 @@ void run_pair(const Sender& sender, const Receiver& receiver, SchemaMode mode = 
   });
 }
 
+// Where a message lies in a block, one of a frozen edge takes the same way.
+constexpr std::array kModes{SchemaMode::kPerMessage, SchemaMode::kFrozen};
+
 }  // namespace
 
 TEST(mail_carries_packed_and_direct_tensors) {
@@ -174,73 +177,82 @@ TEST(mail_receipts_on_the_lane_and_here_keep_their_order) {
 
 TEST(mail_packed_tensors_are_read_where_the_sender_wrote_them) {
   const Schema schema = of_sizes({100, 200, 300});
-  run_pair(
-      [&](Communicator&, SendEdge& edge) {
-        for (unsigned i = 0; i < 50; ++i) {
-          send(edge, schema, i)->wait();
-        }
-        CHECK(edge.slot_bytes() <= 4 * (64 + 3 * 320));
-      },
-      [&](Communicator&, RecvEdge& edge, HeapAllocator& allocator) {
-        const Receipt first = take(edge);
-        for (unsigned i = 1; i < 50; ++i) {
-          CHECK(is_message(*take(edge).message, schema, i));
-        }
-        CHECK(is_message(*first.message, schema, 0));  // kept all the while
-        // The schema of the first message, and nothing else.
-        CHECK_EQ(allocator.allocations.load(), 1);
-      });
+  for (const SchemaMode mode : kModes) {
+    run_pair(
+        [&](Communicator&, SendEdge& edge) {
+          for (unsigned i = 0; i < 50; ++i) {
+            send(edge, schema, i)->wait();
+          }
+          CHECK(edge.slot_bytes() <= 4 * (64 + 3 * 320));
+        },
+        [&](Communicator&, RecvEdge& edge, HeapAllocator& allocator) {
+          const Receipt first = take(edge);
+          for (unsigned i = 1; i < 50; ++i) {
+            CHECK(is_message(*take(edge).message, schema, i));
+          }
+          CHECK(is_message(*first.message, schema, 0));  // kept all the while
+          // The schema of the first message, and nothing else.
+          CHECK_EQ(allocator.allocations.load(), 1);
+        },
+        mode);
+  }
 }
 
 TEST(mail_sender_that_is_ahead_waits_and_takes_no_more_memory) {
   const Schema schema = of_sizes({1000, 1000});
-  std::atomic<int> ended = 0;
-  run_pair(
-      [&](Communicator& world, SendEdge& edge) {
-        std::vector<WorkPtr> works;
-        for (unsigned i = 0; i < 40; ++i) {
-          works.push_back(send(edge, schema, i));
-        }
-        const auto count = [&works] {
-          return static_cast<int>(
-              std::count_if(works.begin(), works.end(), [](const WorkPtr& work) { return work->done(); }));
-        };
-        CHECK(eventually([&] { return count() >= 4; }));  // each has a block of its own
-        std::this_thread::sleep_for(20ms);                // and no other gets one
-        ended = count();
-        CHECK(edge.slot_bytes() <= 4 * (64 + 2 * 1024));
-        world.control().send(1, 1, "sent");
-        for (const WorkPtr& work : works) {
-          work->wait();
-        }
-        CHECK(edge.slot_bytes() <= 4 * (64 + 2 * 1024));
-      },
-      [&](Communicator& world, RecvEdge& edge, HeapAllocator&) {
-        (void)world.control().receive(0, 1, Clock::now() + 20s);
-        for (unsigned i = 0; i < 40; ++i) {
-          CHECK(is_message(*take(edge).message, schema, i));
-        }
-      });
-  CHECK_EQ(ended.load(), 4);
+  for (const SchemaMode mode : kModes) {
+    std::atomic<int> ended = 0;
+    run_pair(
+        [&](Communicator& world, SendEdge& edge) {
+          std::vector<WorkPtr> works;
+          for (unsigned i = 0; i < 40; ++i) {
+            works.push_back(send(edge, schema, i));
+          }
+          const auto count = [&works] {
+            return static_cast<int>(
+                std::count_if(works.begin(), works.end(), [](const WorkPtr& work) { return work->done(); }));
+          };
+          CHECK(eventually([&] { return count() >= 4; }));  // each has a block of its own
+          std::this_thread::sleep_for(20ms);                // and no other gets one
+          ended = count();
+          CHECK(edge.slot_bytes() <= 4 * (64 + 2 * 1024));
+          world.control().send(1, 1, "sent");
+          for (const WorkPtr& work : works) {
+            work->wait();
+          }
+          CHECK(edge.slot_bytes() <= 4 * (64 + 2 * 1024));
+        },
+        [&](Communicator& world, RecvEdge& edge, HeapAllocator&) {
+          (void)world.control().receive(0, 1, Clock::now() + 20s);
+          for (unsigned i = 0; i < 40; ++i) {
+            CHECK(is_message(*take(edge).message, schema, i));
+          }
+        },
+        mode);
+    CHECK_EQ(ended.load(), 4);
+  }
 }
 
 TEST(mail_receiver_that_keeps_messages_does_not_stop_the_sender) {
   const Schema schema = of_sizes({1000, 1000});
-  run_pair(
-      [&](Communicator&, SendEdge& edge) {
-        for (unsigned i = 0; i < 40; ++i) {
-          send(edge, schema, i)->wait();
-        }
-      },
-      [&](Communicator&, RecvEdge& edge, HeapAllocator&) {
-        std::vector<Receipt> kept;
-        for (unsigned i = 0; i < 40; ++i) {
-          kept.push_back(take(edge));
-        }
-        for (unsigned i = 0; i < 40; ++i) {
-          CHECK(is_message(*kept[i].message, schema, i));
-        }
-      });
+  for (const SchemaMode mode : kModes) {
+    run_pair(
+        [&](Communicator&, SendEdge& edge) {
+          for (unsigned i = 0; i < 40; ++i) {
+            send(edge, schema, i)->wait();
+          }
+        },
+        [&](Communicator&, RecvEdge& edge, HeapAllocator&) {
+          std::vector<Receipt> kept;
+          for (unsigned i = 0; i < 40; ++i) {
+            kept.push_back(take(edge));
+          }
+          for (unsigned i = 0; i < 40; ++i) {
+            CHECK(is_message(*kept[i].message, schema, i));
+          }
+        },
+        mode);
+  }
 }
 
 TEST(mail_messages_outlive_everything) {
@@ -253,25 +265,30 @@ TEST(mail_messages_outlive_everything) {
 
 TEST(mail_another_microbatch_is_told_to_both) {
   const Schema schema = of_sizes({100, 200});
-  const ShmJob job(2);
-  run_ranks(2, [&](int rank) {
-    const auto world = job.communicator(rank);
-    EdgeConfig config;
-    config.communicator = world;
-    config.peer = 1 - rank;
-    if (rank == 0) {
-      SendEdge edge(config, heap());
-      send(edge, schema, 0, 3)->wait();
-      (void)job.control(0)->receive(1, 1, Clock::now() + 20s);  // behind the refusal
-      std::this_thread::sleep_for(10ms);                        // it looks for one every 5 ms
-      CHECK_THROWS(ErrorKind::kSchemaMismatch, send(edge, schema, 1, 4),
-                   "rank 1 refused a message of this rank: edge 0->1 delivered microbatch 3");
-    } else {
-      RecvEdge edge(config, heap());
-      CHECK_THROWS(ErrorKind::kSchemaMismatch, take(edge, 4), "expects microbatch 4");
-      job.control(1)->send(0, 1, "told");
-    }
-  });
+  for (const SchemaMode mode : kModes) {
+    const ShmJob job(2);
+    run_ranks(2, [&](int rank) {
+      const auto world = job.communicator(rank);
+      EdgeConfig config;
+      config.communicator = world;
+      config.peer = 1 - rank;
+      config.mode = mode;
+      if (rank == 0) {
+        SendEdge edge(config, heap());
+        send(edge, schema, 0, 2)->wait();
+        send(edge, schema, 0, 3)->wait();
+        (void)job.control(0)->receive(1, 1, Clock::now() + 20s);  // behind the refusal
+        std::this_thread::sleep_for(10ms);                        // it looks for one every 5 ms
+        CHECK_THROWS(ErrorKind::kSchemaMismatch, send(edge, schema, 1, 4),
+                     "rank 1 refused a message of this rank: edge 0->1 delivered microbatch 3");
+      } else {
+        RecvEdge edge(config, heap());
+        (void)take(edge, 2);
+        CHECK_THROWS(ErrorKind::kSchemaMismatch, take(edge, 4), "expects microbatch 4");
+        job.control(1)->send(0, 1, "told");
+      }
+    });
+  }
 }
 
 TEST(mail_other_tensors_than_expected_are_told_to_both) {
