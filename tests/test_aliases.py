@@ -52,6 +52,30 @@ def test_two_parameters_of_a_stage_do_not_share_a_gradient(options: dict[str, An
     ranks.run(1, of_one_stage, options)
 
 
+def losses_written_again(weighted: bool) -> None:
+    """A loss_fn that uses the memory of its last result for something else."""
+    last: list[torch.Tensor] = []
+
+    def forgetful(output: torch.Tensor) -> Any:
+        for loss in last:
+            loss.detach().fill_(torch.nan)
+        total, weight = loss_fn(output)
+        result = (total, weight) if weighted else total / weight
+        last[:] = [result[0] if isinstance(result, tuple) else result]
+        return result
+
+    with hpcomm.init() as mesh:
+        x = torch.randn(6, 3, 4, dtype=torch.float64)
+        total, weight = loss_fn(in_the_middle()(x))
+        pipe = hpcomm.Pipeline(in_the_middle(), mesh=mesh, num_microbatches=3, loss_fn=forgetful, schedule="gpipe")
+        torch.testing.assert_close(pipe.step(x).double(), total.detach() / weight)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_a_loss_that_its_function_writes_again_counts_as_it_was(weighted: bool) -> None:
+    ranks.run(1, losses_written_again, weighted)
+
+
 def views_of_the_program() -> None:
     """Gradients that a program keeps in one flat tensor stay there."""
     with hpcomm.init() as mesh:

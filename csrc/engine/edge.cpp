@@ -94,7 +94,7 @@ void SendEdge::refuse(int microbatch, const std::string& why) const {
 // What this rank itself wrote is damaged in no other way than that it says more than can be.
 KnownPtr SendEdge::read_own(std::string_view schema, std::uint64_t fingerprint, int microbatch) const {
   try {
-    return KnownSchema::read(schema, fingerprint);
+    return KnownSchema::read(schema, fingerprint, last_.get());
   } catch (const Error& why) {
     if (why.kind() != ErrorKind::kProtocol) {
       throw;
@@ -263,7 +263,7 @@ KnownPtr Inbound::schema_of(const MessageHeader& header, std::string_view schema
     if (fingerprint_of(schema) != header.schema) {
       reject(sequence, "the schema does not match its fingerprint");
     }
-    known = read_of(*this, sequence, [&] { return KnownSchema::read(schema, header.schema); });
+    known = read_of(*this, sequence, [&] { return KnownSchema::read(schema, header.schema, current.get()); });
     if (book.add(known)) {
       found_like.clear();  // or it would hold what the book has let go of
     }

@@ -184,7 +184,6 @@ TensorSchema take_tensor(ByteReader& reader) {
   if (dimensions > static_cast<int>(kMaxDimensions)) {
     reject(str("schema has a tensor of ", dimensions, " dimensions"));
   }
-  tensor.shape.reserve(std::min(static_cast<std::size_t>(dimensions), reader.left() / sizeof(std::int64_t)));
   // A later zero makes any product zero, so the running product must be checked without the zeros.
   std::uint64_t bytes = std::max(size_of(tensor.dtype), size_of(tensor.wire()));
   for (int i = 0; i < dimensions; ++i) {

@@ -11,13 +11,14 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "engine/dims.h"
 
 namespace hpcomm {
 
 struct TensorSchema {
   DType dtype = DType::kFloat32;
   bool requires_grad = false;
-  std::vector<std::int64_t> shape;
+  Dims shape;
   // The real floating point type that it is cast to on the way, if it is.
   std::optional<DType> cast = std::nullopt;
   // The dimensions as they lie in memory, the outermost first; empty where that is their own order.
@@ -73,7 +74,7 @@ struct MessageHeader {
     friend bool operator==(const Lent&, const Lent&) = default;
   };
   std::optional<Lent> lent;
-  // The sender's schema is frozen: no header follows but of messages that go behind theirs.
+  // The sender's schema is frozen: no header follows but where the route has them all the same.
   bool frozen = false;
 
   friend bool operator==(const MessageHeader&, const MessageHeader&) = default;

@@ -58,14 +58,18 @@ Parcel::Parcel(const Schema& schema) : places(schema.tensors.size()) {
   }
 }
 
-KnownPtr KnownSchema::read(std::string_view bytes, std::uint64_t fingerprint) {
+KnownPtr KnownSchema::read(std::string_view bytes, std::uint64_t fingerprint, const KnownSchema* like) {
   Schema schema = parse_schema(bytes);
   Parcel parcel(schema);
   std::optional<StructureSummary> summary;
-  try {
-    summary = summary_of(schema.structure);
-  } catch (const Error&) {
-    // Its messages can be received, if not built.
+  if (like != nullptr && like->schema.structure == schema.structure) {
+    summary = like->summary;
+  } else {
+    try {
+      summary = summary_of(schema.structure);
+    } catch (const Error&) {
+      // Its messages can be received, if not built.
+    }
   }
   return std::make_shared<const KnownSchema>(
       KnownSchema{fingerprint, std::string(bytes), std::move(schema), std::move(parcel), summary});

@@ -54,8 +54,9 @@ struct KnownSchema {
   [[nodiscard]] std::size_t weight() const noexcept { return bytes.size() + kTensorWeight * schema.tensors.size(); }
   static constexpr std::size_t kTensorWeight = 256;
 
-  // Throws Error(kProtocol) for bytes that are no schema.
-  [[nodiscard]] static std::shared_ptr<const KnownSchema> read(std::string_view bytes, std::uint64_t fingerprint);
+  // Throws Error(kProtocol) for bytes that are no schema. Faster if the structure is that of `like`, which may be null.
+  [[nodiscard]] static std::shared_ptr<const KnownSchema> read(std::string_view bytes, std::uint64_t fingerprint,
+                                                               const KnownSchema* like = nullptr);
 };
 using KnownPtr = std::shared_ptr<const KnownSchema>;
 

@@ -132,11 +132,11 @@ class WireTypes {
       return;
     }
     const auto names = leaf_names(flat.structure);
-    for (std::size_t i = 0; i < flat.tensors.size(); ++i) {
+    for (std::size_t i = 0; i < flat.leaves.size(); ++i) {
       std::optional<DType> chosen;
-      const auto dtype = movable_dtype_of(flat.tensors[i]);
+      const auto dtype = movable_dtype_of(flat.tensor(i));
       if (dtype && is_floating(*dtype)) {
-        const py::object answer = wire(names[i], flat.tensors[i]);
+        const py::object answer = wire(names[i], flat.leaves[i]);
         if (!answer.is_none()) {
           chosen = wire_dtype(answer, str("wire_dtype, for ", names[i]));
         }
@@ -180,19 +180,20 @@ class TreeSender {
     const WireTypes wires(wire, flat);  // calls the program, which may send as well
     const Turn turn(mutex_);
     const c10::Device device = torch_device(edge_.device());
-    SchemaWriter writer(schema_, flat.structure, direct_from_, flat.tensors.size());
+    const std::size_t count = flat.leaves.size();
+    SchemaWriter writer(schema_, flat.structure, direct_from_, count);
     const Schema* const frozen = edge_.frozen();
     std::vector<Source> sources;
-    sources.reserve(flat.tensors.size());
+    sources.reserve(count);
     auto owners = std::make_shared<HeldByLane<std::vector<c10::Storage>>>(std::vector<c10::Storage>());
-    owners->value.reserve(flat.tensors.size());
-    for (const at::Tensor& tensor : flat.tensors) {
-      if (tensor.has_storage()) {
+    owners->value.reserve(count);
+    for (std::size_t i = 0; i < count; ++i) {
+      if (const at::Tensor& tensor = flat.tensor(i); tensor.has_storage()) {
         __builtin_prefetch(tensor.storage().unsafeGetStorageImpl());
       }
     }
-    for (std::size_t i = 0; i < flat.tensors.size(); ++i) {
-      const at::Tensor& tensor = flat.tensors[i];
+    for (std::size_t i = 0; i < count; ++i) {
+      const at::Tensor& tensor = flat.tensor(i);
       HPCOMM_REQUIRE(tensor.device() == device, "send: this channel serves tensors on ", device.str(), "; ",
                      leaf_names(flat.structure)[i], " is on ", tensor.device().str());
       HPCOMM_REQUIRE(tensor.layout() == at::kStrided && !tensor.is_nested(), "send: ", leaf_names(flat.structure)[i],
@@ -276,13 +277,13 @@ void bind_channel(py::module_& module) {
       "flatten",
       [](const py::object& tree) {
         FlatTree flat = flatten(tree);
-        return std::make_pair(py::bytes(flat.structure), std::move(flat.tensors));
+        return std::make_pair(py::bytes(flat.structure), std::move(flat.leaves));
       },
       py::arg("tree"));
   module.def(
       "unflatten",
-      [](const py::bytes& structure, const std::vector<at::Tensor>& tensors) {
-        return unflatten(std::string_view(structure), tensors);
+      [](const py::bytes& structure, std::vector<at::Tensor> tensors) {
+        return unflatten(std::string_view(structure), std::move(tensors));
       },
       py::arg("structure"), py::arg("tensors"));
 

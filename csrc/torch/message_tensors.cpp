@@ -20,12 +20,14 @@ void give(c10::Storage& storage, const Buffer& buffer) {
       buffer.view.data, owner, [](void* kept) { delete static_cast<Keepalive*>(kept); }, storage.device()));
 }
 
+at::IntArrayRef sizes_of(const TensorSchema& schema) { return {schema.shape.data(), schema.shape.size()}; }
+
 void lay_out(c10::TensorImpl& tensor, const TensorSchema& schema, const Parcel::Place& place) {
   tensor.set_storage_offset(static_cast<std::int64_t>(place.offset / size_of(schema.dtype)));
   if (schema.order.empty()) {
-    tensor.set_sizes_contiguous(schema.shape);
+    tensor.set_sizes_contiguous(sizes_of(schema));
   } else {
-    tensor.set_sizes_and_strides(schema.shape, schema.strides());
+    tensor.set_sizes_and_strides(sizes_of(schema), schema.strides());
   }
 }
 
@@ -44,6 +46,14 @@ MessageTensors::MessageTensors(KnownPtr known, Device device)
   }
 }
 
+std::vector<at::Tensor> MessageTensors::release() {
+  released_.reserve(tensors_.size());
+  for (const at::Tensor& tensor : tensors_) {
+    released_.push_back(tensor.unsafeGetTensorImpl());
+  }
+  return std::move(tensors_);
+}
+
 bool MessageTensors::become(const KnownPtr& known) {
   if (known == known_) {
     return true;
@@ -53,11 +63,11 @@ bool MessageTensors::become(const KnownPtr& known) {
   }
   known_ = known;
   make_storages();
-  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+  for (std::size_t i = 0; i < released_.size(); ++i) {
     const TensorSchema& schema = known_->schema.tensors[i];
     const Parcel::Place& place = known_->parcel.places[i];
     const bool empty = place.area == Parcel::Area::kNowhere;
-    auto* const impl = tensors_[i].unsafeGetTensorImpl();
+    c10::TensorImpl* const impl = released_[i];
     impl->set_storage_keep_dtype(empty ? at::empty({0}, options(schema)).storage() : storage_of(place.area));
     lay_out(*impl, schema, place);
   }
@@ -105,7 +115,7 @@ at::Tensor MessageTensors::make(std::size_t i) const {
   const TensorSchema& schema = known_->schema.tensors[i];
   const Parcel::Place& place = known_->parcel.places[i];
   if (place.area == Parcel::Area::kNowhere) {
-    return at::empty(schema.shape, options(schema));
+    return at::empty(sizes_of(schema), options(schema));
   }
   at::Tensor tensor = at::detail::make_tensor<at::TensorImpl>(c10::Storage(storage_of(place.area)),
                                                               c10::DispatchKeySet(options(schema).computeDispatchKey()),

@@ -13,13 +13,13 @@ class MessageTensors {
  public:
   // Of any message of this schema: tensors without memory, which nobody may read before set_memory().
   MessageTensors(KnownPtr known, Device device);
+  // They are the caller's now, who does not let go of them before the calls below.
+  [[nodiscard]] std::vector<at::Tensor> release();
   // False when they cannot be those of a message of schema `known`. Else they are from now on: they get its shapes.
   [[nodiscard]] bool become(const KnownPtr& known);
   // Gives them the buffers of `message`, which has the schema that they are made for. Needs no GIL, as become(). One
   // storage per buffer: the slot is used again when the last of its tensors is gone.
   void set_memory(const Incoming& message);
-
-  [[nodiscard]] const std::vector<at::Tensor>& all() const noexcept { return tensors_; }
 
  private:
   void make_storages();
@@ -34,7 +34,8 @@ class MessageTensors {
   c10::Storage packed_;
   c10::Storage direct_;
   c10::Storage cast_;
-  std::vector<at::Tensor> tensors_;
+  std::vector<at::Tensor> tensors_;  // until they are released: each owner more costs both ends of a count
+  std::vector<c10::TensorImpl*> released_;
 };
 
 }  // namespace hpcomm

@@ -50,9 +50,9 @@ class Flattener {
     if (THPVariable_Check(node)) {
       put(Node::kTensor);
       if (!THPVariable_CheckExact(node) && !flat_.subclass) {
-        flat_.subclass.emplace(flat_.tensors.size(), Py_TYPE(node)->tp_name);
+        flat_.subclass.emplace(flat_.leaves.size(), Py_TYPE(node)->tp_name);
       }
-      flat_.tensors.push_back(THPVariable_Unpack(node));
+      flat_.leaves.push_back(py::reinterpret_borrow<py::object>(node));
       return;
     }
     if (PyBool_Check(node)) {
@@ -147,7 +147,7 @@ class Flattener {
   // Most trees are one container full of tensors.
   void make_room(Py_ssize_t count, int depth) {
     if (depth == 0) {
-      flat_.tensors.reserve(static_cast<std::size_t>(count));
+      flat_.leaves.reserve(static_cast<std::size_t>(count));
     }
   }
   void put_text(std::string_view text) {
@@ -290,6 +290,8 @@ class Flattener {
 
 }  // namespace
 
+const at::Tensor& FlatTree::tensor(std::size_t i) const { return THPVariable_Unpack(leaves[i].ptr()); }
+
 FlatTree flatten(py::handle tree) {
   FlatTree flat;
   try {
@@ -301,7 +303,7 @@ FlatTree flatten(py::handle tree) {
 }
 
 DType dtype_of_leaf(const FlatTree& flat, std::size_t i) {
-  const at::Tensor& tensor = flat.tensors[i];
+  const at::Tensor& tensor = flat.tensor(i);
   const auto dtype = movable_dtype_of(tensor);
   HPCOMM_REQUIRE(dtype.has_value(), leaf_names(flat.structure)[i], " is of dtype ", c10::toString(tensor.scalar_type()),
                  ", which messages do not carry");

@@ -15,11 +15,16 @@
 
 namespace hpcomm {
 
+// With the GIL.
 struct FlatTree {
   std::string structure;
-  std::vector<at::Tensor> tensors;  // in the order of the structure, themselves
+  // The tensors, in the order of the structure: Python's objects, for to count a reference to one of those takes a
+  // tenth of what torch takes for a tensor that has one.
+  std::vector<pybind11::object> leaves;
   // The first of them whose class is neither torch.Tensor nor torch.nn.Parameter, and the name of that class.
   std::optional<std::pair<std::size_t, std::string>> subclass;
+
+  [[nodiscard]] const at::Tensor& tensor(std::size_t i) const;
 };
 
 // Throws kInvalidArgument with the place of what cannot travel.
@@ -30,9 +35,9 @@ struct FlatTree {
 
 // The way back; calls none of the classes that it builds. Throws kProtocol when `structure` is damaged or has another
 // number of tensors, kSchemaMismatch, with the place, when this program has no such class, or one with other fields.
-[[nodiscard]] pybind11::object unflatten(std::string_view structure, const std::vector<at::Tensor>& tensors);
+[[nodiscard]] pybind11::object unflatten(std::string_view structure, std::vector<at::Tensor> tensors);
 // Of a structure that has been looked through, and has so many places for tensors.
 [[nodiscard]] pybind11::object unflatten(std::string_view structure, std::size_t places,
-                                         const std::vector<at::Tensor>& tensors);
+                                         std::vector<at::Tensor> tensors);
 
 }  // namespace hpcomm

@@ -30,13 +30,14 @@ py::object find_class(const std::string& name) {
 // The structure has been walked by summary_of(): only names and texts can be wrong here.
 class Builder {
  public:
-  Builder(std::string_view structure, const std::vector<at::Tensor>& tensors) : reader_(structure), tensors_(tensors) {}
+  Builder(std::string_view structure, std::vector<at::Tensor> tensors)
+      : reader_(structure), tensors_(std::move(tensors)) {}
 
   py::object build() {
     const Node node = reader_.node();
     switch (node) {
       case Node::kTensor:
-        return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensors_[next_++]));
+        return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensors_[next_++])));
       case Node::kNone:
         return py::none();
       case Node::kTrue:
@@ -182,7 +183,7 @@ class Builder {
   }
 
   StructureReader reader_;
-  const std::vector<at::Tensor>& tensors_;
+  std::vector<at::Tensor> tensors_;
   std::size_t next_ = 0;
 };
 
@@ -221,17 +222,17 @@ py::object named(const std::string& name) {
   return found;
 }
 
-py::object unflatten(std::string_view structure, const std::vector<at::Tensor>& tensors) {
-  return unflatten(structure, summary_of(structure).tensors, tensors);
+py::object unflatten(std::string_view structure, std::vector<at::Tensor> tensors) {
+  return unflatten(structure, summary_of(structure).tensors, std::move(tensors));
 }
 
-py::object unflatten(std::string_view structure, std::size_t places, const std::vector<at::Tensor>& tensors) {
+py::object unflatten(std::string_view structure, std::size_t places, std::vector<at::Tensor> tensors) {
   if (places != tensors.size()) {
     throw Error(ErrorKind::kProtocol,
                 str("message structure has places for ", places, " tensors, the message ", tensors.size()));
   }
   try {
-    return Builder(structure, tensors).build();
+    return Builder(structure, std::move(tensors)).build();
   } catch (const Misfit& misfit) {
     throw Error(ErrorKind::kSchemaMismatch, misfit.to_text());
   } catch (const py::error_already_set& error) {

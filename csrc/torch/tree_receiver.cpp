@@ -37,10 +37,10 @@ std::shared_ptr<Allocator> receive_allocator(const std::shared_ptr<Communicator>
   return std::make_shared<CommunicatorAllocator>(communicator);
 }
 
-py::object build(const KnownSchema& known, const MessageTensors& tensors) {
+py::object build(const KnownSchema& known, MessageTensors& tensors) {
   const std::string& structure = known.schema.structure;
-  return known.summary ? unflatten(structure, known.summary->tensors, tensors.all())
-                       : unflatten(structure, tensors.all());  // throws, with the reason
+  return known.summary ? unflatten(structure, known.summary->tensors, tensors.release())
+                       : unflatten(structure, tensors.release());  // throws, with the reason
 }
 
 py::object to_tree(const Incoming& message) {
@@ -334,9 +334,8 @@ void TreeReceiver::expect(const py::object& tree) {
   const FlatTree flat = flatten(tree);
   auto schema = std::make_shared<Schema>();
   schema->structure = flat.structure;
-  for (const at::Tensor& tensor : flat.tensors) {
-    const DType dtype = dtype_of_leaf(flat, schema->tensors.size());
-    schema->tensors.push_back({dtype, false, tensor.sizes().vec(), std::nullopt});
+  for (std::size_t i = 0; i < flat.leaves.size(); ++i) {
+    schema->tensors.push_back({dtype_of_leaf(flat, i), false, flat.tensor(i).sizes().vec(), std::nullopt});
   }
   edge_.expect(std::move(schema));
 }

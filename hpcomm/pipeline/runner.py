@@ -301,8 +301,10 @@ class Runner:
                 self._count(loss, target, output)
             if batch.unit != 1.0:
                 loss.weighted, loss.weight = loss.weighted / batch.unit, loss.weight / batch.unit
+                loss.borrowed = False
             stage.start_from(microbatch, loss, output, batch.scale)
-            loss.weighted = loss.weighted.detach().clone()  # the program may write its own again
+            kept = loss.weighted.detach()
+            loss.weighted = kept.clone() if loss.borrowed else kept
             walk.losses[microbatch] = loss
         if batch.keep_outputs:  # without their graphs: those are the microbatch's to free
             walk.outputs[microbatch] = detached(output)

@@ -34,6 +34,7 @@ class Loss:
 
     weighted: torch.Tensor  # scalar with a graph: weight x loss, or the sum that loss_fn returned
     weight: float
+    borrowed: bool = False  # the tensor is loss_fn's own, which may write it again
 
 
 def evaluate(loss_fn: LossFn, output: Any, target: Any) -> Loss:
@@ -62,7 +63,7 @@ def evaluate(loss_fn: LossFn, output: Any, target: Any) -> Loss:
     if weight is not None:
         if isinstance(weight, torch.Tensor) and weight.device.type != "cpu":
             _warn_of_weight(weight.device)
-        return Loss(total, float(weight))
+        return Loss(total, float(weight), borrowed=True)
     weight = samples(target) or samples(output)
     # 65,504 is all that float16 holds.
     wide = total.float() if total.dtype in (torch.float16, torch.bfloat16) else total
