@@ -215,15 +215,29 @@ Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const 
                  "the gradient of parameter ", names_[number], " (", c10::toString(gradient.scalar_type()), " on ",
                  gradient.device().str(), ", ", gradient.numel(), " elements) is not what its parameter was when it ",
                  "was wrapped; convert the model before");
+  if (options_.find_unused && !options_.shard && !slot.started && used_.data_ptr<std::int32_t>()[number] == 0) {
+    const at::NoGradGuard guard;
+    slot.resting[entry] = at::empty_like(gradient).copy_(gradient);
+  }
   if (lies_in_place(index, entry) && is_laid_out_as(gradient, param)) {
     slot.fates[entry] = Fate::kInBucket;
     counts_.in_place += slot.carried[entry] == 0 ? 1 : 0;
     return {nullptr, nullptr, true};
   }
   ++counts_.packed;
+  const bool becomes_view = (options_.bucket_views || options_.shard) && !casts && !gradient.requires_grad();
   // A wrapper without memory, as functional collectives return, is copied as torch does it.
   if (!has_memory(gradient) || !is_laid_out_as(gradient, param) || is_shared(number)) {
     const at::NoGradGuard guard;
+    if (becomes_view && !options_.shard && !is_shared(number)) {
+      const at::Tensor dense =
+          at::empty_strided(param.sizes(), strides_of(param), param.options().requires_grad(false));
+      dense.copy_(gradient);
+      sources.push_back(dense.storage());
+      slot.fates[entry] = Fate::kInBucket;
+      gradient = make_view(index, entry);
+      return {dense.data_ptr(), nullptr, false};
+    }
     slot.fates[entry] = Fate::kStaged;
     void* const copy = staged();
     slot.staged[entry].copy_(gradient);
@@ -233,7 +247,7 @@ Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const 
   sources.push_back(gradient.storage());
   void* const data = gradient.data_ptr();
   const bool fresh = is_new(gradient, incoming, 2);
-  if ((fresh || options_.bucket_views || options_.shard) && !casts && !gradient.requires_grad()) {
+  if (becomes_view || (fresh && !casts && !gradient.requires_grad())) {
     slot.fates[entry] = Fate::kInBucket;
     if (fresh) {
       move_into_bucket(gradient, index, entry);
@@ -274,6 +288,14 @@ void DdpReducer::hand_out(std::size_t index) {
       }
       continue;
     }
+    // What no rank has used stays as it is, torch's rule, though an average went over it.
+    const bool rests = slot.resting[e].defined() && gradient.defined() && !is_used(index, e);
+    if (rests && slot.fates[e] != Fate::kStaged) {
+      gradient.copy_(slot.resting[e]);
+    }
+    if (rests) {
+      continue;
+    }
     switch (slot.fates[e]) {
       case Fate::kMissing:
         if (params_[number].requires_grad() && is_used(index, e)) {
@@ -291,6 +313,7 @@ void DdpReducer::hand_out(std::size_t index) {
     }
   }
   slot.staged.clear();
+  slot.resting.clear();
 }
 
 // A gradient that lies in an old bucket keeps its tensor, which callers may know, and gets memory in a new one.

@@ -33,16 +33,6 @@ bool lane_lacks_core(const Communicator& communicator) {
          CPU_COUNT(&allowed) < 2 * communicator.size();
 }
 
-// Numbers of the host for a device, which the host does not wait for: by way of pinned memory, as torch does it.
-at::Tensor on_device(const at::Tensor& numbers, const c10::Device& device) {
-  at::Tensor sent = at::empty(numbers.sizes(), numbers.options().device(device));
-  if (device.is_cpu()) {
-    return sent.copy_(numbers);  // not clone(): a program may forbid it, to find copies of its own
-  }
-  at::Tensor pinned = at::empty(numbers.sizes(), numbers.options().pinned_memory(true));
-  return sent.copy_(pinned.copy_(numbers), /*non_blocking=*/true);
-}
-
 }  // namespace
 
 class DdpReducer::Hook final : public torch::autograd::FunctionPostHook {
@@ -205,19 +195,6 @@ void DdpReducer::agree_on_used(bool in_caller) {
   used_event_ = begin_event("all_reduce", used_by_any_);
   used_work_ = sum_on_all(used_by_any_, in_caller);
   end_on_lane(used_event_);
-}
-
-// The same of one bucket that is reduced by hand.
-void DdpReducer::agree_on_used_of(std::size_t bucket) {
-  Slot& slot = slots_[bucket];
-  const std::vector<int>& members = plan_.buckets[bucket].params;
-  const at::Tensor here = at::empty({static_cast<std::int64_t>(members.size())}, used_.options());
-  for (std::size_t e = 0; e < members.size(); ++e) {
-    here.data_ptr<std::int32_t>()[e] = slot.fates[e] == Fate::kMissing ? 0 : 1;
-    used_.data_ptr<std::int32_t>()[members[e]] = 0;  // reduced, and not in the next backward
-  }
-  slot.used = on_device(here, params_.front().device());
-  slot.used_work = sum_on_all(slot.used, false);
 }
 
 WorkPtr DdpReducer::sum_on_all(const at::Tensor& used, bool in_caller) const {

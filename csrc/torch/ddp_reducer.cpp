@@ -22,6 +22,7 @@ void DdpReducer::prepare(const std::vector<at::Tensor>& outputs) {
   if (state_ == State::kReducing || state_ == State::kDraining) {
     refuse_unfinished();
   }
+  require_none_started("a forward whose backward reduces");
   if (!alone_) {
     require_unchanged();
   }
@@ -53,6 +54,7 @@ void DdpReducer::expect_none() {
     slots_[b].held = nullptr;
     slots_[b].stream = {};
     slots_[b].open = false;
+    slots_[b].started = false;
     slots_[b].used.reset();
     slots_[b].used_work = nullptr;
     slots_[b].carried.assign(plan_.buckets[b].params.size(), 0);
@@ -90,6 +92,7 @@ void DdpReducer::mark(int param, const at::Tensor& incoming) {
   }
   switch (state_) {
     case State::kIdle:
+      require_not_started(static_cast<std::size_t>(param));
       return;
     case State::kExpecting:
       meet_once();
@@ -181,6 +184,7 @@ void DdpReducer::complete_bucket(std::size_t index, const at::Tensor& incoming) 
   reduction.scatter = options_.shard;
   slot.fates.assign(bucket.params.size(), Fate::kMissing);
   slot.staged.assign(bucket.params.size(), {});
+  slot.resting.assign(bucket.params.size(), {});
   reduction.entries.reserve(bucket.params.size());
   const auto sources = std::make_shared<Storages>();
   sources->reserve(bucket.params.size());
@@ -329,42 +333,6 @@ void DdpReducer::drain() {
   }
 }
 
-void DdpReducer::start(std::size_t bucket) {
-  std::lock_guard lock(mutex_);
-  HPCOMM_REQUIRE(bucket < slots_.size(), "there is no bucket ", bucket, "; the model has ", slots_.size());
-  HPCOMM_REQUIRE(state_ == State::kIdle || state_ == State::kExpecting,
-                 "start(): a backward is reducing these gradients; run it in no_sync() first");
-  HPCOMM_REQUIRE(slots_[bucket].work == nullptr, "bucket ", bucket, " was started and not finished");
-  meet_once();
-  state_ = State::kIdle;
-  if (!alone_) {
-    require_unchanged();
-  }
-  complete_bucket(bucket, {});
-  issue_bucket(bucket);
-  if (options_.find_unused && !options_.shard) {
-    agree_on_used_of(bucket);
-  }
-}
-
-void DdpReducer::finish(std::size_t bucket) {
-  std::lock_guard lock(mutex_);
-  HPCOMM_REQUIRE(bucket < slots_.size() && slots_[bucket].work != nullptr, "bucket ", bucket, " was not started");
-  const WorkPtr work = std::exchange(slots_[bucket].work, nullptr);
-  const WorkPtr used_work = std::exchange(slots_[bucket].used_work, nullptr);
-  wait(*work);
-  end_event(slots_[bucket].event);
-  if (used_work != nullptr) {
-    wait(*used_work);
-  }
-  hand_out(bucket);
-  slots_[bucket].held = nullptr;  // nobody knows on which stream these gradients were made: the lane lets go
-  slots_[bucket].used.reset();
-  if (options_.check_finite) {
-    report_not_finite(bucket, bucket + 1);
-  }
-}
-
 // Of gradients whose reduction the stream that they belong to has waited for: what takes their memory next comes behind
 // it. A lane on a GPU would keep them until it records again, half a backward later.
 void DdpReducer::let_go(Slot& slot) const {
@@ -421,6 +389,7 @@ void DdpReducer::replan(BucketPlan plan) {
   }
   std::lock_guard lock(mutex_);
   HPCOMM_REQUIRE(state_ == State::kIdle || state_ == State::kExpecting, "replan() while a backward reduces");
+  require_none_started("the buckets change");
   const std::vector<Slot> old = std::exchange(slots_, {});
   lay_out(std::move(plan));
   times_.reset();

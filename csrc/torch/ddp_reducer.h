@@ -77,7 +77,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void reset();
 
   // The same without a backward, bucket by bucket: reduces the gradients as they are. All ranks start them in the same
-  // order. finish() hands them out.
+  // order. finish() hands them out; before, they are the lane's, and a backward that reaches one of them raises.
   void start(std::size_t bucket);
   void finish(std::size_t bucket);
 
@@ -161,7 +161,8 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
     WorkPtr work;
     std::shared_ptr<ProfilerEvent> event;  // of the reduction; null when nobody profiles
     std::vector<Fate> fates;
-    std::vector<at::Tensor> staged;  // by entry, where the fate is kStaged, or what a missing gradient becomes
+    std::vector<at::Tensor> staged;   // by entry, where the fate is kStaged, or what a missing gradient becomes
+    std::vector<at::Tensor> resting;  // by entry: copies of gradients whose parameters no backward of this rank reached
     std::vector<RunCheck> checks;
     BucketReduction complete;  // what is to be issued
     std::shared_ptr<Held> held;
@@ -170,6 +171,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
     UsedOn stream;                      // of the backward, at the marks
     bool open = false;                  // its memory is that of this step: gradients may be packed
     std::vector<std::uint8_t> carried;  // by entry: carry() has packed it
+    bool started = false;               // by start(), and not finished
     // Of start() with find_unused: by entry, the number of ranks that have a gradient. Undefined otherwise.
     at::Tensor used;
     WorkPtr used_work;
@@ -179,6 +181,8 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void mark_locked(int param, const at::Tensor& incoming);
   [[noreturn]] void refuse_second_mark(std::size_t param) const;
   [[noreturn]] void refuse_unfinished() const;
+  void require_none_started(const char* before) const;
+  void require_not_started(std::size_t param) const;
   void require_same_step();
   void issue_complete(const at::Tensor& incoming);
   void complete_bucket(std::size_t index, const at::Tensor& incoming);
@@ -211,6 +215,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void search_unused(const std::vector<at::Tensor>& outputs);
   void agree_on_used(bool in_caller = false);
   void agree_on_used_of(std::size_t bucket);
+  void note_used_by(std::size_t bucket);
   [[nodiscard]] WorkPtr sum_on_all(const at::Tensor& used, bool in_caller) const;
   void require_unchanged() const;
   void require_size(std::size_t param) const;

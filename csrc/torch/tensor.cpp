@@ -168,4 +168,13 @@ class TorchAllocator final : public Allocator {
 
 std::shared_ptr<Allocator> make_torch_allocator() { return std::make_shared<TorchAllocator>(); }
 
+at::Tensor on_device(const at::Tensor& numbers, const c10::Device& device) {
+  at::Tensor sent = at::empty(numbers.sizes(), numbers.options().device(device));
+  if (device.is_cpu()) {
+    return sent.copy_(numbers);  // not clone(): a program may forbid it, to find copies of its own
+  }
+  at::Tensor pinned = at::empty(numbers.sizes(), numbers.options().pinned_memory(true));
+  return sent.copy_(pinned.copy_(numbers), /*non_blocking=*/true);
+}
+
 }  // namespace hpcomm

@@ -43,4 +43,7 @@ void require_memory(const at::Tensor& tensor, const char* what);
 // Memory from torch's CPU allocator.
 [[nodiscard]] std::shared_ptr<Allocator> make_torch_allocator();
 
+// Numbers of the host for a device, which the host does not wait for: by way of pinned memory, as torch does it.
+[[nodiscard]] at::Tensor on_device(const at::Tensor& numbers, const c10::Device& device);
+
 }  // namespace hpcomm

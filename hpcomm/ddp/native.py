@@ -275,8 +275,8 @@ class NativeReducer:
         return list(zip(self._names, self._parameters, strict=True))
 
     def used_by(self) -> list[int] | None:
-        """How many ranks had a gradient for each parameter in the last backward that reduced; None without
-        ``find_unused_parameters``, where a missing gradient counts as zeros.
+        """How many ranks had a gradient for each parameter when it was reduced last, with a sharded optimizer by hand
+        as well; None without ``find_unused_parameters``, where a missing gradient counts as zeros.
         """
         return self._native.used_by().tolist() if self._find_unused else None
 

@@ -376,14 +376,13 @@ class ShardedParameters:
                 "module inside is not seen)"
             )
         used = self._reducer.used_by()
-        by_hand = self._reducer.reductions_by_hand
         for shard in shards:
             if shard.piece is None:
                 continue
             # A bucket keeps what was stepped or dropped: that is no gradient any more. Nor is what no rank has used: a
             # step with zeros would decay it, and go on with its momentum.
             is_fresh = reduced(shard.bucket) > shard.taken
-            is_used = used is None or shard.bucket in by_hand or used[shard.index] > 0
+            is_used = used is None or used[shard.index] > 0
             gradients = self._reducer.gradients_of(shard.bucket) if is_fresh and is_used else None
             last = shard.first + shard.piece.numel()
             shard.piece.grad = None if gradients is None else gradients.view(shard.piece.dtype)[shard.first : last]

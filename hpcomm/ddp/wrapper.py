@@ -470,13 +470,18 @@ class DistributedDataParallel(_StockDDP):
     def start_reduction(self, bucket: int) -> None:
         """Starts to average the gradients of ``bucket`` as they are, after backwards in ``no_sync()``.
 
-        All ranks start the same buckets in the same order. Raises as ``buckets``, and InvalidArgument for a bucket that
-        does not exist or was started and not finished.
+        All ranks start the same buckets in the same order. Until ``finish_reduction`` its gradients are the lane's: a
+        backward that reaches one of them raises InvalidArgument, and has spoilt it; so does a forward whose backward
+        would reduce, which spoils nothing. Raises as ``buckets``, and InvalidArgument for a bucket that does not exist
+        or was started and not finished.
         """
         self._native("start_reduction()").start(bucket)
 
     def finish_reduction(self, bucket: int) -> None:
-        """Waits until the gradients of ``bucket`` are averages. Raises as ``start_reduction`` and what went wrong."""
+        """Waits until the gradients of ``bucket`` are averages. Raises as ``start_reduction`` and what went wrong.
+
+        After Ctrl-C the next call waits on.
+        """
         self._native("finish_reduction()").finish(bucket)
 
     def _native(self, what: str) -> NativeReducer:
