@@ -40,7 +40,7 @@ def require_wire_dtype(wire_dtype: WireDtype) -> None:
         _C.require_wire_dtype(wire_dtype)
 
 
-def _whole(value: object) -> int | None:
+def whole_number(value: object) -> int | None:
     """``value`` as an int; None for what is no whole number."""
     try:
         return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ def _whole(value: object) -> int | None:
 
 def _require_count(name: str, value: object, least: int, most: int) -> int:
     """``value`` as an int; raises InvalidArgument unless it is a whole number from ``least`` to ``most``."""
-    count = _whole(value)
+    count = whole_number(value)
     if count is None or not least <= count <= most:
         raise InvalidArgument(f"Channel: {name} is a whole number from {least} to {most}, not {value!r}")
     return count
@@ -329,7 +329,7 @@ class Channel:
                 f"Channel: expected a communicator, such as mesh.pp, got {type(communicator).__name__}"
             )
         rank = communicator.rank
-        other_rank = _whole(peer)
+        other_rank = whole_number(peer)
         if other_rank is None or other_rank == rank or not 0 <= other_rank < communicator.size:
             raise InvalidArgument(f"Channel: rank {rank} of {communicator.size} has no peer {peer!r}")
         peer = other_rank

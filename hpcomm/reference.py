@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +15,14 @@ from hpcomm.communicator import agree
 from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import InvalidArgument, NumericsMismatch
 from hpcomm.pipeline.adapt import as_chain
-from hpcomm.pipeline.chain import run_alone, trains
+from hpcomm.pipeline.chain import run_alone
 from hpcomm.pipeline.microbatch import split
 from hpcomm.pipeline.randomness import generator_of, kept
 from hpcomm.tree import flatten, unflatten
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from hpcomm._C import Communicator
     from hpcomm.pipeline import Pipeline
     from hpcomm.pipeline.adapt import Model
@@ -43,7 +47,8 @@ def verify(
     """Runs one step of ``pipe`` and the same global batch through ``model`` in this process; compares the gradients.
 
     Every rank assembles all stages' parameters and all replicas' shards and computes the reference by itself, so this
-    needs the memory of the whole model. Gradients of ``pipe`` are cleared afterwards. Collective over the mesh.
+    needs the memory of the whole model, twice. Gradients of ``pipe`` are cleared afterwards; its buffers and the number
+    of its next step stay as they were. Collective over the mesh.
 
     Args:
         pipe: a pipeline that accumulates nothing at the moment. Random layers (dropout) draw the same numbers in both.
@@ -70,16 +75,21 @@ def verify(
         raise InvalidArgument(f"verify(): the model is built otherwise than that of the Pipeline: {problem}")
     pipe.zero_grad()
     number = pipe.step_number
-    loss = float(pipe.step(x, target=target, **keywords))
-    # Held here: ``model`` may be the one that ``pipe`` was made of, whose parameters are the stages' own.
-    gradients = {name: parameter.grad for name, parameter, _ in pipe.owned_parameters()}
-    whole = pipe.materialize(model).to(pipe.mesh.device)
-    whole.load_state_dict(pipe.full_state_dict())
-    _take_modes(pipe, whole)
-    reference_loss = _reference_step(pipe, whole, x, target, keywords, number)
-    differences = _differences(pipe, gradients, whole)
-    pipe.zero_grad()
-    whole.zero_grad()
+    # Both start from it: a layer may compute with a buffer that it also changes.
+    state = {name: value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+             for name, value in pipe.full_state_dict().items()}  # fmt: skip
+    with _buffers_kept(pipe.module):
+        loss = float(pipe.step(x, target=target, **keywords))
+        # Held here: ``model`` may be the one that ``pipe`` was made of, whose parameters are the stages' own.
+        gradients = {name: parameter.grad for name, parameter, _ in pipe.owned_parameters()}
+        whole = pipe.materialize(model).to(pipe.mesh.device)
+        whole.load_state_dict(state)
+        _take_modes(pipe, whole)
+        reference_loss = _reference_step(pipe, whole, x, target, keywords, number)
+        differences = _differences(pipe, gradients, whole)
+        pipe.zero_grad()
+        whole.zero_grad()
+    pipe.step_number = number
 
     name, worst = max(differences, key=lambda item: item[1])
     for parameter, difference in differences:
@@ -90,6 +100,24 @@ def verify(
                 rank=pipe.mesh.rank,
             )
     return Comparison(loss, reference_loss, worst, name, len(differences))
+
+
+@contextmanager
+def _buffers_kept(module: torch.nn.Module) -> Iterator[None]:
+    """The module's buffers are afterwards what they were, whatever its forwards do with them."""
+    kept_ones = [
+        (part, name, buffer, buffer.clone())
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for part, name, buffer, value in kept_ones:
+                part._buffers[name] = buffer
+                buffer.copy_(value)
 
 
 def _take_modes(pipe: Pipeline, model: torch.nn.Module) -> None:
@@ -112,7 +140,7 @@ def _reference_step(
     sums, weights = [], []
     with kept(generator_of(pipe.mesh.device)):
         for replica, (shard, shard_target, shard_keywords) in enumerate(_gather((x, target, keywords), pipe.mesh.dp)):
-            draws = pipe.draws(number, replica) if trains(model) else None
+            draws = pipe.draws(number, replica)
             cut = zip(
                 split(shard, parts, "input"),
                 split(shard_target, parts, "target"),
@@ -121,6 +149,8 @@ def _reference_step(
             )
             for microbatch, (part, part_target, part_keywords) in enumerate(cut):
                 output = run_alone(model, (part,), part_keywords, draws, microbatch)
+                if pipe.loss_place is not None:
+                    draws.enter(microbatch, pipe.loss_place)
                 loss = pipe.loss_of(output, part_target)
                 loss.weighted.backward()  # type: ignore[no-untyped-call]
                 _C.part_gradients(parameters)  # or what is added later would be added to both

@@ -143,7 +143,10 @@ def _plans(folder: Path) -> tuple[list[StepPlan], dict[int, int]]:
     plan_of: dict[int, int] = {}
     for row in _rows(path):
         if "plan" in row:
-            plans.append(from_json(json.dumps(row["plan"])))
+            try:
+                plans.append(from_json(json.dumps(row["plan"])))
+            except InvalidArgument as error:
+                raise InvalidArgument(f"{path}: {error}") from error
         elif "step" in row:
             plan_of[row["step"]] = len(plans) - 1
     if -1 in plan_of.values():

@@ -104,6 +104,8 @@ def test_import_reads_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     from_json((tmp_path / "plan.json").read_text()).verify()
     (tmp_path / "TABLE.CSV").write_text(csv.read_text())
     assert run(capsys, "plan", "import", tmp_path / "TABLE.CSV") == (0, text.rpartition("wrote ")[0])
+    (tmp_path / "TABLE.CSV").write_text(csv.read_text(), encoding="utf-8-sig")  # as spreadsheets write it
+    assert run(capsys, "plan", "import", tmp_path / "TABLE.CSV") == (0, text.rpartition("wrote ")[0])
     drawn = tmp_path / "table.txt"
     drawn.write_text("rank 0 | 0F0 1F0 1B0 0B0\n")
     assert "rank 0 | 0F0 1F0 L 1B0{1R0} 0B0{0R0}\n" in run(capsys, "plan", "import", drawn)[1]
@@ -149,6 +151,9 @@ def test_wrong_questions_are_answered_in_one_line(capsys: pytest.CaptureFixture[
     status, text = run(capsys, "plan", "show", tmp_path / "bad.json")
     assert (status, text.count("\n")) == (2, 1)
     assert text.startswith(f"hpcomm: {tmp_path / 'bad.json'}: not a StepPlan")
+    (tmp_path / "rank-0.jsonl").write_text('{"plan": {}}\n')
+    status, text = run(capsys, "trace", "report", tmp_path)
+    assert (status, text.startswith(f"hpcomm: {tmp_path / 'rank-0.jsonl'}: not a StepPlan")) == (2, True)
     assert run(capsys, "plan", "show", "--pp", 0)[0] == 2
     with pytest.raises(SystemExit):
         main(["plan", "dance"])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hpcomm.channel import require_wire_dtype
+from hpcomm.channel import require_wire_dtype, whole_number
 from hpcomm.ddp import describe_parameters
 from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline.chain import layers_of, skips_of
@@ -48,7 +49,7 @@ def require_arguments(
         raise InvalidArgument(f"Pipeline: tp={mesh.shape['tp']} is not supported in this version; use dp and pp")
     if tuple(mesh.shape) != ("pp", "dp", "tp"):
         raise InvalidArgument(f"Pipeline: the axes must be ordered pp, dp, tp in this version, got {tuple(mesh.shape)}")
-    if not isinstance(num_microbatches, int) or num_microbatches < 1:
+    if whole_number(num_microbatches) is None or num_microbatches < 1:
         raise InvalidArgument(f"Pipeline: num_microbatches={num_microbatches!r}; a whole number, at least 1")
     if not 0 < bucket_cap_mb < math.inf:
         raise InvalidArgument(f"Pipeline: bucket_cap_mb={bucket_cap_mb}; a positive size")
@@ -83,6 +84,11 @@ def require_arguments(
                 f"Pipeline: {name} is on {tensor.device}, the mesh on {mesh.device}; build the model there, "
                 "on the CPU, or on meta"
             )
+
+
+def listed(names: Any) -> Any:
+    """What can be read more than once; it is checked later."""
+    return list(names) if isinstance(names, Iterator) else names
 
 
 def require_names(**lists: Sequence[str | int] | None) -> None:

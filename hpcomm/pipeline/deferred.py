@@ -41,7 +41,7 @@ class Deferral:
             deferring = _FORWARDS.get(type(layer).forward)
             if deferring is not None and id(layer) not in compiled and _is_unchanged(layer):
                 layer.forward = _Deferring(self, layer, deferring)
-                own.update(id(parameter) for parameter in layer.parameters())
+                own.update(id(layer._parameters.get(name)) for name in ("weight", "bias"))
         # Parameters whose gradients come with the first half.
         self.others = [p for p in module.parameters() if p.requires_grad and id(p) not in own]
 
@@ -61,7 +61,7 @@ class _Deferring:
     def __call__(self, input: torch.Tensor) -> Any:  # noqa: A002 - as torch's layers call it
         pending, layer = self._deferral._pending, self._layer()
         assert layer is not None  # it is calling
-        if pending is None or not torch.is_grad_enabled() or not _is_plain(layer.weight) or not _can_defer(layer):
+        if pending is None or not torch.is_grad_enabled() or not _can_defer(layer):
             return type(layer).forward(layer, input)
         # Subclasses see to their layers themselves, and inside vmap and the like autograd is torch.func's.
         if type(input) not in (torch.Tensor, torch.nn.Parameter) or torch._C._functorch.maybe_current_level():
@@ -91,9 +91,14 @@ def _is_plain(weight: Any) -> bool:
 
 
 def _can_defer(layer: torch.nn.Module) -> bool:
+    # Not by attribute: what a parametrization gives is computed for each look, and may draw or count.
+    if not _is_plain(layer._parameters.get("weight")):
+        return False
     if isinstance(layer, torch.nn.Embedding):
         return not layer.sparse and layer.max_norm is None
-    bias = layer.bias
+    if "bias" not in layer._parameters:
+        return False
+    bias = layer._parameters["bias"]
     if bias is not None and not (_is_plain(bias) or not bias.requires_grad):
         return False
     return isinstance(layer, torch.nn.Linear) or (layer.padding_mode == "zeros" and not isinstance(layer.padding, str))

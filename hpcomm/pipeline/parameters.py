@@ -109,9 +109,17 @@ def start_equal(mesh: Mesh, module: torch.nn.Module, owned: Sequence[Owned], pla
         placement: the pipeline rank of every stage.
     """
     with torch.no_grad():
-        for name, value in module.state_dict().items() if mesh.dp.size > 1 else ():
-            if not is_extra(name, value):
-                broadcast(mesh.dp, value, 0)
+        if mesh.dp.size > 1:
+            state = module.state_dict()
+            # Those that are not saved as well, but what lies elsewhere by intention.
+            unsaved = {
+                name: buffer
+                for name, buffer in module.named_buffers()
+                if name not in state and buffer.device.type == mesh.device.type
+            }
+            for name, value in (state | unsaved).items():
+                if not is_extra(name, value):
+                    broadcast(mesh.dp, value, 0)
         for entry in owned:
             if len({placement[stage] for stage in entry.stages}) > 1:
                 ranks = sorted({placement[s] * mesh.dp.size + r for s in entry.stages for r in range(mesh.dp.size)})

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcomm import _C
+from hpcomm.channel import whole_number
 from hpcomm.ddp import require_mesh
 from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline import chain, sharing
 from hpcomm.pipeline.adapt import as_chain
-from hpcomm.pipeline.checks import require_no_gradient
+from hpcomm.pipeline.checks import listed, require_no_gradient
 from hpcomm.pipeline.draft import Arguments, agreed, draft
 from hpcomm.pipeline.failure import TellPeers
 from hpcomm.pipeline.links import Messages, links_of, loaders_of
@@ -26,7 +27,7 @@ from hpcomm.pipeline.ordered import OrderedLoss, require_ordered
 from hpcomm.pipeline.parameters import Sums, identity, start_equal
 from hpcomm.pipeline.partition import Balance, decide, described, stages_at
 from hpcomm.pipeline.planning import ScheduleLike, Wishes, plan_together, scalar_lane
-from hpcomm.pipeline.randomness import Draws, generator_of, kept
+from hpcomm.pipeline.randomness import Draws, generator_of, kept, loss_may_draw
 from hpcomm.pipeline.recorder import Recorder, Times, gathered_costs, recorder_for
 from hpcomm.pipeline.reductions import Reductions
 from hpcomm.pipeline.runner import Batch, Runner
@@ -117,6 +118,8 @@ class Pipeline(LocalModel):
         costs: CostModel | None = None,
     ) -> None:
         require_mesh("Pipeline", mesh)
+        split_at, keywords, whole = (listed(names) for names in (split_at, keywords, whole))
+        num_microbatches = num_microbatches if (count := whole_number(num_microbatches)) is None else count
         asked = Arguments(
             num_microbatches=num_microbatches,
             loss_fn=loss_fn,
@@ -180,6 +183,8 @@ class Pipeline(LocalModel):
         start_equal(mesh, self.module, [e for e in owned if set(e.stages) & set(here)], plain.placement)
         self._identity = identity(self.parameters())
         self._generator = generator_of(mesh.device)
+        # Of its random numbers, behind those of all layers; None where it draws none.
+        self.loss_place = len(self._calls) if loss_may_draw(loss_fn) else None
         self._unit = Unit(mesh, plain.placement[-1], of_two=deterministic)
         self._sums = Sums()
         self.step_number = 0
@@ -302,14 +307,22 @@ class Pipeline(LocalModel):
             of them, the CPU time that a rank has for them, receiving included: set ``link_latency_seconds``,
             ``link_bytes_per_second`` and those of collectives where they count.
         """
+        with self._telling_peers(self._runner):
+            count = whole_number(steps)
+            if count is None or count < 1:
+                raise InvalidArgument(f"measure(): steps={steps!r}; a whole number, at least 1")
+            if not torch.is_grad_enabled():
+                raise InvalidArgument("measure(): it times steps with their backwards: not under torch.no_grad()")
         number, before = self.step_number, self._runner.recorder
-        times = [Times(self.mesh.device) for _ in range(steps)]
-        for each in times:
-            self._runner.recorder = each
-            _, begin = each.clocks()
-            self.step(*inputs, target=target, **keywords)
-            each.around = each.clocks()[1] - begin - each.inside
-        self._runner.recorder, self.step_number = before, number
+        times = [Times(self.mesh.device) for _ in range(count)]
+        try:
+            for each in times:
+                self._runner.recorder = each
+                _, begin = each.clocks()
+                self.step(*inputs, target=target, **keywords)
+                each.around = each.clocks()[1] - begin - each.inside
+        finally:
+            self._runner.recorder, self.step_number = before, number
         self.zero_grad()
         return gathered_costs(self.mesh, self.plan, times[1:] or times)
 
@@ -435,6 +448,7 @@ class Pipeline(LocalModel):
             rows_of(inputs, keywords, parts, self._whole) if wants_keywords else [0] * parts,
             loss_fn,
             self.draws(self.step_number, self.mesh.coordinate["dp"]) if self._draws() else None,
+            self.loss_place if torch.is_grad_enabled() else None,
         )
 
     def _new_runner(self) -> Runner:
@@ -460,7 +474,8 @@ class Pipeline(LocalModel):
 
     def _draws(self) -> bool:
         """Whether seeds are set in this step. Not in a captured one: its generator belongs to the graph."""
-        if not any(stage.draws for stage in self._local_stages.values()):
+        has_loss = self.loss_place is not None and self._schedule.stages - 1 in self.stages and torch.is_grad_enabled()
+        if not has_loss and not any(stage.draws for stage in self._local_stages.values()):
             return False
         return self.mesh.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 

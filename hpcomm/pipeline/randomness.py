@@ -56,6 +56,13 @@ def may_draw(layer: torch.nn.Module) -> bool:
     )
 
 
+def loss_may_draw(loss_fn: object) -> bool:
+    """Whether ``loss_fn`` may draw random numbers: torch's own losses do not."""
+    if isinstance(loss_fn, torch.nn.Module):
+        return may_draw(loss_fn)
+    return loss_fn is not None and not str(getattr(loss_fn, "__module__", None)).startswith("torch.nn.")
+
+
 def generator_of(device: torch.device) -> torch.Generator:
     """The generator that operations on ``device`` draw from unless they are given another."""
     if device.type == "cuda":
@@ -79,7 +86,7 @@ class Draws:
         self._first = first
 
     def enter(self, microbatch: int, layer: int) -> None:
-        """What is drawn from here on belongs to ``layer`` (its place in the whole model)."""
+        """What is drawn from here on belongs to ``layer``: its place in the whole model, loss_fn's behind the last."""
         self._generator.manual_seed(seed_of(*self._key, self._first + microbatch, layer))
 
 

@@ -50,6 +50,7 @@ class Batch:
     rows: Sequence[int]  # of the model's input, as far as this rank knows them; else 0
     loss_fn: LossFn | None  # None: no loss is wanted
     draws: Draws | None = None
+    loss_place: int | None = None  # under which loss_fn draws; None where it does not
     unit: float = 1.0  # losses and weights are counted in these
     agreed: Unit | None = None  # where the unit is to come from, with the first loss
     needs_target: bool = False  # for a loss
@@ -296,6 +297,8 @@ class Runner:
         if index != self._last_stage:
             return
         if batch.loss_fn is not None and not (batch.needs_target and target is None):
+            if batch.draws is not None and batch.loss_place is not None:
+                batch.draws.enter(microbatch, batch.loss_place)
             loss = evaluate(batch.loss_fn, output, target)
             if batch.agreed is not None:
                 self._count(loss, target, output)

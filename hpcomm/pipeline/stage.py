@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import _engine_run_backward
+from torch.utils.hooks import RemovableHandle
 
 from hpcomm import _C
 from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline import chain, deferred
 from hpcomm.pipeline.microbatch import samples
+from hpcomm.pipeline.randomness import may_draw
 from hpcomm.tree import tensors_of
 
 if TYPE_CHECKING:
@@ -60,10 +63,15 @@ def evaluate(loss_fn: LossFn, output: Any, target: Any) -> Loss:
         raise InvalidArgument(
             f"loss_fn must return a scalar tensor (mean loss), or a pair (sum, weight); it returned {result!r:.200}"
         )
+    if total.is_complex():
+        raise InvalidArgument(f"loss_fn returned a complex number ({total.dtype}); a loss is real")
     if weight is not None:
         if isinstance(weight, torch.Tensor) and weight.device.type != "cpu":
             _warn_of_weight(weight.device)
-        return Loss(total, float(weight), borrowed=True)
+        number = float(weight)
+        if not 0 <= number < math.inf:
+            raise InvalidArgument(f"loss_fn returned the weight {number}: the loss is (sum of sums) / (sum of weights)")
+        return Loss(total, number, borrowed=True)
     weight = samples(target) or samples(output)
     # 65,504 is all that float16 holds.
     wide = total.float() if total.dtype in (torch.float16, torch.bfloat16) else total
@@ -122,6 +130,7 @@ class Stage:
         self._parameters = list(module.parameters())
         self._tapes: dict[int, _Tape] = {}
         self._looked = False  # at the leaves of a graph
+        self._hooks = RemovableHandle.next_id  # of all modules and tensors, that had been registered by then
         self._pending: dict[int, _C.Deferred] = {}
 
     @property
@@ -130,12 +139,15 @@ class Stage:
         return any(call.draws and chain.trains(call.layer) for call in self._calls)
 
     def refresh(self) -> None:
-        """Takes up layers that were added to the stage, or taken from it, since the last step."""
+        """Takes up layers that were added to the stage, or taken from it, and hooks on them, since the last step."""
         if [layer for _, layer in chain.layers_of(self.module)] != [call.layer for call in self._calls]:
             first = self._calls[0].place if self._calls else 0
             skips = {call.name: call.skips for call in self._calls}
             self._calls = chain.calls_of(self.module, first, skips)
             self._parameters = list(self.module.parameters())
+        elif self._hooks != RemovableHandle.next_id:
+            self._calls = [call._replace(draws=may_draw(call.layer)) for call in self._calls]
+        self._hooks = RemovableHandle.next_id
 
     def forward(
         self,

@@ -15,9 +15,9 @@ from hpcomm.errors import InvalidArgument
 
 
 def read_text(path: str | PathLike[str]) -> str:
-    """The text of a file, which is UTF-8 whatever the locale."""
+    """The text of a file, which is UTF-8 whatever the locale, with a byte order mark or without."""
     with _named(path):
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
 
 
 def write_text(path: str | PathLike[str], text: str) -> None:
