@@ -111,10 +111,14 @@ def test_a_parametrization_runs_once_in_a_forward(kind: str, name: str, schedule
     ranks.run(2, parametrizations_run_once, kind, name, schedule)
 
 
-def hooks_added_later() -> None:
+def hooks_added_later(schedule: str) -> None:
     with hpcomm.init(pp=2) as mesh:
-        pipe = hpcomm.Pipeline(linears(), mesh=mesh, num_microbatches=2, loss_fn=functional.mse_loss)
+        pipe = hpcomm.Pipeline(linears(), mesh=mesh, num_microbatches=2, loss_fn=functional.mse_loss, schedule=schedule)
         pipe.step(batch(1), target=batch(2))
+        assert not any(stage.draws for stage in pipe._local_stages.values())
+        torch.zeros(1, requires_grad=True).register_hook(print)  # no layer's
+        pipe.step(batch(1), target=batch(2))
+        assert not any(stage.draws for stage in pipe._local_stages.values())
         for layer in pipe.module:
             layer.register_forward_hook(lambda module, _, out: functional.dropout(out, 0.5, module.training))
         losses = []
@@ -124,8 +128,9 @@ def hooks_added_later() -> None:
         assert losses[0] == losses[1]
 
 
-def test_what_a_hook_draws_that_was_added_later_is_seeded() -> None:
-    ranks.run(2, hooks_added_later)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb1p"])
+def test_what_a_hook_draws_that_was_added_later_is_seeded(schedule: str) -> None:
+    ranks.run(2, hooks_added_later, schedule)
 
 
 class Features(nn.Module):

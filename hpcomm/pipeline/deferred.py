@@ -40,7 +40,7 @@ class Deferral:
         for layer in module.modules():
             deferring = _FORWARDS.get(type(layer).forward)
             if deferring is not None and id(layer) not in compiled and _is_unchanged(layer):
-                layer.forward = _Deferring(self, layer, deferring)
+                layer.forward = DeferringForward(self, layer, deferring)
                 own.update(id(layer._parameters.get(name)) for name in ("weight", "bias"))
         # Parameters whose gradients come with the first half.
         self.others = [p for p in module.parameters() if p.requires_grad and id(p) not in own]
@@ -50,7 +50,7 @@ class Deferral:
         self._pending = pending
 
 
-class _Deferring:
+class DeferringForward:
     """The forward of one layer: torch's own unless a list is open. The layer owns it, so its way back is weak."""
 
     def __init__(self, deferral: Deferral, layer: torch.nn.Module, function: Any) -> None:
@@ -70,13 +70,13 @@ class _Deferring:
 
     def __reduce__(self) -> Any:
         """A copied layer is nobody's stage: no list is ever opened for it."""
-        return _Deferring, (Deferral(torch.nn.Module()), self._layer(), self._function)
+        return DeferringForward, (Deferral(torch.nn.Module()), self._layer(), self._function)
 
 
 def _is_unchanged(layer: torch.nn.Module) -> bool:
     forward = vars(layer).get("forward")  # of an earlier Pipeline, or anybody else's
     inner = getattr(layer, "_conv_forward", None)
-    return (forward is None or isinstance(forward, _Deferring)) and (
+    return (forward is None or isinstance(forward, DeferringForward)) and (
         inner is None or getattr(inner, "__func__", None) in _CONVOLUTIONS
     )
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hpcomm.pipeline.deferred import DeferringForward
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -51,7 +53,7 @@ def may_draw(layer: torch.nn.Module) -> bool:
         or not type(module).__module__.startswith("torch.nn.modules.")
         or module._forward_pre_hooks
         or module._forward_hooks
-        or "forward" in vars(module)
+        or not isinstance(vars(module).get("forward"), DeferringForward | None)
         for module in layer.modules()
     )
 
