@@ -17,8 +17,8 @@ struct MailOptions {
   std::chrono::milliseconds timeout{0};
   // Held until the message has ended, also when nobody waits for it.
   Keepalive keepalive;
-  // Of sends: what follows under this tag means nothing without it. Its time-out ends the mailbox, as one in the midst
-  // of a message does.
+  // What follows under this tag would be taken for it. Its time-out ends the mailbox, as one in the midst of a message
+  // does; that of a receive only where another one waits behind it.
   bool must_precede = false;
   // Its caller waits for it from here to its end, so that nobody else need look after it.
   bool awaited = false;

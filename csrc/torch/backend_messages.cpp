@@ -30,6 +30,7 @@ HpcommBackend::C10dWork HpcommBackend::message(c10d::OpType type, const char* ti
     MailOptions options;
     options.timeout = std::chrono::milliseconds(timeout_);
     options.keepalive = keep(memory);
+    options.must_precede = true;
     const bool profiled = at::hasCallbacks();
     const bool staged = !sends && !memory.is_same(tensor);
     auto work = c10::make_intrusive<MessageWork>(rank_, type, profiled ? title : nullptr, tensors, tensor,

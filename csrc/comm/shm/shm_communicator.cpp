@@ -141,9 +141,11 @@ class ShmCommunicator final : public HostCommunicator {
         await_abort();
       }
       throw_if_aborted(what_of(operation));  // by another thread: its reason is the one
-      // A mismatch leaves all ranks at the same step; anything else may not.
+      // A mismatch leaves all ranks at the same step; anything else may not. After a message that did not come in time
+      // the next one would be taken for it.
+      const bool is_out_of_order = !is_message(operation.kind) || error.kind() == ErrorKind::kTimedOut;
       if (error.kind() != ErrorKind::kSchemaMismatch && error.kind() != ErrorKind::kInvalidArgument &&
-          !is_message(operation.kind)) {
+          is_out_of_order) {
         park(operation);
         abort(error);
       }
@@ -243,6 +245,7 @@ class ShmCommunicator final : public HostCommunicator {
     }
     MailOptions options;
     options.awaited = true;  // by finish()
+    options.must_precede = true;
     options.keepalive = operation.options.owner();
     options.timeout = std::max(std::chrono::milliseconds(1),
                                std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()));
