@@ -120,7 +120,9 @@ void bind_comm(py::module_& module) {
       .def_property_readonly("name", &Communicator::name, docs::Communicator::name)
       .def_property_readonly("lane", &Communicator::lane, docs::Communicator::lane)
       .def_property_readonly("transport", &Communicator::transport, docs::Communicator::transport)
-      .def_property_readonly("control", &Communicator::shared_control, docs::Communicator::control)
+      .def_property_readonly(
+          "control", [](const Communicator& self) { return released_without_gil(self.shared_control()); },
+          docs::Communicator::control)
       .def_property_readonly(
           "timeout", [](const Communicator& self) { return static_cast<double>(self.timeout().count()) / 1e3; },
           docs::Communicator::timeout)
@@ -248,7 +250,7 @@ void bind_comm(py::module_& module) {
       [](const Control& control) {
         const auto* const near = dynamic_cast<const shm::NearControl*>(&control);
         HPCOMM_REQUIRE(near != nullptr, "this Control was not made by near_control()");
-        return near->neighbourhood();
+        return released_without_gil(near->neighbourhood());
       },
       py::arg("control"));
   module.def(

@@ -8,7 +8,14 @@
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
 #include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/fork.h"
 
 namespace py = pybind11;
 
@@ -78,6 +85,44 @@ void end() {
   PyEval_RestoreThread(state);
 }
 
+// One thread that ends what takes the GIL. For ever: at the exit it may be in the midst of it.
+class Reaper {
+ public:
+  Reaper() {
+    std::thread([this] { run(); }).detach();
+  }
+
+  void take(std::shared_ptr<void> last) {
+    if (fork_generation() != generation_) {
+      return;  // the mutex may be held by a thread that only the parent has
+    }
+    {
+      const std::lock_guard lock(mutex_);
+      waiting_.push_back(std::move(last));
+    }
+    changed_.notify_one();
+  }
+
+ private:
+  [[noreturn]] void run() {
+    for (;;) {
+      std::vector<std::shared_ptr<void>> ended;
+      {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [this] { return !waiting_.empty(); });
+        ended.swap(waiting_);
+      }
+      const WithGil gil;
+      ended.clear();
+    }
+  }
+
+  const std::uint32_t generation_ = fork_generation();
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::shared_ptr<void>> waiting_;
+};
+
 }  // namespace
 
 WithoutGil::WithoutGil() noexcept : state_(PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr) {}
@@ -121,6 +166,13 @@ void watch_for_end_of_interpreter() {
   (void)::pthread_atfork(nullptr, nullptr, [] { returning = 0; });
   // Registered early, so that it runs late: what jobs and meshes do at the exit comes before.
   py::module_::import("atexit").attr("register")(py::cpp_function(&end));
+}
+
+bool holds_gil() noexcept { return PyGILState_Check() != 0; }
+
+void end_elsewhere(std::shared_ptr<void> last) {
+  static auto* const reaper = new Reaper;
+  reaper->take(std::move(last));
 }
 
 }  // namespace hpcomm

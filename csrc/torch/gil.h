@@ -55,6 +55,17 @@ void watch_for_end_of_interpreter();
 // ends now.
 void stay_if_interpreter_ends() noexcept;
 
+// Ends it in a thread of its own, which takes the GIL; at once in a forked child, which has no such thread.
+void end_elsewhere(std::shared_ptr<void> last);
+[[nodiscard]] bool holds_gil() noexcept;
+
+// Whether the end of what only this thread holds takes the GIL, and it has not got it: a thread that moves the messages
+// of others must not wait there, for as long as a program's C code likes. For types that have not said: no.
+template <typename T>
+struct EndsWithGil {
+  [[nodiscard]] static bool now(const T& /*held*/) noexcept { return false; }
+};
+
 // What a lane may be the last to hold, and whose end may take the GIL: memory of numpy, a tensor, a storage that Python
 // has seen. It stays for ever where the interpreter ends.
 template <typename T>
@@ -65,6 +76,8 @@ struct HeldByLane {
   ~HeldByLane() {
     if (interpreter_ends()) {
       static_cast<void>(new T(std::move(value)));
+    } else if (EndsWithGil<T>::now(value)) {
+      end_elsewhere(std::make_shared<T>(std::move(value)));
     }
   }
 

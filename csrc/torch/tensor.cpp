@@ -3,6 +3,7 @@
 
 #include <c10/core/CPUAllocator.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <optional>
@@ -175,6 +176,20 @@ at::Tensor on_device(const at::Tensor& numbers, const c10::Device& device) {
   }
   at::Tensor pinned = at::empty(numbers.sizes(), numbers.options().pinned_memory(true));
   return sent.copy_(pinned.copy_(numbers), /*non_blocking=*/true);
+}
+
+bool EndsWithGil<c10::Storage>::now(const c10::Storage& held) noexcept {
+  return held && held.use_count() == 1 && held.device().is_cpu() && held.data_ptr().get_deleter() != nullptr &&
+         held.data_ptr().get_deleter() != c10::GetDefaultCPUAllocator()->raw_deleter() && !holds_gil();
+}
+
+bool EndsWithGil<std::pair<c10::Storage, c10::Storage>>::now(
+    const std::pair<c10::Storage, c10::Storage>& held) noexcept {
+  return EndsWithGil<c10::Storage>::now(held.first) || EndsWithGil<c10::Storage>::now(held.second);
+}
+
+bool EndsWithGil<std::vector<c10::Storage>>::now(const std::vector<c10::Storage>& held) noexcept {
+  return std::any_of(held.begin(), held.end(), &EndsWithGil<c10::Storage>::now);
 }
 
 }  // namespace hpcomm

@@ -7,8 +7,11 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "base/view.h"
+#include "torch/gil.h"
 
 namespace hpcomm {
 
@@ -45,5 +48,19 @@ void require_memory(const at::Tensor& tensor, const char* what);
 
 // Numbers of the host for a device, which the host does not wait for: by way of pinned memory, as torch does it.
 [[nodiscard]] at::Tensor on_device(const at::Tensor& numbers, const c10::Device& device);
+
+// Memory on the host that torch's own allocator has not made: numpy's, say.
+template <>
+struct EndsWithGil<c10::Storage> {
+  [[nodiscard]] static bool now(const c10::Storage& held) noexcept;
+};
+template <>
+struct EndsWithGil<std::pair<c10::Storage, c10::Storage>> {
+  [[nodiscard]] static bool now(const std::pair<c10::Storage, c10::Storage>& held) noexcept;
+};
+template <>
+struct EndsWithGil<std::vector<c10::Storage>> {
+  [[nodiscard]] static bool now(const std::vector<c10::Storage>& held) noexcept;
+};
 
 }  // namespace hpcomm
