@@ -76,6 +76,35 @@ def test_a_forward_between_start_and_finish_raises_and_loses_nothing() -> None:
     ranks.run(2, forward_meanwhile)
 
 
+def prepared_before() -> None:
+    """A forward's backward reduces, also if something was reduced by hand in between; what was kept stays."""
+    with hpcomm.init() as mesh:
+        wrapped = hpcomm.DistributedDataParallel(nn.Linear(4, 4, bias=False), mesh=mesh)
+        weight, x = wrapped.module.weight, torch.full((2, 4), mesh.rank + 1.0)
+        for _ in range(2):
+            with wrapped.no_sync():
+                wrapped(x).sum().backward()
+            loss = wrapped(x).sum()
+            reduce_by_hand(wrapped)
+            kept = weight.grad
+            assert torch.equal(kept, torch.full((4, 4), 3.0))
+            weight.grad = None
+            loss.backward()
+            assert torch.equal(weight.grad, torch.full((4, 4), 3.0))
+            other, weight.grad = weight.grad, None
+            with wrapped.no_sync():
+                (10 * wrapped(x)).sum().backward()
+            reduce_by_hand(wrapped)
+            assert torch.equal(weight.grad, torch.full((4, 4), 30.0))
+            assert torch.equal(kept, torch.full((4, 4), 3.0))
+            assert torch.equal(other, torch.full((4, 4), 3.0))
+            weight.grad = None
+
+
+def test_a_reduction_by_hand_between_a_forward_and_its_backward() -> None:
+    ranks.run(2, prepared_before)
+
+
 def stepped_by_hand(shard: bool) -> None:
     """One that no rank uses is not stepped, whichever way the others were reduced, then or before."""
     with hpcomm.init() as mesh:

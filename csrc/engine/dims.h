@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <utility>
 #include <vector>
 
 namespace hpcomm {
@@ -20,6 +21,16 @@ class Dims {
   Dims(std::initializer_list<std::int64_t> sizes) { assign(sizes.begin(), sizes.end()); }
   Dims(const std::vector<std::int64_t>& sizes) { assign(sizes.begin(), sizes.end()); }
   // NOLINTEND
+  Dims(const Dims&) = default;
+  Dims& operator=(const Dims&) = default;
+  Dims(Dims&& other) noexcept : size_(std::exchange(other.size_, 0)), few_(other.few_), many_(std::move(other.many_)) {}
+  Dims& operator=(Dims&& other) noexcept {
+    size_ = std::exchange(other.size_, 0);
+    few_ = other.few_;
+    many_ = std::move(other.many_);
+    return *this;
+  }
+  ~Dims() = default;
 
   void push_back(std::int64_t size) {
     if (size_ < kFew) {

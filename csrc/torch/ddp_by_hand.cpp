@@ -1,4 +1,5 @@
 // Buckets that are reduced one by one, without a backward: start() and finish().
+#include <algorithm>
 #include <utility>
 
 #include "base/error.h"
@@ -14,11 +15,14 @@ void DdpReducer::start(std::size_t bucket) {
                  "start(): a backward is reducing these gradients; run it in no_sync() first");
   HPCOMM_REQUIRE(slots_[bucket].work == nullptr, "bucket ", bucket, " was started and not finished");
   meet_once();
+  expects_again_ = expects_again_ || state_ == State::kExpecting;
   state_ = State::kIdle;
   if (!alone_) {
     require_unchanged();
   }
   slots_[bucket].started = true;
+  slots_[bucket].open = false;  // somebody may have kept what the last step left there
+  slots_[bucket].carried.assign(slots_[bucket].carried.size(), 0);
   try {
     complete_bucket(bucket, {});
     issue_bucket(bucket);
@@ -35,11 +39,15 @@ void DdpReducer::finish(std::size_t bucket) {
   std::lock_guard lock(mutex_);
   HPCOMM_REQUIRE(bucket < slots_.size() && slots_[bucket].work != nullptr, "bucket ", bucket, " was not started");
   Slot& slot = slots_[bucket];
-  const auto end = [&slot] {
+  const auto end = [this, &slot] {
     slot.started = false;
     slot.work = nullptr;
     slot.used_work = nullptr;
     end_event(slot.event);
+    if (std::none_of(slots_.begin(), slots_.end(), [](const Slot& one) { return one.started; }) &&
+        std::exchange(expects_again_, false)) {
+      state_ = State::kExpecting;
+    }
   };
   try {
     for (const WorkPtr& work : {slot.work, slot.used_work}) {

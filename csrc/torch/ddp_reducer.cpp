@@ -44,6 +44,7 @@ void DdpReducer::prepare(const std::vector<at::Tensor>& outputs) {
 // As before the first mark of a step.
 void DdpReducer::expect_none() {
   next_ = 0;
+  expects_again_ = false;
   order_.clear();
   marked_.assign(params_.size(), kUnmarked);
   for (std::size_t b = 0; b < slots_.size(); ++b) {

@@ -239,6 +239,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   // Recursive for handlers of signals, which run in the thread that waits under it.
   mutable std::recursive_mutex mutex_;
   State state_ = State::kIdle;
+  bool expects_again_ = false;  // once no bucket is started: a forward has prepared before
   BucketPlan plan_;
   std::vector<BucketPlace> places_;
   std::vector<Slot> slots_;

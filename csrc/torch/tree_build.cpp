@@ -75,6 +75,7 @@ class Builder {
           const py::object key = build();
           dict[key] = build_entry(key);
         }
+        require_all(dict, count);
         return dict;
       }
       case Node::kOrderedDict: {
@@ -86,6 +87,7 @@ class Builder {
             throw py::error_already_set();
           }
         }
+        require_all(dict, count);
         return dict;
       }
       case Node::kNamedTuple: {
@@ -121,6 +123,13 @@ class Builder {
   }
   py::object build_entry(const py::object& key) {
     return build_below([&key] { return step_of(key); });
+  }
+
+  // Of a key that comes twice the first value would be lost, which a Draft still writes to.
+  static void require_all(const py::object& dict, std::uint32_t count) {
+    if (PyDict_Size(dict.ptr()) != static_cast<Py_ssize_t>(count)) {
+      throw Error(ErrorKind::kProtocol, "message structure holds a dict with a key twice");
+    }
   }
 
   static py::object checked(PyObject* made) {
