@@ -108,6 +108,8 @@ class GradScaler(torch.amp.GradScaler):
         kwargs: of torch's class, without ``device``.
     """
 
+    agrees_over_mesh = True  # which Pipeline.step() wants of a scaler
+
     def __init__(self, mesh: Mesh, **kwargs: Any) -> None:
         require_mesh("GradScaler", mesh)
         super().__init__(mesh.device.type, **kwargs)

@@ -442,5 +442,7 @@ class Channel:
         device, ``meta`` included. Values do not count, nor does ``requires_grad``. Any other message is a
         SchemaMismatch on both ranks that names the first leaf which differs. With ``schema="frozen"`` the first message
         is compared, which the others are like; once it has come, ``tree`` is compared with it here and now.
+
+        The sender hears of it in a later call. The direction carries nothing afterwards.
         """
         self._receiver.expect(tree)

@@ -167,7 +167,7 @@ class Mesh:
         from torch.distributed.device_mesh import DeviceMesh
 
         names = tuple(self._sizes)
-        layout = torch.arange(self.size).view(*self._sizes.values())
+        layout = torch.arange(self.size, device="cpu").view(*self._sizes.values())
         groups = [self._groups[axis] for axis in names]
         return DeviceMesh.from_group(groups, self.device.type, layout, mesh_dim_names=names)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from hpcomm.errors import InvalidArgument, NumericsMismatch
 from hpcomm.pipeline.adapt import as_chain
 from hpcomm.pipeline.chain import run_alone
 from hpcomm.pipeline.microbatch import split
+from hpcomm.pipeline.parameters import broadcast, unsaved_buffers
 from hpcomm.pipeline.randomness import generator_of, kept
 from hpcomm.tree import flatten, unflatten
 
@@ -76,14 +76,16 @@ def verify(
     pipe.zero_grad()
     number = pipe.step_number
     # Both start from it: a layer may compute with a buffer that it also changes.
-    state = {name: value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-             for name, value in pipe.full_state_dict().items()}  # fmt: skip
+    state, unsaved = pipe.full_state_dict(), _unsaved_of_all(pipe)
     with _buffers_kept(pipe.module):
         loss = float(pipe.step(x, target=target, **keywords))
         # Held here: ``model`` may be the one that ``pipe`` was made of, whose parameters are the stages' own.
         gradients = {name: parameter.grad for name, parameter, _ in pipe.owned_parameters()}
         whole = pipe.materialize(model).to(pipe.mesh.device)
         whole.load_state_dict(state)
+        for name, value in unsaved.items():
+            prefix, _, last = name.rpartition(".")
+            whole.get_submodule(prefix)._buffers[last] = value
         _take_modes(pipe, whole)
         reference_loss = _reference_step(pipe, whole, x, target, keywords, number)
         differences = _differences(pipe, gradients, whole)
@@ -102,21 +104,43 @@ def verify(
     return Comparison(loss, reference_loss, worst, name, len(differences))
 
 
+def _unsaved_of_all(pipe: Pipeline) -> dict[str, torch.Tensor]:
+    """Copies of all stages' buffers that are in no state_dict (collective over ``mesh.pp``)."""
+    pp, device = pipe.mesh.pp, pipe.mesh.device
+    own = unsaved_buffers(pipe.module, device)
+    kinds = {name: [str(buffer.dtype).removeprefix("torch."), *buffer.shape] for name, buffer in own.items()}
+    told = pp.control.exchange(pp.ranks, ControlChannel.BUFFERS, json.dumps(kinds).encode(), pp.timeout)
+    copies: dict[str, torch.Tensor] = {}
+    for root, body in enumerate(told):
+        for name, (dtype, *shape) in json.loads(body).items():
+            copies[name] = (
+                own[name].detach().clone().contiguous()
+                if root == pp.rank
+                else torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            )
+            broadcast(pp, copies[name], root)
+    return copies
+
+
 @contextmanager
 def _buffers_kept(module: torch.nn.Module) -> Iterator[None]:
     """The module's buffers are afterwards what they were, whatever its forwards do with them."""
-    kept_ones = [
-        (part, name, buffer, buffer.clone())
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None
+    parts = [(part, dict(part._buffers)) for part in module.modules()]
+    # An expanded one cannot have been written to.
+    values = [
+        (buffer, buffer.clone())
+        for _, buffers in parts
+        for buffer in buffers.values()
+        if buffer is not None and not (buffer.layout is torch.strided and 0 in buffer.stride())
     ]
     try:
         yield
     finally:
         with torch.no_grad():
-            for part, name, buffer, value in kept_ones:
-                part._buffers[name] = buffer
+            for part, buffers in parts:
+                part._buffers.clear()
+                part._buffers.update(buffers)
+            for buffer, value in values:
                 buffer.copy_(value)
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,6 +148,60 @@ class Features(nn.Module):
         return torch.cos(x @ self.projection + self.kept.sum())  # type: ignore[no-any-return]
 
 
+class Average(nn.Module):
+    """Computes with a buffer that it moves."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8), persistent=persistent)
+        self.register_buffer("filled", None, persistent=False)
+        self.register_buffer("wide", torch.ones(1, 8).expand(6, 8), persistent=False)
+        self.register_buffer("sparse", torch.eye(8).to_sparse(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.filled = x.detach()
+        self.mean.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+        return x * (1 + self.mean) * self.wide[: len(x)] @ self.sparse  # type: ignore[no-any-return]
+
+
+def averages(pp: int, persistent: bool, same: bool) -> None:
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(Average(persistent), nn.Linear(8, 8), Average(persistent), nn.Linear(8, 8))
+
+    with hpcomm.init(dp=-1, pp=pp) as mesh:
+        made = model()
+        made[2].filled = torch.ones(2 + mesh.rank)  # a cache that some ranks have filled
+        pipe = hpcomm.Pipeline(made, mesh=mesh, num_microbatches=2, loss_fn=functional.mse_loss)
+        pipe.step(batch(1), target=batch(2))
+        before = {name: buffer.to_dense().clone() for name, buffer in pipe.module.named_buffers()}
+        difference = hpcomm.verify(pipe, made if same else model(), batch(1), target=batch(2)).max_relative_difference
+        assert difference < 1e-5
+        assert pipe.step_number == 1
+        after = dict(pipe.module.named_buffers())
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name].to_dense()) for name in before)
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_verify_starts_from_the_buffers_and_leaves_them(persistent: bool, same: bool) -> None:
+    ranks.run(2, averages, 2, persistent, same)
+
+
+def test_replicas_may_have_filled_different_caches() -> None:
+    # The averages of replicas differ, which one process has not: only the start is of interest.
+    ranks.run(2, caches_of_replicas)
+
+
+def caches_of_replicas() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        model = nn.Sequential(Average(persistent=False), nn.Linear(8, 8))
+        model[0].filled = torch.ones(3) if mesh.rank == 0 else None
+        pipe = hpcomm.Pipeline(model, mesh=mesh, num_microbatches=2, loss_fn=functional.mse_loss)
+        pipe.step(batch(mesh.rank), target=batch(2))
+
+
 def replicas_of_features() -> list[list[float]]:
     with hpcomm.init(dp=2) as mesh:
         torch.manual_seed(mesh.rank)
@@ -181,6 +238,7 @@ def measured_wrong(how: str) -> None:
         pipe = hpcomm.Pipeline(linears(), mesh=mesh, num_microbatches=2, loss_fn=functional.mse_loss)
         with torch.set_grad_enabled(how != "no_grad"), pytest.raises(hpcomm.InvalidArgument, match="measure"):
             pipe.measure(batch(1), target=batch(2), steps=3 if how == "no_grad" else 0)
+        pipe.step(batch(1), target=batch(2))
 
 
 @pytest.mark.parametrize("how", ["no_grad", "no steps"])
@@ -201,6 +259,50 @@ def arguments_of_other_kinds() -> None:
 
 def test_iterators_and_whole_numbers_of_other_types_are_taken() -> None:
     ranks.run(2, arguments_of_other_kinds)
+
+
+def on_another_default_device() -> None:
+    with hpcomm.init(pp=2) as mesh:
+        pipe = hpcomm.Pipeline(linears(), mesh=mesh, num_microbatches=2, loss_fn=functional.mse_loss)
+        x, y = batch(1), batch(2)
+        with torch.device("meta"):
+            loss = pipe.step(x, target=y)
+            pipe.measure(x, target=y)
+            hpcomm.clip_grad_norm_(pipe, 1.0)
+        assert loss.device.type == "cpu"
+
+
+def test_the_default_device_of_a_program_is_its_own() -> None:
+    ranks.run(2, on_another_default_device)
+
+
+def scaled_by_torch() -> None:
+    with hpcomm.init(pp=2) as mesh:
+        pipe = hpcomm.Pipeline(linears(), mesh=mesh, num_microbatches=2, loss_fn=functional.mse_loss)
+        with pytest.raises(hpcomm.InvalidArgument, match=r"takes an hpcomm\.GradScaler\(mesh\), got torch\.amp"):
+            pipe.step(batch(1), target=batch(2), scaler=torch.amp.GradScaler("cpu"))  # type: ignore[arg-type]
+
+
+def test_torchs_scaler_is_refused() -> None:
+    ranks.run(2, scaled_by_torch)
+
+
+def dropped_without_a_warning() -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for _ in range(3):
+            with hpcomm.init() as mesh:
+                pipe = hpcomm.Pipeline(linears(), mesh=mesh, num_microbatches=2, loss_fn=functional.mse_loss)
+                pipe.step(batch(1), target=batch(2))
+            del pipe, mesh
+            gc.collect()
+    assert [str(warning.message) for warning in seen if warning.category is ResourceWarning] == []
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+
+
+def test_a_dropped_pipeline_leaves_no_file_open() -> None:
+    ranks.run(1, dropped_without_a_warning)
 
 
 def microbatches_of_a_bool() -> None:

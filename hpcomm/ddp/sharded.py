@@ -221,7 +221,7 @@ class ShardedParameters:
         shards = [(name, self._shards[id(p)]) for name, p in named if id(p) in self._shards]
         pieces = [(name, shard.piece) for name, shard in shards if shard.piece is not None]
         # A rank may own nothing of a group; what schedules its options finds all groups everywhere.
-        pieces = pieces or [(named[0][0] if named else None, torch.nn.Parameter(torch.zeros(0)))]
+        pieces = pieces or [(named[0][0] if named else None, torch.nn.Parameter(torch.zeros(0, device="cpu")))]
         return {**group, "params": [piece if name is None else (name, piece) for name, piece in pieces]}
 
     @staticmethod
@@ -421,7 +421,7 @@ def _extent(tensor: torch.Tensor) -> int:
 def _overlapping(tensors: list[torch.nn.Parameter]) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
     """Two of them that have a number in the same place; None where they only alternate."""
     begin = tensors[0].data_ptr()
-    taken = torch.zeros(max(t.data_ptr() + _extent(t) for t in tensors) - begin, dtype=torch.bool)
+    taken = torch.zeros(max(t.data_ptr() + _extent(t) for t in tensors) - begin, dtype=torch.bool, device="cpu")
 
     def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
         each = tensor.dtype.itemsize

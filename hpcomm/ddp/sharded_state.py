@@ -223,7 +223,7 @@ def _described(member: Member, key: str, value: Any) -> tuple[str, Any]:
 
 
 def _undescribed(kind: str, value: Any) -> Any:
-    return value if kind == "plain" else torch.tensor(value, dtype=getattr(torch, kind))
+    return value if kind == "plain" else torch.tensor(value, dtype=getattr(torch, kind), device="cpu")
 
 
 def _part(member: Member, key: str, value: Any) -> Any:

@@ -144,7 +144,7 @@ def _sums_found(mesh: Mesh) -> Finding:
 
     tensor = torch.arange(1000, device=mesh.device) + 1000 * mesh.rank
     mesh.world.all_reduce(tensor)
-    wanted = mesh.size * torch.arange(1000) + 1000 * (mesh.size * (mesh.size - 1) // 2)
+    wanted = mesh.size * torch.arange(1000, device="cpu") + 1000 * (mesh.size * (mesh.size - 1) // 2)
     wrong = (tensor.cpu() != wanted).sum()
     mesh.world.all_reduce(wrong := wrong.to(mesh.device))
     if wrong.item():

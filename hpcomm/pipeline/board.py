@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,11 +33,12 @@ class Board:
 
     def __init__(self, mesh: Mesh) -> None:
         # A file without a name: nothing is left behind, whatever happens.
-        self._file = os.fdopen(os.memfd_create("hpcomm-board", os.MFD_CLOEXEC), "r+b", buffering=0)
-        self._file.truncate(8)
-        self._place = memoryview(mmap.mmap(self._file.fileno(), 8)).cast("q")
+        file = os.memfd_create("hpcomm-board", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, file)  # open till then: others look into it
+        os.ftruncate(file, 8)
+        self._place = memoryview(mmap.mmap(file, 8)).cast("q")
         self._place[0] = _IDLE
-        mine = json.dumps([seat(), f"/proc/{os.getpid()}/fd/{self._file.fileno()}"]).encode()
+        mine = json.dumps([seat(), f"/proc/{os.getpid()}/fd/{file}"]).encode()
         everybody = mesh.control.exchange(range(mesh.size), ControlChannel.BOARD, mine, mesh.timeout)
         told = [json.loads(body) for body in everybody]
         self._boards: list[tuple[str, str]] = [(its[0], path) for its, path in told]

@@ -108,6 +108,15 @@ def require_no_parameters(loss_fn: object) -> None:
             )
 
 
+def require_scaler(scaler: object) -> None:
+    """Raises InvalidArgument for torch's, which each rank would let decide for itself whether it steps."""
+    if scaler is not None and not getattr(scaler, "agrees_over_mesh", False):
+        raise InvalidArgument(
+            f"step(): scaler= takes an hpcomm.GradScaler(mesh), got {type(scaler).__module__}.{type(scaler).__name__}, "
+            "which sees the gradients of one rank"
+        )
+
+
 def require_no_gradient(arguments: Iterable[tuple[str, object]]) -> None:
     """Raises InvalidArgument for arguments of a step, by name, that want a gradient.
 

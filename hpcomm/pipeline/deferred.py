@@ -53,6 +53,8 @@ class Deferral:
 class DeferringForward:
     """The forward of one layer: torch's own unless a list is open. The layer owns it, so its way back is weak."""
 
+    computes_as_torch = True
+
     def __init__(self, deferral: Deferral, layer: torch.nn.Module, function: Any) -> None:
         self._deferral = deferral
         self._layer = weakref.ref(layer)

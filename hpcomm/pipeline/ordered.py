@@ -146,7 +146,7 @@ class OrderedLoss:
             weight += loss.weight
         self._mine = torch.zeros(2, dtype=torch.float64, device=self._lane.device)
         if not losses:
-            return torch.zeros((), dtype=torch.float64), weight
+            return torch.zeros((), dtype=torch.float64, device="cpu"), weight
         total = total_of([loss.weighted.double() for loss in losses])
         self._mine[0].copy_(total.reshape(()))
         self._mine[1].fill_(weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline.checks import is_extra
 
@@ -110,20 +112,39 @@ def start_equal(mesh: Mesh, module: torch.nn.Module, owned: Sequence[Owned], pla
     """
     with torch.no_grad():
         if mesh.dp.size > 1:
-            state = module.state_dict()
-            # Those that are not saved as well, but what lies elsewhere by intention.
-            unsaved = {
-                name: buffer
-                for name, buffer in module.named_buffers()
-                if name not in state and buffer.device.type == mesh.device.type
-            }
-            for name, value in (state | unsaved).items():
+            for name, value in module.state_dict().items():
                 if not is_extra(name, value):
                     broadcast(mesh.dp, value, 0)
+            for buffer in _unsaved_alike(mesh, module):
+                broadcast(mesh.dp, buffer, 0)
         for entry in owned:
             if len({placement[stage] for stage in entry.stages}) > 1:
                 ranks = sorted({placement[s] * mesh.dp.size + r for s in entry.stages for r in range(mesh.dp.size)})
                 broadcast(mesh.lane(ranks, "gradient"), entry.parameter, 0)
+
+
+def unsaved_buffers(module: torch.nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+    """Those with ``persistent=False`` that can be sent: random features, say. Caches may be among them."""
+    names = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in module.named_modules()
+        for name in part._non_persistent_buffers_set
+    }
+    return {
+        name: buffer
+        for name, buffer in module.named_buffers()
+        if name in names and buffer.layout is torch.strided and buffer.device.type == device.type
+        and 0 not in buffer.stride()
+    }  # fmt: skip
+
+
+def _unsaved_alike(mesh: Mesh, module: torch.nn.Module) -> list[torch.Tensor]:
+    """Those that all replicas have of one kind: another may have filled a cache already."""
+    own = unsaved_buffers(module, mesh.device)
+    kinds = {name: [str(buffer.dtype), *buffer.shape] for name, buffer in own.items()}
+    told = mesh.control.exchange(mesh.dp.ranks, ControlChannel.BUFFERS, json.dumps(kinds).encode(), mesh.timeout)
+    everybody = [json.loads(body) for body in told]
+    return [buffer for name, buffer in own.items() if all(other.get(name) == kinds[name] for other in everybody)]
 
 
 def broadcast(lane: Communicator, value: torch.Tensor, root: int) -> None:

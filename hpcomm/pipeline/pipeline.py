@@ -12,11 +12,12 @@ import torch
 
 from hpcomm import _C
 from hpcomm.channel import whole_number
+from hpcomm.communicator import agree
 from hpcomm.ddp import require_mesh
 from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline import chain, sharing
 from hpcomm.pipeline.adapt import as_chain
-from hpcomm.pipeline.checks import listed, require_no_gradient
+from hpcomm.pipeline.checks import listed, require_no_gradient, require_scaler
 from hpcomm.pipeline.draft import Arguments, agreed, draft
 from hpcomm.pipeline.failure import TellPeers
 from hpcomm.pipeline.links import Messages, links_of, loaders_of
@@ -241,6 +242,7 @@ class Pipeline(LocalModel):
                 raise InvalidArgument("step(): the schedule has no backwards; use eval_step()")
             if self._asked.loss_fn is None:
                 raise InvalidArgument("step(): the Pipeline was made with loss_fn=None: there is nothing to train on")
+            require_scaler(scaler)
             parameters = list(self.parameters())  # once a step: a model has thousands
             if identity(parameters) != self._identity:
                 raise InvalidArgument(
@@ -307,12 +309,13 @@ class Pipeline(LocalModel):
             of them, the CPU time that a rank has for them, receiving included: set ``link_latency_seconds``,
             ``link_bytes_per_second`` and those of collectives where they count.
         """
-        with self._telling_peers(self._runner):
-            count = whole_number(steps)
-            if count is None or count < 1:
-                raise InvalidArgument(f"measure(): steps={steps!r}; a whole number, at least 1")
-            if not torch.is_grad_enabled():
-                raise InvalidArgument("measure(): it times steps with their backwards: not under torch.no_grad()")
+        count = whole_number(steps)
+        given = f"steps={steps!r} grad={torch.is_grad_enabled()}"
+        agree(self.mesh.control, "arguments of measure()", [given], timeout=self.mesh.timeout)
+        if count is None or count < 1:
+            raise InvalidArgument(f"measure(): steps={steps!r}; a whole number, at least 1")
+        if not torch.is_grad_enabled():
+            raise InvalidArgument("measure(): it times steps with their backwards: not under torch.no_grad()")
         number, before = self.step_number, self._runner.recorder
         times = [Times(self.mesh.device) for _ in range(count)]
         try:

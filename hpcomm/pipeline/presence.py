@@ -35,7 +35,7 @@ class Presence:
         if has != self._has:
             self._has = has
             # Pinned, so that the host does not wait for a GPU's copy; kept, for that may run later.
-            self._sent = torch.tensor(has, dtype=torch.int32, pin_memory=self._mine.device.type == "cuda")
+            self._sent = torch.tensor(has, dtype=torch.int32, device="cpu", pin_memory=self._mine.device.type == "cuda")
             self._mine.copy_(self._sent, non_blocking=True)
         self._wait()  # nobody may have asked for the last answer
         self._anywhere.copy_(self._mine)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
-
-from hpcomm.pipeline.deferred import DeferringForward
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 _MASK = (1 << 64) - 1
+_OWN = SimpleNamespace(computes_as_torch=True)  # a class's forward
 # Layers of torch that draw random numbers in their forward; all others of torch.nn do not.
 _RANDOM = (
     torch.nn.modules.dropout._DropoutNd,
@@ -53,7 +53,7 @@ def may_draw(layer: torch.nn.Module) -> bool:
         or not type(module).__module__.startswith("torch.nn.modules.")
         or module._forward_pre_hooks
         or module._forward_hooks
-        or not isinstance(vars(module).get("forward"), DeferringForward | None)
+        or not getattr(vars(module).get("forward", _OWN), "computes_as_torch", False)
         for module in layer.modules()
     )
 

@@ -268,7 +268,7 @@ def gathered_costs(mesh: Mesh, plan: StepPlan, times: Sequence[Times]) -> CostMo
     keys = [ISSUE, STEP, *((stage, kind) for stage in range(plan.num_stages) for kind in COMPUTE)]
     table = torch.zeros(len(keys), 2, dtype=torch.float64, device=mesh.device)  # sum, number of ranks
     for key, seconds in {**seconds_of(plan, mine, seats), **({STEP: around} if seats else {})}.items():
-        table[keys.index(key)] = torch.tensor([seconds, 1.0], dtype=torch.float64)
+        table[keys.index(key)] = torch.tensor([seconds, 1.0], dtype=torch.float64, device="cpu")
     mesh.world.all_reduce(table)
     means = {key: total / ranks for key, (total, ranks) in zip(keys, table.tolist(), strict=True) if ranks > 0}
     model = cost_model(plan.num_stages, means, seats)

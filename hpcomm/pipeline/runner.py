@@ -376,7 +376,7 @@ class Runner:
             total = (
                 torch.stack([loss.weighted.reshape(()) for loss in losses]).sum(dtype=torch.float64)
                 if losses
-                else torch.zeros((), dtype=torch.float64)  # on the CPU: of no device that the host would wait for
+                else torch.zeros((), dtype=torch.float64, device="cpu")  # of no device that the host would wait for
             )
         training = self._reductions is not None
         batch = self._walk.batch
