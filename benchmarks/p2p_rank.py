@@ -392,11 +392,12 @@ class Rank:
             name = f"{number} x 4 B"
             has_frozen = number <= 3 and self._mesh.pp.transport == "shm"
             same, changing = Case((4,) * number), Case((4,) * number, changing=True)
-            ways = [(ChannelBouncer(self.rank, self._mesh.pp, "no header", schema="frozen"), same)][: int(has_frozen)]
-            ways += [
+            ways = [
                 (ChannelBouncer(self.rank, self._mesh.pp, "header"), same),
                 (ChannelBouncer(self.rank, self._mesh.pp, "new schema"), changing),
             ]
+            if has_frozen:
+                ways.insert(0, (ChannelBouncer(self.rank, self._mesh.pp, "no header", schema="frozen"), same))
             messages = {way.name: self._messages(case) for way, case in ways}
             for way, _ in ways:
                 way.prepare(messages[way.name])

@@ -336,7 +336,7 @@ def test_headers_are_timed_and_right(tmp_path: Path) -> None:
     assert [row["case"] for row in document["rows"]] == ["1 x 4 B", "3 x 4 B", "32 x 4 B"]
     for row in document["rows"]:
         has_frozen = row["case"] != "32 x 4 B"
-        names = [*["no header"][: int(has_frozen)], "header", "new schema"]
+        names = ["no header", "header", "new schema"] if has_frozen else ["header", "new schema"]
         assert {name: len(times) for name, times in row["seconds"].items()} == dict.fromkeys(names, 2)
         differences = {"new_schema": ("new schema", "header")} | (
             {"header": ("header", "no header")} if has_frozen else {}

@@ -12,6 +12,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from pairs import TRANSPORTS
+from patience import with_patience
 
 import hpcomm
 from hpcomm.errors import HpcommError
@@ -44,8 +45,10 @@ def sends_without_room() -> None:
     mesh = hpcomm.init(timeout=20.0)
     lane = mesh.world.subgroup([0, 1], "late")
     if mesh.rank == 0:
-        works = [lane.send(torch.tensor([float(i)]), 1, async_op=True, timeout=0.3) for i in range(MANY)]
-        assert any(map(has_failed, works))
+        works = []
+        with contextlib.suppress(HpcommError):  # where the first that are late end before the last is issued
+            works.extend(lane.send(torch.tensor([float(i)]), 1, async_op=True, timeout=0.3) for i in range(MANY))
+        assert len(works) < MANY or any(map(has_failed, works))
         mesh.control.send(1, TOLD, b"late")
     else:
         assert mesh.control.receive(0, TOLD, 60.0) == b"late"
@@ -70,12 +73,13 @@ def receive_that_ends() -> None:
                 lane.send(torch.full((4,), value), 1, timeout=2.0)
     else:
         first = lane.recv(torch.zeros(4), 0, async_op=True, timeout=0.3)
-        second = lane.recv(torch.zeros(4), 0, async_op=True, timeout=20.0)
+        second = None
+        with contextlib.suppress(HpcommError):  # where the first one's time is up already
+            second = lane.recv(torch.zeros(4), 0, async_op=True, timeout=20.0)
         with pytest.raises(hpcomm.TimedOut, match="recv #0 on lane late"):
             first.wait()
         mesh.control.send(0, TOLD, b"late")
-        with pytest.raises(HpcommError):  # it would get the first one's
-            second.wait()
+        assert second is None or has_failed(second)  # it would get the first one's
     assert mesh.control.exchange(range(2), TOLD + 1, b"here", 60.0) == [b"here"] * 2
     mesh.world.all_reduce(torch.ones(1))
     mesh.close()
@@ -90,8 +94,10 @@ def backend_without_room() -> None:
     mesh = hpcomm.init(timeout=60.0)
     group = dist.new_group(backend="hpcomm", timeout=datetime.timedelta(seconds=1))
     if mesh.rank == 0:
-        works = [dist.isend(torch.tensor([float(i)]), 1, group=group) for i in range(MANY)]
-        assert any(map(has_failed, works))
+        works = []
+        with contextlib.suppress(RuntimeError):
+            works.extend(dist.isend(torch.tensor([float(i)]), 1, group=group) for i in range(MANY))
+        assert len(works) < MANY or any(map(has_failed, works))
         mesh.control.send(1, TOLD, b"late")
     else:
         assert mesh.control.receive(0, TOLD, 60.0) == b"late"
@@ -105,10 +111,10 @@ def test_what_follows_a_message_of_torch_that_timed_out_is_not_taken_for_it() ->
     ranks.run(2, backend_without_room, env=TRANSPORTS["shm"], timeout=90)
 
 
-def backend_receives(behind: bool) -> list[float]:
+def backend_receives(limit: float, behind: str) -> list[float]:
     """With another one behind it a receive that ends takes the group along; alone it may be asked for again."""
     mesh = hpcomm.init(timeout=60.0)
-    group = dist.new_group(backend="hpcomm", timeout=datetime.timedelta(seconds=1))
+    group = dist.new_group(backend="hpcomm", timeout=datetime.timedelta(seconds=limit))
     got: list[float] = []
     if mesh.rank == 0:
         assert mesh.control.receive(1, TOLD, 60.0) == b"late"
@@ -117,9 +123,9 @@ def backend_receives(behind: bool) -> list[float]:
                 dist.send(torch.full((4,), value), 1, group=group)
     else:
         first = dist.irecv(torch.zeros(4), 0, group=group)
-        time.sleep(0.6)
+        time.sleep(limit / 2)
         value = torch.zeros(4)
-        second = dist.irecv(value, 0, group=group) if behind else None
+        second = dist.irecv(value, 0 if behind == "of it" else None, group=group) if behind else None
         with pytest.raises(RuntimeError, match="took longer than its time-out"):
             first.wait()
         mesh.control.send(0, TOLD, b"late")
@@ -136,5 +142,9 @@ def backend_receives(behind: bool) -> list[float]:
 
 
 def test_a_receive_of_torch_that_timed_out() -> None:
-    assert ranks.run(2, backend_receives, True, env=TRANSPORTS["shm"], timeout=90)[1] == [0.0] * 4
-    assert ranks.run(2, backend_receives, False, env=TRANSPORTS["shm"], timeout=90)[1] == [1.0] * 4
+    def attempt(limit: float) -> None:
+        for behind, value in (("of it", 0.0), ("of anybody", 0.0), ("", 1.0)):
+            got = ranks.run(2, backend_receives, limit, behind, env=TRANSPORTS["shm"], timeout=90)
+            assert got[1] == [value] * 4, behind
+
+    with_patience(attempt, 1.0)  # in half of which the second one is asked for

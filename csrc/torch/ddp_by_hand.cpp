@@ -27,7 +27,7 @@ void DdpReducer::start(std::size_t bucket) {
     complete_bucket(bucket, {});
     issue_bucket(bucket);
   } catch (...) {
-    slots_[bucket].started = false;
+    end_by_hand(slots_[bucket]);
     throw;
   }
   if (options_.find_unused) {
@@ -35,20 +35,22 @@ void DdpReducer::start(std::size_t bucket) {
   }
 }
 
+// With the last one, what a forward has prepared counts again.
+void DdpReducer::end_by_hand(Slot& slot) {
+  slot.started = false;
+  slot.work = nullptr;
+  slot.used_work = nullptr;
+  end_event(slot.event);
+  if (std::none_of(slots_.begin(), slots_.end(), [](const Slot& one) { return one.started; }) &&
+      std::exchange(expects_again_, false)) {
+    state_ = State::kExpecting;
+  }
+}
+
 void DdpReducer::finish(std::size_t bucket) {
   std::lock_guard lock(mutex_);
   HPCOMM_REQUIRE(bucket < slots_.size() && slots_[bucket].work != nullptr, "bucket ", bucket, " was not started");
   Slot& slot = slots_[bucket];
-  const auto end = [this, &slot] {
-    slot.started = false;
-    slot.work = nullptr;
-    slot.used_work = nullptr;
-    end_event(slot.event);
-    if (std::none_of(slots_.begin(), slots_.end(), [](const Slot& one) { return one.started; }) &&
-        std::exchange(expects_again_, false)) {
-      state_ = State::kExpecting;
-    }
-  };
   try {
     for (const WorkPtr& work : {slot.work, slot.used_work}) {
       if (work != nullptr) {
@@ -56,10 +58,10 @@ void DdpReducer::finish(std::size_t bucket) {
       }
     }
   } catch (const Error&) {
-    end();
+    end_by_hand(slot);
     throw;
   }  // after Ctrl-C the next call goes on with it
-  end();
+  end_by_hand(slot);
   hand_out(bucket);
   slot.held = nullptr;  // nobody knows on which stream these gradients were made: the lane lets go
   if (options_.shard && slot.used.defined()) {

@@ -181,6 +181,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void mark_locked(int param, const at::Tensor& incoming);
   [[noreturn]] void refuse_second_mark(std::size_t param) const;
   [[noreturn]] void refuse_unfinished() const;
+  void end_by_hand(Slot& slot);
   void require_none_started(const char* before) const;
   void require_not_started(std::size_t param) const;
   void require_same_step();

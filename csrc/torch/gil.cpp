@@ -9,6 +9,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -171,8 +172,11 @@ void watch_for_end_of_interpreter() {
 bool holds_gil() noexcept { return PyGILState_Check() != 0; }
 
 void end_elsewhere(std::shared_ptr<void> last) {
-  static auto* const reaper = new Reaper;
-  reaper->take(std::move(last));
+  try {
+    static auto* const reaper = new Reaper;
+    reaper->take(std::move(last));
+  } catch (const std::exception&) {  // no thread is to be had: it ends here
+  }
 }
 
 }  // namespace hpcomm

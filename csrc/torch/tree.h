@@ -18,8 +18,8 @@ namespace hpcomm {
 // With the GIL.
 struct FlatTree {
   std::string structure;
-  // The tensors, in the order of the structure: Python's objects, for to count a reference to one of those takes a
-  // tenth of what torch takes for a tensor that has one.
+  // The tensors, in the order of the structure: Python's objects, for torch asks the interpreter at each count of a
+  // tensor that has one.
   std::vector<pybind11::object> leaves;
   // The first of them whose class is neither torch.Tensor nor torch.nn.Parameter, and the name of that class.
   std::optional<std::pair<std::size_t, std::string>> subclass;

@@ -308,6 +308,10 @@ class Pipeline(LocalModel):
             take no time but that of issuing them and, where ranks of one thread each have fewer cores than there are
             of them, the CPU time that a rank has for them, receiving included: set ``link_latency_seconds``,
             ``link_bytes_per_second`` and those of collectives where they count.
+
+        Raises:
+            InvalidArgument: ``steps`` is no whole number above 0, or it is called under ``torch.no_grad()``.
+            SchemaMismatch: of ranks that do not call it alike. After either the pipeline goes on.
         """
         count = whole_number(steps)
         given = f"steps={steps!r} grad={torch.is_grad_enabled()}"

@@ -42,9 +42,11 @@ void ShmMailbox::expire() {
       ++at;
       continue;
     }
-    if (mail->must_precede && std::any_of(std::next(at), desk_.posted.end(), [&](const Held& other) {
-          return other->tag == mail->tag && other->peer == mail->peer && other->deadline > now;
-        })) {
+    const auto would_take_its_message = [&](const Held& other) {
+      const bool of_same = other->peer == mail->peer || other->peer == kAnySource || mail->peer == kAnySource;
+      return other->tag == mail->tag && of_same && other->deadline > now;
+    };
+    if (mail->must_precede && std::any_of(std::next(at), desk_.posted.end(), would_take_its_message)) {
       desk_.break_by(*mail);
     }
     desk_.end(mail, std::make_exception_ptr(desk_.late(*mail, unasked_beside(*mail))));
