@@ -83,7 +83,9 @@ def read(folder: str | PathLike[str], step: int | None = None) -> Trace:
     """
     try:
         return _read(Path(folder), step)
-    except (KeyError, TypeError, IndexError) as error:  # of rows that are not as the recorder writes them
+    except InvalidArgument:
+        raise
+    except (KeyError, TypeError, IndexError, ValueError) as error:  # of rows that are not as the recorder writes them
         raise InvalidArgument(f"{folder}: the trace is damaged ({error!r:.80}); record it anew") from error
 
 
@@ -98,7 +100,7 @@ def _read(folder: Path, step: int | None) -> Trace:
             continue
         for row in _rows(path):
             if "seat" in row:
-                seats[int(match[1])] = tuple(row["seat"])
+                seats[int(match[1])] = _seat_of(path, row["seat"])
             elif "step" in row:
                 rows.setdefault(row["step"], {})[int(match[1])] = row
     whole = {number: by_rank for number, by_rank in sorted(rows.items()) if len(by_rank) == world}
@@ -131,7 +133,41 @@ def _read(folder: Path, step: int | None) -> Trace:
             )
             for rank, row in sorted(by_rank.items())
         }
+    _require_of_plan(folder, plans[chosen], steps)
     return Trace(plans[chosen], steps, [seats[rank] for rank in sorted(seats)])
+
+
+def _seat_of(path: Path, found: Any) -> Seat:
+    host, cores, threads = found
+    if not (isinstance(host, str) and all(isinstance(core, int) for core in cores) and isinstance(threads, int)):
+        raise InvalidArgument(f"{path}: the trace is damaged (a seat of {found!r:.60}); record it anew")
+    return host, list(cores), threads
+
+
+def _require_of_plan(folder: Path, plan: StepPlan, steps: dict[int, dict[int, Rank]]) -> None:
+    """What is recorded is what the plan has its rank do."""
+    own = {rank: {action.op for action in plan.actions(rank)} for rank in range(plan.world)}
+    inside = {rank: {a.op for action in plan.actions(rank) for a in action.inside} for rank in range(plan.world)}
+    for number, step in steps.items():
+        sent = {(rank, timed.op) for rank, found in step.items() for timed in found.actions}
+        for rank, found in step.items():
+            kinds = {
+                "actions": [timed.op for timed in found.actions],
+                "messages": [message.op for message in found.messages],
+                "buckets": [bucket.op for bucket in found.buckets],
+            }
+            strange = [(what, op) for what, ops in kinds.items() for op in ops if op not in own[rank] | inside[rank]]
+            for message in found.messages if not strange else ():
+                operation = plan.operations[message.op]
+                peers = set(operation.participants) - {rank}
+                if operation.kind.name != "TRANSFER" or any((peer, message.op) not in sent for peer in peers):
+                    strange.append(("messages", message.op))
+            if strange:
+                what, op = strange[0]
+                raise InvalidArgument(
+                    f"{folder / f'rank-{rank}.jsonl'}: the trace is damaged: {what} of step {number} has operation "
+                    f"{op!r:.40}, which the plan does not have there; record it anew"
+                )
 
 
 def _plans(folder: Path) -> tuple[list[StepPlan], dict[int, int]]:

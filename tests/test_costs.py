@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -213,7 +214,41 @@ def test_amounts_that_no_plan_can_count(change: dict[str, float], complaint: str
         tune([layer._replace(**change) for layer in LAYERS], pp=2, batch=4)
 
 
+def test_a_plan_is_tried_once() -> None:
+    """Sizes that make the same buckets make the same plan."""
+    layer = Layer(1e-3, output_bytes=1000.0, parameter_bytes=1e6)
+    for layers, sizes in ([layer] * 8, 1), ([layer._replace(parameter_bytes=2e7)] * 8, 2):
+        found = tune(layers, pp=2, dp=2, batch=4, keep=1000)
+        hashes = [candidate.plan.hash for candidate in found]
+        assert len(hashes) == len(set(hashes))
+        choices = {(c.choice.schedule, c.choice.stages_per_rank, c.choice.num_microbatches) for c in found}
+        assert len(choices) * (sizes - 1) < len(found) <= len(choices) * sizes
+    once = tune([layer] * 8, pp=2, dp=2, batch=4, bucket_bytes=iter([5 << 20]), schedules=iter(["1f1b", "zb1p"]))
+    assert {candidate.choice.schedule for candidate in once} == {"1f1b", "zb1p"}
+
+
+def test_one_stage_takes_all_layers_however_times_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpcomm.plan.layers.sum", math.fsum, raising=False)  # as Python adds from 3.12 on
+    draw = random.Random(0)
+    for _ in range(300):
+        drawn = [Layer(draw.random(), draw.random()) for _ in range(draw.randint(2, 40))]
+        for stages in (1, 2):
+            assert len(cut_layers(drawn, stages)) == stages
+
+
 def test_what_tune_refuses() -> None:
+    for given, complaint in (
+        ({"weight_copies": math.nan}, "weight_copies=nan; give a number, at least 0"),
+        ({"weight_copies": -1.0}, "weight_copies=-1.0; give a number, at least 0"),
+        ({"schedules": ["forward_only"]}, "for schedules that train, not forward_only"),
+        ({"num_microbatches": [3]}, r"4 samples in \[3\] microbatches"),
+        ({"bucket_bytes": []}, r"buckets of \[\]"),
+        ({"bucket_bytes": [-1]}, "bucket_bytes has -1; give whole numbers, at least 1"),
+        ({"bucket_bytes": [2.5]}, "bucket_bytes has 2.5; give whole numbers, at least 1"),
+        ({"stages_per_rank": [0]}, "stages_per_rank has 0; give whole numbers, at least 1"),
+    ):
+        with pytest.raises(InvalidArgument, match=complaint):
+            tune(LAYERS, pp=2, batch=4, **given)
     with pytest.raises(InvalidArgument, match="tune\\(\\) needs layers"):
         tune([], pp=2, batch=4)
     with pytest.raises(InvalidArgument, match="unknown schedule '2f2b'"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,6 +114,25 @@ def wrong_everywhere(case: str) -> str:
 def test_what_is_wrong_everywhere_is_said_in_words(case: str) -> None:
     for words in ranks.run(2, wrong_everywhere, case):
         assert WRONG[case][1] in words
+
+
+def schedule_files(folder: Path) -> None:
+    """A file is read as ``plan import`` reads it: UTF-8, with a byte order mark or without; errors name it."""
+    table, other, none = folder / "table.csv", folder / "latin.csv", folder / "none.csv"
+    text = "0F0,0B0\n"
+    with hpcomm.init() as mesh:
+        for given in (text.encode(), text.encode("utf-8-sig")):
+            table.write_bytes(given)
+            assert hpcomm.Pipeline(layers(), mesh=mesh, num_microbatches=1, loss_fn=loss, schedule=table).plan.pp == 1
+        other.write_bytes(b"0F0,\xff\n")
+        none.write_text("0F0,soon\n")
+        for path in (other, none):
+            with pytest.raises(hpcomm.InvalidArgument, match=str(path)):
+                hpcomm.Pipeline(layers(), mesh=mesh, num_microbatches=1, loss_fn=loss, schedule=str(path))
+
+
+def test_a_schedules_file_is_read_whatever_wrote_it(tmp_path: Path) -> None:
+    ranks.run(1, schedule_files, tmp_path)
 
 
 def shared_statistics() -> str:

@@ -7,7 +7,7 @@ import math
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 import pipeline_models as models
@@ -107,6 +107,37 @@ def test_a_trace_is_reported_beside_its_plan(
         capsys.readouterr()
         assert cli(["trace", "report", str(tmp_path)]) == 2
         assert complaint in capsys.readouterr().err
+    rows.write_text("\n".join([seat, plan, *steps, ""]))
+    require_damage_is_found(tmp_path, capsys)
+
+
+def require_damage_is_found(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = folder / "rank-1.jsonl"
+    whole = rows.read_text()
+    for place, value in (
+        (("messages", 0, 0), -1),
+        (("messages", 0, 0), 10**6),
+        (("actions", 3, 0), "x"),
+        (("actions", 3, 0), ["x"]),
+        (("actions", 3, 0), 10**6),
+        (("actions", 3), [1, 2]),
+        (("actions", 3, 2), "long"),
+        (("buckets", 0, 0), 0),
+        (("seat", 0), []),
+        (("seat", 1), 7),
+        (("seat",), ["host", [0]]),
+    ):
+        found = [json.loads(line) for line in whole.splitlines()]
+        row: Any = next(row for row in reversed(found) if place[0] in row)
+        for step in place[:-1]:
+            row = row[step]
+        row[place[-1]] = value
+        rows.write_text("".join(json.dumps(row) + "\n" for row in found))
+        assert cli(["trace", "report", str(folder)]) == 2, (place, value)
+        complaint = capsys.readouterr().err
+        assert "the trace is damaged" in complaint, complaint
+        assert complaint.count("\n") == 1
+    rows.write_text(whole)
 
 
 def test_ranks_that_have_fewer_cores_share_them_in_the_simulation() -> None:

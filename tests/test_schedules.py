@@ -444,3 +444,15 @@ def test_sizes_and_names_that_are_refused() -> None:
         placement_of(parse("0F0\n0F1"))
     with pytest.raises(InvalidArgument, match="tick=0"):
         draw_ticks(compiled("1f1b", 2, 2), tick=0)
+
+
+def test_every_action_is_drawn_however_long_a_tick_is() -> None:
+    plan = compiled("gpipe", 2, 3)
+    assert draw_ticks(plan, tick=5).splitlines()[0] == "rank 0 | F0F1F2   B0B1     B2"
+    costs = hpcomm.plan.CostModel()
+    costs.stages = [hpcomm.plan.StageCost(1.0, 0.4)]
+    alone = hpcomm.plan.compile("1f1b", pp=1, num_microbatches=1, costs=costs)
+    assert draw_ticks(alone, costs) == "rank 0 | F0 B0"
+    for tick in (0.3, 0.7, 1.0, 2.5, 100.0):
+        text = draw_ticks(plan, tick=tick)
+        assert all(text.count(f"{kind}{m}") == 2 for kind in "FB" for m in range(3)), text

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcomm import _C
@@ -12,6 +12,7 @@ from hpcomm.communicator import agree, while_waiting
 from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import DeadlockError, InvalidArgument, SchemaMismatch
 from hpcomm.plan.compile import compile as compile_plan
+from hpcomm.plan.files import read_text
 from hpcomm.plan.schedules import SCHEDULES, by_name
 from hpcomm.plan.serialize import from_json, to_json
 from hpcomm.plan.table import ComputeAction, Table, num_microbatches_of, placement_of
@@ -54,6 +55,13 @@ class Schedule(NamedTuple):
         return Schedule([[action for action in row if action.kind == "F"] for row in self.table], self.placement)
 
 
+def _table_of(path: str | PathLike[str]) -> Table:
+    try:
+        return table_from_csv(read_text(path))
+    except ValueError as error:
+        raise InvalidArgument(f"{os.fspath(path)}: {error}") from error
+
+
 def schedule_of(schedule: ScheduleLike, pp: int, num_microbatches: int, stages_per_rank: int | None = None) -> Schedule:
     """The table of a named schedule, of a table, or of a file that ``torch.distributed.pipelining`` reads (CSV).
 
@@ -66,10 +74,7 @@ def schedule_of(schedule: ScheduleLike, pp: int, num_microbatches: int, stages_p
             return Schedule(table, placement)
         if isinstance(schedule, str) and not schedule.endswith(".csv"):
             raise InvalidArgument(f"schedule {schedule!r} is unknown; use one of {', '.join(SCHEDULES)}, or a table")
-        if isinstance(schedule, (str, PathLike)):
-            table = table_from_csv(Path(schedule).read_text())
-        else:
-            table = [list(row) for row in schedule]
+        table = _table_of(schedule) if isinstance(schedule, (str, PathLike)) else [list(row) for row in schedule]
         found = Schedule(table, placement_of(table))
     except (ValueError, OSError) as error:
         raise InvalidArgument(f"Pipeline: {error}") from error

@@ -19,7 +19,7 @@ from hpcomm.plan.serialize import from_json, to_json
 from hpcomm.plan.table import draw, num_microbatches_of, parse, placement_of, require_positive
 from hpcomm.plan.timeline import draw_ticks, first_replicas
 from hpcomm.plan.torch_csv import plan_from_csv, table_from_csv
-from hpcomm.plan.tuning import tune
+from hpcomm.plan.tuning import BUCKET_BYTES, STAGES_PER_RANK, WEIGHT_COPIES, Search
 
 if TYPE_CHECKING:
     from hpcomm._C import CostModel, StepPlan, Timeline
@@ -242,26 +242,22 @@ def _shares(timeline: Timeline) -> str:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    candidates = tune(
-        _from_file(load_layers, options.layers),
-        pp=options.pp,
-        dp=options.dp,
-        batch=options.batch,
-        memory_bytes=options.memory,
-        costs=_from_file(load_costs, options.costs) if options.costs else None,
-        device=options.device,
-    )
+    layers = _from_file(load_layers, options.layers)
+    costs = _from_file(load_costs, options.costs) if options.costs else None
+    search = Search(layers, options.pp, options.dp, options.batch, costs, WEIGHT_COPIES, options.device)
+    best = search.best(search.choices(None, STAGES_PER_RANK, None, BUCKET_BYTES), memory_bytes=options.memory, keep=10)
     print("  seconds   bubble  exposed  memory of a rank  schedule")
-    for candidate in candidates[:10]:
-        timeline = candidate.timeline
+    for rated in best:
         print(
-            f"{timeline.makespan_seconds:9.4g}  {timeline.bubble_share:6.1%}  {timeline.exposed_share:6.1%}  "
-            f"{candidate.memory_bytes:16.4g}  {candidate.choice}"
+            f"{rated.makespan_seconds:9.4g}  {rated.bubble_share:6.1%}  {rated.exposed_share:6.1%}  "
+            f"{rated.memory_bytes:16.4g}  {rated.choice}"
         )
-    _write(candidates[0].plan, options.json)
-    if options.costs_json:
-        write_text(options.costs_json, costs_to_json(candidates[0].costs))
-        _announce(options.costs_json)
+    if options.json or options.costs_json:
+        fastest = search.candidate(best[0].choice)
+        _write(fastest.plan, options.json)
+        if options.costs_json:
+            write_text(options.costs_json, costs_to_json(fastest.costs))
+            _announce(options.costs_json)
     return 0
 
 

@@ -97,6 +97,8 @@ def compile(  # noqa: A001 - the name in hpcomm.plan; the builtin has no place t
         DeadlockError: a compute order that contradicts its data, or needs more slots than ``slot_depth``.
     """
     pp, num_microbatches = _whole(pp, "pp"), _whole(num_microbatches, "num_microbatches")
+    if pp < 1:
+        raise InvalidArgument(f"pp is {pp}; a plan has at least one pipeline rank")
     table, placement, per_rank = _placed(schedule, pp, num_microbatches, stages_per_rank, stage_to_rank)
     num_stages = len(placement)
 

@@ -105,7 +105,9 @@ def cut_layers(layers: Sequence[Layer], num_stages: int) -> list[list[Layer]]:
             total += weight
         return starts
 
-    low, high = max(weights), sum(weights)
+    low, high = max(weights), 0.0
+    for weight in weights:
+        high += weight  # rounded as greedy() does it; sum() is more exact from Python 3.12 on
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if len(greedy(middle)) <= num_stages else (middle, high)

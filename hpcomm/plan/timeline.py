@@ -77,7 +77,8 @@ def draw_ticks(plan: StepPlan, costs: CostModel | None = None, *, tick: float = 
     """What each pipeline rank computes (its first replica), one column per ``tick`` seconds of the simulated clock.
 
     An action stands where it begins; ``-`` is its later ticks, ``.`` a tick in which the rank computes nothing. An
-    action that takes less than a tick, or begins within one, is drawn at the tick in which it begins.
+    action that takes less than a tick, or begins within one, is drawn at the tick in which it begins: several of them
+    without a space between.
 
     Args:
         costs: what is simulated; without one forwards take 1 second and backwards 2.
@@ -95,7 +96,7 @@ def draw_ticks(plan: StepPlan, costs: CostModel | None = None, *, tick: float = 
         raise InvalidArgument(
             f"tick={tick} makes more than {_MAX_COLUMNS} columns of {timeline.makespan_seconds:.6g} s"
         )
-    columns = round(timeline.makespan_seconds / tick)
+    columns = math.ceil(timeline.makespan_seconds / tick - 1e-6)
     rows = []
     for rank in first_replicas(plan):
         cells = ["."] * columns
@@ -104,7 +105,8 @@ def draw_ticks(plan: StepPlan, costs: CostModel | None = None, *, tick: float = 
                 continue
             first, last = int(span.start / tick + 1e-6), round(span.end / tick)
             for column in range(first, min(max(last, first + 1), columns)):
-                cells[column] = span.label if column == first else "-"
+                before = "" if cells[column] in (".", "-") else cells[column]
+                cells[column] = before + span.label if column == first else cells[column] if before else "-"
         rows.append(cells)
     width = max((len(cell) for cells in rows for cell in cells), default=1)
     labels = [f"rank {rank}" for rank in first_replicas(plan)]
