@@ -17,7 +17,7 @@ from hpcomm.pipeline.adapt import as_chain
 from hpcomm.pipeline.chain import run_alone
 from hpcomm.pipeline.microbatch import split
 from hpcomm.pipeline.parameters import broadcast, unsaved_buffers
-from hpcomm.pipeline.randomness import generator_of, kept
+from hpcomm.pipeline.randomness import generators_of, kept
 from hpcomm.tree import flatten, unflatten
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _reference_step(
     model.zero_grad()
     parameters = list(model.parameters())
     sums, weights = [], []
-    with kept(generator_of(pipe.mesh.device)):
+    with kept(generators_of(pipe.mesh.device)):
         for replica, (shard, shard_target, shard_keywords) in enumerate(_gather((x, target, keywords), pipe.mesh.dp)):
             draws = pipe.draws(number, replica)
             cut = zip(

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
 
 import hpcomm
+from hpcomm.pipeline.randomness import Draws, kept
 
 
 def batch(seed: int) -> torch.Tensor:
@@ -58,6 +59,27 @@ def test_a_loss_draws_the_same_on_every_mesh(dropout: bool) -> None:
     (alone,) = ranks.run(1, draws_in_the_loss, 1, "1f1b", dropout)
     for schedule in ("1f1b", "zb1p"):
         assert ranks.run(2, draws_in_the_loss, 2, schedule, dropout) == [alone] * 2
+
+
+def test_all_generators_are_seeded_and_left_as_they_were() -> None:
+    """A mesh of GPUs has two: a layer may draw on its host as well."""
+    host, device = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+    before = [host.get_state(), device.get_state()]
+
+    def drawn(step: int) -> list[float]:
+        Draws((host, device), 3, step, 0).enter(1, 2)
+        return [float(torch.rand(1, generator=generator)) for generator in (host, device)]
+
+    def fails() -> None:
+        with kept((host, device)):
+            first = drawn(0)
+            assert drawn(0) == first
+            assert not set(drawn(1)) & set(first)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert all(map(torch.equal, [host.get_state(), device.get_state()], before))
 
 
 class Counted(nn.Module):

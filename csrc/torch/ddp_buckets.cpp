@@ -1,5 +1,6 @@
 // The memory of buckets: which gradients lie in it, which are packed into it, and who gets the results.
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cstring>
@@ -275,6 +276,32 @@ bool DdpReducer::is_used(std::size_t index, std::size_t entry) {
   return !options_.find_unused || count_of(used_by_any_, number) != 0;
 }
 
+// The gradient as it was, if no rank has used its parameter; false where it is known that one has. On a GPU the device
+// decides, for the host would wait.
+bool DdpReducer::put_back(std::size_t index, std::size_t entry) {
+  Slot& slot = slots_[index];
+  const auto number = static_cast<std::size_t>(plan_.buckets[index].params[entry]);
+  at::Tensor& gradient = params_[number].mutable_grad();
+  const at::Tensor& resting = slot.resting[entry];
+  const at::Tensor& counts = slot.used.defined() ? slot.used : used_by_any_;
+  const bool is_written = slot.fates[entry] != Fate::kStaged;
+  if (counts.is_cuda() && is_written) {
+    const std::size_t place = slot.used.defined() ? entry : number;
+    gradient.copy_(at::where(counts.select(0, static_cast<std::int64_t>(place)) != 0, gradient, resting));
+    // Made on the stream of a hook, which may be another: its memory is not for others before this has been read.
+    const c10::impl::VirtualGuardImpl streams(gradient.device().type());
+    resting.record_stream(streams.getStream(gradient.device()));
+    return true;
+  }
+  if (is_used(index, entry)) {
+    return false;
+  }
+  if (is_written) {
+    gradient.copy_(resting);
+  }
+  return true;
+}
+
 void DdpReducer::hand_out(std::size_t index) {
   const Bucket& bucket = plan_.buckets[index];
   Slot& slot = slots_[index];
@@ -289,11 +316,7 @@ void DdpReducer::hand_out(std::size_t index) {
       continue;
     }
     // What no rank has used stays as it is, torch's rule, though an average went over it.
-    const bool rests = slot.resting[e].defined() && gradient.defined() && !is_used(index, e);
-    if (rests && slot.fates[e] != Fate::kStaged) {
-      gradient.copy_(slot.resting[e]);
-    }
-    if (rests) {
+    if (slot.resting[e].defined() && gradient.defined() && put_back(index, e)) {
       continue;
     }
     switch (slot.fates[e]) {

@@ -195,6 +195,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   [[nodiscard]] Contribution contribute(std::size_t index, std::size_t entry, const at::Tensor& incoming,
                                         Storages& held, Storages& sources);
   [[nodiscard]] bool is_used(std::size_t index, std::size_t entry);
+  [[nodiscard]] bool put_back(std::size_t index, std::size_t entry);
   void hand_out(std::size_t index);
   void let_go(Slot& slot) const;
   void reserve();

@@ -28,7 +28,7 @@ from hpcomm.pipeline.ordered import OrderedLoss, require_ordered
 from hpcomm.pipeline.parameters import Sums, identity, start_equal
 from hpcomm.pipeline.partition import Balance, decide, described, stages_at
 from hpcomm.pipeline.planning import ScheduleLike, Wishes, plan_together, scalar_lane
-from hpcomm.pipeline.randomness import Draws, generator_of, kept, loss_may_draw
+from hpcomm.pipeline.randomness import Draws, generators_of, kept, loss_may_draw
 from hpcomm.pipeline.recorder import Recorder, Times, gathered_costs, recorder_for
 from hpcomm.pipeline.reductions import Reductions
 from hpcomm.pipeline.runner import Batch, Runner
@@ -183,7 +183,7 @@ class Pipeline(LocalModel):
         self._evaluation: Runner | None = None if plain.trains else self._runner
         start_equal(mesh, self.module, [e for e in owned if set(e.stages) & set(here)], plain.placement)
         self._identity = identity(self.parameters())
-        self._generator = generator_of(mesh.device)
+        self._generators = generators_of(mesh.device)
         # Of its random numbers, behind those of all layers; None where it draws none.
         self.loss_place = len(self._calls) if loss_may_draw(loss_fn) else None
         self._unit = Unit(mesh, plain.placement[-1], of_two=deterministic)
@@ -403,7 +403,7 @@ class Pipeline(LocalModel):
 
     def draws(self, step: int, replica: int) -> Draws:
         """The random numbers of a replica's microbatches in a step."""
-        return Draws(self._generator, self._asked.seed, step, replica * self.num_microbatches)
+        return Draws(self._generators, self._asked.seed, step, replica * self.num_microbatches)
 
     def split_keywords(self, keywords: Mapping[str, Any], inputs: Any) -> list[dict[str, Any]]:
         """Keyword arguments of a step by microbatch."""
@@ -487,7 +487,7 @@ class Pipeline(LocalModel):
         return self.mesh.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
     def _random_numbers(self, batch: Batch) -> AbstractContextManager[None]:
-        return nullcontext() if batch.draws is None else kept(self._generator)
+        return nullcontext() if batch.draws is None else kept(self._generators)
 
     def _telling_peers(self, runner: Runner) -> TellPeers:
         return TellPeers(self.mesh, runner)

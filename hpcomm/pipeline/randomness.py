@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -65,12 +65,18 @@ def loss_may_draw(loss_fn: object) -> bool:
     return loss_fn is not None and not str(getattr(loss_fn, "__module__", None)).startswith("torch.nn.")
 
 
-def generator_of(device: torch.device) -> torch.Generator:
-    """The generator that operations on ``device`` draw from unless they are given another."""
+Generators: TypeAlias = tuple[torch.Generator, ...]
+
+
+def generators_of(device: torch.device) -> Generators:
+    """Those that a model on ``device`` draws from unless it is given others: a layer may draw on the host as well, to
+    decide whether it is skipped, and a loss which samples it takes.
+    """
     if device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-    return torch.default_generator
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.default_generator, torch.cuda.default_generators[index]
+    return (torch.default_generator,)
 
 
 class Draws:
@@ -82,21 +88,24 @@ class Draws:
         first: number of this replica's first microbatch in the global batch.
     """
 
-    def __init__(self, generator: torch.Generator, seed: int, step: int, first: int) -> None:
-        self._generator = generator
+    def __init__(self, generators: Generators, seed: int, step: int, first: int) -> None:
+        self._generators = generators
         self._key = (seed, step)
         self._first = first
 
     def enter(self, microbatch: int, layer: int) -> None:
         """What is drawn from here on belongs to ``layer``: its place in the whole model, loss_fn's behind the last."""
-        self._generator.manual_seed(seed_of(*self._key, self._first + microbatch, layer))
+        seed = seed_of(*self._key, self._first + microbatch, layer)
+        for generator in self._generators:
+            generator.manual_seed(seed)
 
 
 @contextmanager
-def kept(generator: torch.Generator) -> Iterator[None]:
-    """The generator goes on afterwards as if nothing had been drawn."""
-    state = generator.get_state()
+def kept(generators: Generators) -> Iterator[None]:
+    """The generators go on afterwards as if nothing had been drawn."""
+    states = [generator.get_state() for generator in generators]
     try:
         yield
     finally:
-        generator.set_state(state)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

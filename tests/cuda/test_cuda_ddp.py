@@ -214,6 +214,45 @@ def test_no_hidden_synchronization(device: str, world: int) -> None:
     assert run(device, world, quiet_steps) == [[]] * world
 
 
+class Resting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.rest = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor, *, all_of_it: bool = False) -> torch.Tensor:
+        return self.used(x) + (self.rest(x) if all_of_it else 0.0)
+
+
+def kept_gradients(device: str) -> None:
+    """What no rank uses keeps its gradient, which no host waits for; what one rank uses is averaged."""
+    with mesh_on(device, dp=-1) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(Resting().to(device), mesh=mesh, find_unused_parameters=True)
+        x, rest = torch.full((2, 4), mesh.rank + 1.0, device=device), wrapped.module.rest.weight
+        rest.grad = torch.arange(16.0, device=device).view(4, 4) + mesh.rank
+        before = rest.grad.clone()
+
+        def step() -> None:
+            wrapped.module.used.weight.grad = None
+            wrapped(x).sum().backward()
+
+        for _ in range(13):
+            step()
+        synchronize(device)
+        with host_never_waits(device):
+            step()
+        assert torch.equal(rest.grad, before)
+        average = sum(2.0 * (rank + 1) for rank in range(mesh.size)) / mesh.size
+        torch.testing.assert_close(wrapped.module.used.weight.grad.cpu(), torch.full((4, 4), average))
+        wrapped(x, all_of_it=mesh.rank == 0).sum().backward()
+        expected = sum(before - mesh.rank + rank for rank in range(mesh.size)) + 2.0
+        torch.testing.assert_close(rest.grad, expected / mesh.size)
+
+
+@one_and_two
+def test_gradients_that_no_rank_uses_stay(device: str, world: int) -> None:
+    run(device, world, kept_gradients)
+
+
 def captured(_: str) -> list[list[torch.Tensor]]:
     """Gradients after each of three replays with new data."""
     with mesh_on("cuda", dp=-1) as mesh:

@@ -99,6 +99,49 @@ def test_messages_travel_in_16_bits(device: str, schema: str) -> None:
             assert not torch.equal(gradient, expected[name])
 
 
+class SometimesSkipped(nn.Module):
+    """Decides on the host, as libraries of models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(10, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.training and float(torch.rand(1)) < 0.5 else self.inner(x)
+
+
+def of_some_columns(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Draws on the host and on the device."""
+    columns = torch.randperm(output.shape[1])[:2].to(output.device)
+    return mse(output + torch.randn_like(output), target) + output[:, columns].square().mean()
+
+
+def random_states(device: str) -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device == "cuda" else [])]
+
+
+def drawn(device: str, axes: dict[str, int]) -> list[float]:
+    def layers() -> nn.Sequential:
+        return nn.Sequential(SometimesSkipped(), nn.Dropout(0.5), SometimesSkipped(), *model()).double()
+
+    with mesh_on(device, **axes) as mesh:
+        torch.manual_seed(mesh.rank)
+        pipe = hpcomm.Pipeline(layers(), mesh=mesh, num_microbatches=4, loss_fn=of_some_columns, seed=3)
+        x, y = batch(mesh.dp.rank, device)
+        before = random_states(device)
+        losses = [float(pipe.step(x, target=y)) for _ in range(2)]
+        assert all(map(torch.equal, random_states(device), before))
+        pipe.step_number = 0
+        assert float(pipe.step(x, target=y)) == losses[0] != losses[1]
+        hpcomm.verify(pipe, layers(), x, target=y)
+        return losses
+
+
+@MESHES
+def test_layers_and_losses_draw_on_the_host_and_on_the_device(device: str, axes: dict[str, int]) -> None:
+    assert len(set(map(tuple, run(device, world_of(axes), drawn, axes)))) == 1
+
+
 def accumulated(device: str, axes: dict[str, int]) -> tuple[float, dict[str, torch.Tensor]]:
     with mesh_on(device, **axes) as mesh:
         pipe = hpcomm.Pipeline(model(), mesh=mesh, num_microbatches=2, loss_fn=mse)
