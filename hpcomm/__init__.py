@@ -1,7 +1,8 @@
 """hpcomm: a hybrid-parallel training step as one verified communication plan, run natively, fused and overlapped.
 
 Public names only. They are looked up at first use, so ``import hpcomm`` does no work, but for making the backend
-"hpcomm" known to ``torch.distributed`` once the program imports that, and for one variable that NCCL reads only once.
+"hpcomm" known to ``torch.distributed`` once the program imports that, for a place among what runs at the exit of
+Python, and for one variable that NCCL reads only once.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hpcomm import at_exit as _at_exit  # noqa: F401 - takes its place among what runs at the exit
 from hpcomm import nccl_variables as _nccl_variables  # noqa: F401 - sets them when it is imported
 from hpcomm._version import __version__
 from hpcomm.backend import register_with_torch

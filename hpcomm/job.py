@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from torch._C._distributed_c10d import (
     get_debug_level,
 )
 
-from hpcomm import _C
+from hpcomm import _C, at_exit
 from hpcomm.communicator import gloo_group, over_shared_memory, start_control, while_they_stay
 from hpcomm.errors import HpcommError, SchemaMismatch
 from hpcomm.rendezvous import Look, nothing, own_store, store_errors
@@ -126,8 +125,8 @@ def _job_of(options: Any, ranks: list[int], transport: str, timeout: float) -> J
             return job
     job = Job(root, store, ranks, options.group_rank, transport, timeout)
     if not _jobs:
-        atexit.unregister(_leave)
-        atexit.register(_leave)
+        at_exit.unregister(_leave)
+        at_exit.register(_leave)
     _jobs.append(job)
     return job
 
@@ -144,7 +143,7 @@ def _leave() -> None:
                 if not failed:
                     job.native.settle()
             finally:
-                job.native.end()
+                job.native.end_at_exit()
 
 
 def _gloo_backend(options: Any, timeout: float, look: Look = nothing) -> Backend:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from hpcomm import at_exit
 from hpcomm.errors import PeerError, RankFailed
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _PATIENCE = 3.0  # seconds for the rank that failed to end first
 _exit_codes: dict[int, int] = {}  # by process: a fork of this one has its own
 
 
-@atexit.register
+@at_exit.register
 def _exit() -> None:
     """An exception at exit would be printed and leave the exit code 0. Registered early, so that it runs late."""
     if os.getpid() in _exit_codes:
@@ -56,13 +56,13 @@ class ExitWatch:
         self._failed = False
         self._previous = sys.excepthook
         sys.excepthook = self._report
-        atexit.register(self._leave)
+        at_exit.register(self._leave)
 
     def forget(self) -> None:
         """The mesh has left."""
         if sys.excepthook == self._report:  # somebody else's later hook calls ours, which then does nothing
             sys.excepthook = self._previous
-        atexit.unregister(self._leave)
+        at_exit.unregister(self._leave)
 
     def _report(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._failed = True

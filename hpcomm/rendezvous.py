@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
@@ -16,6 +15,7 @@ from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from hpcomm import at_exit
 from hpcomm.errors import HpcommError, SchemaMismatch, TimedOut, TransportError
 
 __all__: list[str] = []
@@ -31,7 +31,7 @@ _LONGEST_PAUSE = 0.05
 _left: list[threading.Thread] = []  # by interruptible()
 
 
-@atexit.register
+@at_exit.register
 def _end_beside_threads() -> None:
     """A thread that comes back from torch while Python is being taken apart ends the process by SIGABRT, behind the
     error that the program ended with. Registered early, so that it runs late.

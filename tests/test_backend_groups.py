@@ -261,7 +261,7 @@ def test_an_exit_without_destroy_is_quiet() -> None:
 @pytest.mark.parametrize("failed", [False, True])
 def test_an_exit_by_an_error_waits_for_nothing(failed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    native = SimpleNamespace(settle=lambda: said.append("settle"), end=lambda: said.append("end"))
+    native = SimpleNamespace(settle=lambda: said.append("settle"), end_at_exit=lambda: said.append("end"))
     monkeypatch.setattr(job, "_jobs", [SimpleNamespace(native=native)])
     monkeypatch.setattr(sys, "last_value", ValueError() if failed else None, raising=False)
     job._leave()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import re
 import socket
@@ -23,7 +22,7 @@ from programs import with_environment
 from torch import nn
 
 import hpcomm
-from hpcomm import _C, nccl_variables
+from hpcomm import _C, at_exit, nccl_variables
 from hpcomm.mesh import axis_sizes
 
 _PEER = 10  # a Control channel of these tests
@@ -387,8 +386,8 @@ def test_one_mesh_after_another(own_group: bool) -> None:
 
 
 def dropped_mesh() -> None:
-    # Registered first, so run last.
-    atexit.register(lambda: print("a group is left" if dist.is_initialized() else "no group is left"))
+    # Registered first, so run last, of what hpcomm does at the exit.
+    at_exit.register(lambda: print("a group is left" if dist.is_initialized() else "no group is left"))
     hpcomm.init(dp=2, timeout=20.0)
 
 

@@ -25,6 +25,7 @@ MODULES = (
     "_version",
     "_build",
     "nccl_variables",
+    "at_exit",
     "_native",
     "_C",
     "tree",

@@ -22,6 +22,7 @@ class HostCommunicator : public Communicator {
   // look at is the parent's too, and operations throw.
   [[nodiscard]] bool forked() const noexcept;
   [[nodiscard]] bool idle_until(Deadline deadline) const override;
+  void require_open(const ErrorContext& what) const override;
 
   // Runs `body` at its place in this communicator's order, as one operation named `what`: what it issues here, with
   // OpOptions::is_step, runs in place. `body` is given the operation's deadline and may throw; options are read as for
@@ -44,7 +45,6 @@ class HostCommunicator : public Communicator {
   WorkPtr submit(Operation operation) override;
   // Transports call it first in their destructor: no execute() runs or starts afterwards.
   void shut_down() noexcept;
-  void require_open(const ErrorContext& what) const override;
   // Throws kClosed in a forked child.
   void require_parent(const ErrorContext& what) const;
   // Throws why the communicator was aborted, if it was, with `what` in front.

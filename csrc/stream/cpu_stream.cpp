@@ -115,6 +115,17 @@ class WorkerStream final : public Stream {
 
   [[nodiscard]] bool idle() const noexcept override { return queue_->unfinished.load(std::memory_order_acquire) == 0; }
 
+  bool run_next() override {
+    HPCOMM_ASSERT(is_current(), "another thread runs the tasks of a lane");
+    const std::shared_ptr<Queue> queue = queue_;
+    std::unique_lock lock(queue->mutex);
+    if (queue->tasks.empty()) {
+      return false;
+    }
+    run_first(*queue, lock);
+    return true;
+  }
+
  private:
   // Shared with the thread, which outlives the stream when that is destroyed by one of its own tasks.
   struct Queue {
@@ -134,22 +145,26 @@ class WorkerStream final : public Stream {
       if (queue->tasks.empty()) {
         return;
       }
-      {
-        Task task = std::move(queue->tasks.front());
-        queue->tasks.pop_front();
-        lock.unlock();
-        try {
-          task();
-        } catch (const std::exception& error) {
-          // Tasks promise not to throw; losing the process over a broken promise would lose the message too.
-          std::fprintf(stderr, "hpcomm: bug: a stream task threw: %s\n", error.what());
-        } catch (...) {
-          std::fprintf(stderr, "hpcomm: bug: a stream task threw something that is no std::exception\n");
-        }
-      }  // the task and what it keeps alive end here, outside the lock
-      queue->unfinished.fetch_sub(1, std::memory_order_acq_rel);
-      lock.lock();
+      run_first(*queue, lock);
     }
+  }
+
+  static void run_first(Queue& queue, std::unique_lock<std::mutex>& lock) {
+    {
+      Task task = std::move(queue.tasks.front());
+      queue.tasks.pop_front();
+      lock.unlock();
+      try {
+        task();
+      } catch (const std::exception& error) {
+        // Tasks promise not to throw; losing the process over a broken promise would lose the message too.
+        std::fprintf(stderr, "hpcomm: bug: a stream task threw: %s\n", error.what());
+      } catch (...) {
+        std::fprintf(stderr, "hpcomm: bug: a stream task threw something that is no std::exception\n");
+      }
+    }  // the task and what it keeps alive end here, outside the lock
+    queue.unfinished.fetch_sub(1, std::memory_order_acq_rel);
+    lock.lock();
   }
 
   const std::uint32_t generation_ = fork_generation();

@@ -40,6 +40,9 @@ class Stream {
   virtual void wait(const Event& event) = 0;
   // True when the calling code already runs in this stream's order: it may execute at once what it would enqueue.
   [[nodiscard]] virtual bool is_current() const noexcept = 0;
+  // For a task of this stream that waits for a later one: runs the next here. False when there is none, and on streams
+  // whose tasks wait for nobody.
+  virtual bool run_next() { return false; }
   // What is issued now goes into the CUDA graph of this capture instead of running; 0: it runs.
   [[nodiscard]] virtual std::uint64_t capture() const { return 0; }
   [[nodiscard]] bool is_capturing() const { return capture() != 0; }

@@ -32,4 +32,20 @@ void BackendJob::settle(void (*poll)()) const {
   }
 }
 
+void BackendJob::end_at_exit() noexcept {
+  std::unique_lock lock(mutex_);
+  const std::vector<GroupOperations> groups = groups_;
+  lock.unlock();
+  end();
+  for (const GroupOperations& group : groups) {
+    const auto communicator = group.communicator.lock();
+    try {
+      if (communicator != nullptr && communicator->idle_until({})) {
+        communicator->close();
+      }
+    } catch (const std::exception&) {  // within an operation, which fails by itself
+    }
+  }
+}
+
 }  // namespace hpcomm

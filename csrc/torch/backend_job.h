@@ -19,7 +19,7 @@ inline constexpr auto kShutdownWait = std::chrono::seconds(5);
 
 // The operations of one group, as long as it is there.
 struct GroupOperations {
-  std::weak_ptr<const HostCommunicator> communicator;
+  std::weak_ptr<HostCommunicator> communicator;
   // Threads that wait for a collective, in its call or by its Work.
   std::shared_ptr<const std::atomic<int>> inside;
 
@@ -78,6 +78,8 @@ class BackendJob {
       control->close();
     }
   }
+  // The same where the process is about to end: groups that were not destroyed refuse more, which no peer would answer.
+  void end_at_exit() noexcept;
 
  private:
   mutable std::mutex mutex_;

@@ -23,6 +23,7 @@ HpcommBackend::C10dWork HpcommBackend::message(c10d::OpType type, const char* ti
                    " of ", size_, " has no peer ", peer);
     HPCOMM_REQUIRE(mailbox_ != nullptr, what, ": a group of ", size_, " on the ", communicator_->transport(),
                    " transport carries no messages");
+    communicator_->require_open({communicator_->ranks()[static_cast<std::size_t>(rank_)], -1, -1, what});
     const at::Tensor& tensor = tensors[0];
     const at::Tensor memory =
         is_direct(tensor) || sends ? direct(tensor, what) : at::empty(tensor.sizes(), tensor.options());

@@ -105,6 +105,7 @@ bool BackendWork::wait(std::chrono::milliseconds timeout) {
     try {
       work_->require_parent();
       const Inside inside(work_->done() ? nullptr : inside_.get());
+      run_to_end();
       wait_to_end(*work_, timeout);
     } catch (...) {
       if (work_->done()) {
@@ -115,6 +116,16 @@ bool BackendWork::wait(std::chrono::milliseconds timeout) {
     end_event();
     return true;
   });
+}
+
+// The callback of a future waits for what was issued behind: it stands in the way of it, on the lane's thread.
+void BackendWork::run_to_end() const {
+  const WithoutGil scope;
+  const auto communicator = communicator_.lock();
+  if (communicator != nullptr && communicator->stream().is_current()) {
+    while (!work_->done() && communicator->stream().run_next()) {
+    }
+  }
 }
 
 void BackendWork::abort() {
@@ -149,10 +160,11 @@ c10::intrusive_ptr<c10::ivalue::Future> BackendWork::getFuture() {
         // What a callback throws is its own business; the future is complete.
       }
     };
-    // By the lane, which goes on when the callbacks have returned: what they issue comes before what is queued.
-    if (const auto work = std::dynamic_pointer_cast<HostWork>(work_)) {
-      work->when_done(std::move(complete));
-    } else if (const auto communicator = communicator_.lock(); communicator != nullptr && !work_->done()) {
+    // By the lane, behind what has been issued by now and before all else: there the callbacks issue what they issue,
+    // and where they would if the operation had ended already, and they were called in this thread. Ranks differ in
+    // that.
+    const auto communicator = communicator_.lock();
+    if (communicator != nullptr && !work_->done()) {
       communicator->stream().enqueue(std::move(complete));
     } else {
       complete();  // new: it has no callbacks that could call back

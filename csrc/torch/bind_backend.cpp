@@ -42,7 +42,8 @@ void bind_backend(py::module_& module) {
       .def("anchor", &BackendJob::anchor)
       .def(
           "settle", [](const BackendJob& job) { job.settle(&check_signals); }, py::call_guard<WithoutGil>())
-      .def("end", &BackendJob::end, py::call_guard<WithoutGil>());
+      .def("end", &BackendJob::end, py::call_guard<WithoutGil>())
+      .def("end_at_exit", &BackendJob::end_at_exit, py::call_guard<WithoutGil>());
 
   bind_backend_class(module);
   module.def(

@@ -166,7 +166,7 @@ void watch_for_end_of_interpreter() {
   // A thread that was about to return when the process was forked is not in the child.
   (void)::pthread_atfork(nullptr, nullptr, [] { returning = 0; });
   // Registered early, so that it runs late: what jobs and meshes do at the exit comes before.
-  py::module_::import("atexit").attr("register")(py::cpp_function(&end));
+  py::module_::import("hpcomm.at_exit").attr("register")(py::cpp_function(&end));
 }
 
 bool holds_gil() noexcept { return PyGILState_Check() != 0; }

@@ -78,7 +78,7 @@ void end_with_interpreter() {
 void raise_lost_operations() {
   if (!lost().is_used.exchange(true)) {
     lost().generation = fork_generation();
-    py::module_::import("atexit").attr("register")(py::cpp_function(&end_with_interpreter));
+    py::module_::import("hpcomm.at_exit").attr("register")(py::cpp_function(&end_with_interpreter));
     set_failure_hook(&tell_main_thread);
   }
   if (lost().is_ours()) {
