@@ -66,6 +66,9 @@ from hpcomm._C_comm import (
 from hpcomm._C_comm import (
     solo_control as solo_control,
 )
+from hpcomm._C_comm import (
+    tell_long_waits as tell_long_waits,
+)
 from hpcomm._C_engine import (
     Backend as Backend,
 )

@@ -24,7 +24,16 @@ from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import HpcommError, InvalidArgument, RankFailed, SchemaMismatch, TimedOut, TransportError
 from hpcomm.nccl_variables import warn_of_registration
 from hpcomm.rendezvous import Look, awaited, interruptible, nothing
-from hpcomm.settings import attaches, checks, cpu_transport, emulation, heartbeat_timeout, job_secret, nccl_limits
+from hpcomm.settings import (
+    attaches,
+    checks,
+    cpu_transport,
+    emulation,
+    heartbeat_timeout,
+    job_secret,
+    nccl_limits,
+    wait_notice,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +59,7 @@ def start_control(store: Store, rank: int, size: int, *, timeout: float, names: 
         RankFailed: a rank went away while the job was starting, or has another ``HPCOMM_SECRET``.
     """
     heartbeat, secret, transport, attach = heartbeat_timeout(), job_secret(), cpu_transport(), attaches()
+    notice = wait_notice()
     if size == 1:
         return _C.solo_control()
     if rank == 0:
@@ -69,7 +79,9 @@ def start_control(store: Store, rank: int, size: int, *, timeout: float, names: 
     control = listener.connect(addresses, timeout, heartbeat)
     # All ranks take part, whatever they chose: whether they agree on it is asked through this Control.
     apart = f"none, rank {rank} uses gloo" if transport == "gloo" else os.environ.get("HPCOMM_HOST", "")
-    return _C.near_control(control, _C.Neighbourhood(control, timeout, apart, called, attach), timeout)
+    control = _C.near_control(control, _C.Neighbourhood(control, timeout, apart, called, attach), timeout)
+    _C.tell_long_waits(control, notice)
+    return control
 
 
 def first_communicator(

@@ -17,6 +17,8 @@ DEFAULT_TIMEOUT = 600.0  # seconds
 LONGEST_TIMEOUT = 2_000_000  # seconds: what milliseconds in an int can hold
 DEFAULT_HEARTBEAT_TIMEOUT = 20.0  # seconds
 LONGEST_HEARTBEAT_TIMEOUT = 86400.0  # seconds
+DEFAULT_WAIT_NOTICE = 10.0  # seconds
+LONGEST_WAIT_NOTICE = 86400.0  # seconds
 
 MIN_SECRET = 16  # characters
 
@@ -57,6 +59,20 @@ def heartbeat_timeout() -> float:
         seconds = -1.0
     if seconds != 0 and not 1 <= seconds <= LONGEST_HEARTBEAT_TIMEOUT:
         raise InvalidArgument(f"HPCOMM_HEARTBEAT_TIMEOUT={text!r}: expected 0, or 1 to 86400 seconds")
+    return seconds
+
+
+def wait_notice() -> float:
+    """After how many seconds of waiting the first rank is told: ``HPCOMM_WAIT_NOTICE``, or 10; 0 for never."""
+    text = os.environ.get("HPCOMM_WAIT_NOTICE")
+    if text is None:
+        return DEFAULT_WAIT_NOTICE
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if seconds != 0 and not 1 <= seconds <= LONGEST_WAIT_NOTICE:
+        raise InvalidArgument(f"HPCOMM_WAIT_NOTICE={text!r}: expected 0, or 1 to 86400 seconds")
     return seconds
 
 

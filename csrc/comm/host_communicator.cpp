@@ -2,11 +2,13 @@
 #include "comm/host_communicator.h"
 
 #include <functional>
+#include <optional>
 #include <thread>
 #include <utility>
 
 #include "base/fork.h"
 #include "comm/issued.h"
+#include "comm/waiting.h"
 
 namespace hpcomm {
 
@@ -129,6 +131,10 @@ std::exception_ptr HostCommunicator::run(const Body& body, const OpOptions& opti
     if (place != Place::kNested) {
       order = std::unique_lock(running_);
       runner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+    }
+    std::optional<Waiting> waiting;
+    if (options.poll != nullptr) {
+      waiting.emplace(what, &lane());
     }
     try {
       throw_if_aborted(what);

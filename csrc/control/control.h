@@ -20,6 +20,7 @@
 
 #include "base/error.h"
 #include "base/view.h"
+#include "control/long_wait.h"
 #include "control/socket.h"
 #include "control/wire.h"
 #include "stream/event.h"
@@ -77,6 +78,10 @@ class Control {
   virtual void abort(const std::string& message) = 0;
   // Leaves in order: peers that still wait for this rank raise, others go on. Idempotent.
   virtual void close() noexcept = 0;
+
+  // Tells the first rank that is there of this rank's wait number `wait`, or that it is over (null). That rank shows on
+  // stderr who waits in what. Never throws.
+  virtual void say_waiting(std::uint64_t /*wait*/, const std::optional<control::LongWait>& /*said*/) noexcept {}
 
   // True when `peer`'s connection has ended: its process is gone, or it closed its Control.
   [[nodiscard]] virtual bool has_ended(int peer) const = 0;

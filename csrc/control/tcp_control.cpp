@@ -331,6 +331,7 @@ void TcpControl::run() {
     if (now >= next_beat) {
       beat();
       look_for_silence(now);
+      show_waits(now);
       next_beat = now + heartbeat_.interval();
     }
   }
@@ -414,6 +415,7 @@ void TcpControl::leave(int rank, PeerState how) {
   if (state == PeerState::kOpen) {
     departed_.push_back(rank);
   }
+  waits_.forget(rank);
   state = how;
 }
 

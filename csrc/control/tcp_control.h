@@ -22,6 +22,7 @@
 #include "control/inflow.h"
 #include "control/outbox.h"
 #include "control/socket.h"
+#include "control/wait_table.h"
 #include "control/wire.h"
 
 namespace hpcomm::control {
@@ -47,6 +48,7 @@ class TcpControl final : public Control {
   [[nodiscard]] bool lands(int /*peer*/) const override { return true; }
   void abort(const std::string& message) override;
   void close() noexcept override;
+  void say_waiting(std::uint64_t wait, const std::optional<LongWait>& said) noexcept override;
   [[nodiscard]] bool has_ended(int peer) const override { return state_of(peer) == PeerState::kLost; }
   [[nodiscard]] bool has_left(int peer) const override {
     return peer == rank_ ? is_closing() : state_of(peer) != PeerState::kOpen;
@@ -94,6 +96,9 @@ class TcpControl final : public Control {
   void run();
   void beat();
   void look_for_silence(Deadline now);
+  // Who waits for long, where this is the first rank of those that are there.
+  void show_waits(Deadline now);
+  [[nodiscard]] std::vector<int> present() const;  // with mutex_ held; this rank is
   void read_from(int peer);
   // Of what was read, so many bytes that lie where they will be, and those behind them.
   void take_in(int peer, std::size_t landed, std::span<const char> bytes);
@@ -128,6 +133,7 @@ class TcpControl final : public Control {
   std::optional<Error> failure_;
   std::vector<int> departed_;  // in the order in which they left
   std::vector<Told> told_;     // for tell_lenders()
+  WaitTable waits_;            // of the ranks that say so to this one, and its own
   bool closing_ = false;
   bool was_told_ = false;  // of failure_, by another rank
   bool stop_ = false;

@@ -7,6 +7,7 @@
 #include <array>
 #include <cerrno>
 #include <chrono>
+#include <cstdio>
 #include <cstring>
 #include <exception>
 #include <new>
@@ -150,6 +151,9 @@ void TcpControl::deliver(int rank, Inflow::Arrival arrival) {
       break;
     case FrameKind::kHeartbeat:
       break;
+    case FrameKind::kWaits:
+      waits_.note(rank, arrival.channel, parse_wait(arrival.body.text), Clock::now());
+      break;
     case FrameKind::kLong:
     case FrameKind::kPiece:
       HPCOMM_ASSERT(false, "pieces arrive as a message");
@@ -159,6 +163,49 @@ void TcpControl::deliver(int rank, Inflow::Arrival arrival) {
     case FrameKind::kProof:
       throw Error(ErrorKind::kProtocol, "control connection: a second greeting");
   }
+}
+
+std::vector<int> TcpControl::present() const {
+  std::vector<int> ranks;
+  for (int r = 0; r < size(); ++r) {
+    const Peer& peer = peers_[static_cast<std::size_t>(r)];
+    if (r == rank_ || (peer.fd.valid() && peer.state == PeerState::kOpen)) {
+      ranks.push_back(r);
+    }
+  }
+  return ranks;
+}
+
+void TcpControl::say_waiting(std::uint64_t wait, const std::optional<LongWait>& said) noexcept {
+  if (forked()) {
+    return;
+  }
+  try {
+    const std::lock_guard lock(mutex_);
+    if (failure_ || closing_) {
+      return;  // whoever waits hears of that
+    }
+    const int first = present().front();
+    if (first == rank_) {
+      waits_.note(rank_, wait, said, Clock::now());
+    } else {
+      send_frame(peers_[static_cast<std::size_t>(first)], FrameKind::kWaits, wait, encode_wait(said));
+    }
+  } catch (const std::exception&) {
+    return;  // of what ends the job, everybody hears otherwise
+  }
+}
+
+void TcpControl::show_waits(Deadline now) {
+  std::string text;
+  {
+    const std::lock_guard lock(mutex_);
+    if (failure_ || closing_) {
+      return;
+    }
+    text = waits_.due(present(), now);
+  }
+  (void)std::fwrite(text.data(), 1, text.size(), stderr);
 }
 
 void TcpControl::flush(Peer& peer) {

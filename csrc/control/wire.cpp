@@ -60,7 +60,7 @@ std::optional<Announced> parse_prefix(std::span<const char> bytes, std::size_t m
                "; install the same hpcomm on all hosts"));
   }
   if (prefix.kind < static_cast<std::uint8_t>(FrameKind::kHello) ||
-      prefix.kind > static_cast<std::uint8_t>(FrameKind::kPiece) || prefix.reserved != 0) {
+      prefix.kind > static_cast<std::uint8_t>(FrameKind::kWaits) || prefix.reserved != 0) {
     reject(str("unknown frame kind ", int{prefix.kind}));
   }
   if (prefix.length > max_body) {

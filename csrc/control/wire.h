@@ -24,6 +24,7 @@ enum class FrameKind : std::uint8_t {
   kHeartbeat = 7,  // no body: the sender has nothing to say, and is there
   kLong = 8,       // body: the length of a message on `channel` whose pieces follow, with other frames between them
   kPiece = 9,      // body: the next piece of that message
+  kWaits = 10,     // body: encode_wait() of the sender's wait number `channel`
 };
 
 struct Frame {
@@ -32,7 +33,7 @@ struct Frame {
   std::string body;
 };
 
-inline constexpr std::uint8_t kWireVersion = 4;
+inline constexpr std::uint8_t kWireVersion = 5;
 inline constexpr std::uint64_t kOfAnother = std::uint64_t{1} << 32;
 inline constexpr std::size_t kPrefixBytes = 24;
 // Nothing longer is read, so a damaged length cannot make a rank allocate. Large enough for any plan or schema.

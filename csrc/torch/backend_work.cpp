@@ -8,6 +8,7 @@
 #include <chrono>
 #include <utility>
 
+#include "comm/waiting.h"
 #include "torch/gil.h"
 #include "torch/torch_error.h"
 
@@ -53,6 +54,7 @@ void wait_to_end(const Work& work, std::chrono::milliseconds limit) {
   } way_back{};
   work.require_parent();
   const WithoutGil scope;
+  const Waiting waiting(work.what());
   const bool limited = limit.count() > 0;
   const Deadline deadline = limited ? deadline_after(limit) : Deadline::max();
   while (!work.wait_until(std::min(deadline, Clock::now() + kSignalPoll))) {

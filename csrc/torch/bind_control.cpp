@@ -3,9 +3,11 @@
 
 #include <algorithm>
 
+#include "comm/waiting.h"
 #include "control/control.h"
 #include "torch/bindings.h"
 #include "torch/gil.h"
+#include "torch/long_waits.h"
 #include "torch/waiting.h"
 
 namespace py = pybind11;
@@ -13,6 +15,8 @@ namespace py = pybind11;
 namespace hpcomm {
 
 namespace {
+
+std::string of_others(const void* /*about*/) { return "what other ranks are to say"; }
 
 control::JobToken to_token(const py::bytes& bytes) {
   const std::string_view view = bytes;
@@ -29,12 +33,14 @@ py::object failure(const Control& control) {
 
 std::string receive(Control& control, int peer, std::uint64_t channel, double timeout) {
   const WithoutGil scope;
+  const Waiting waiting(nullptr, &of_others);
   return control.receive(peer, channel, in_seconds(timeout), &check_signals);
 }
 
 std::vector<std::string> exchange(Control& control, const std::vector<int>& ranks, std::uint64_t channel,
                                   const std::string& body, double timeout) {
   const WithoutGil scope;
+  const Waiting waiting(nullptr, &of_others);
   return control.exchange(ranks, channel, body, in_seconds(timeout), &check_signals);
 }
 
@@ -86,6 +92,10 @@ void bind_control(py::module_& module) {
           },
           py::arg("addresses"), py::arg("timeout"), py::arg("heartbeat"));
 
+  module.def(
+      "tell_long_waits",
+      [](const std::shared_ptr<Control>& control, double after) { tell_long_waits(control, in_milliseconds(after)); },
+      py::arg("control"), py::arg("after"));
   module.def("solo_control", &make_solo_control);
 }
 

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "comm/waiting.h"
 #include "torch/device.h"
 #include "torch/gil.h"
 #include "torch/tensor.h"
@@ -373,6 +374,7 @@ void DdpReducer::wait(const Work& work) const {
   }
   // Without the GIL, but for a look at signals (Ctrl-C) twenty times a second.
   constexpr auto kSignalPoll = std::chrono::milliseconds(50);
+  const Waiting waiting(work.what(), &communicator_->lane());
   while (!work.wait_until(Clock::now() + kSignalPoll)) {
     check_signals();
   }

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "base/fork.h"
+#include "torch/long_waits.h"
 
 namespace py = pybind11;
 
@@ -145,6 +146,7 @@ WithGil::WithGil() noexcept {
 WithGil::~WithGil() { PyGILState_Release(static_cast<PyGILState_STATE>(state_)); }
 
 void check_signals() {
+  look_at_wait(is_main_thread());
   if (!is_main_thread()) {
     return;
   }

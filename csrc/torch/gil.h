@@ -42,8 +42,8 @@ template <typename T>
   });
 }
 
-// OpOptions::poll of Python callers: raises what a signal handler raised (Ctrl-C). From any thread; handlers run in the
-// main one, and no other takes the GIL here.
+// OpOptions::poll of Python callers: raises what a signal handler raised (Ctrl-C), and tells of a wait that takes long
+// (torch/long_waits.h). From any thread; handlers run in the main one, and no other takes the GIL here.
 void check_signals();
 
 // True once the interpreter is about to end: from then on CPython ends each thread but the main one that asks for the

@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "comm/communicator_allocator.h"
+#include "comm/waiting.h"
 #include "engine/structure.h"
 #include "torch/bindings.h"
 #include "torch/gil.h"
@@ -129,6 +130,7 @@ struct Expired {};
 void wait_for_receipt(const Work& work, double seconds, std::chrono::milliseconds limit,
                       const std::function<void()>& look = nullptr) {
   work.require_parent();
+  const Waiting waiting(work.what());
   if (work.device().type == DeviceType::kCpu && seconds < 0 && !work.done() &&
       !wait_in_slices(
           deadline_after(limit + kGrace),
@@ -170,7 +172,12 @@ class TreeReceiver::Taking {
   // `sent` and `microbatch` where an answer is awaited.
   explicit Taking(TreeReceiver& receiver, Deadline deadline = Deadline::max(), const SendEdge* sent = nullptr,
                   int microbatch = -1)
-      : receiver_(receiver), deadline_(deadline), sent_(sent), microbatch_(microbatch), outer_(innermost_) {
+      : receiver_(receiver),
+        deadline_(deadline),
+        sent_(sent),
+        microbatch_(microbatch),
+        outer_(innermost_),
+        waiting_(this, &words) {
     receiver.require_outside();
     innermost_ = this;
   }
@@ -208,11 +215,18 @@ class TreeReceiver::Taking {
   }
 
  private:
+  static std::string words(const void* about) {
+    const auto& taking = *static_cast<const Taking*>(about);
+    const std::string message = str("recv of ", taking.receiver_.edge_name());
+    return taking.microbatch_ < 0 ? message : str(message, ", microbatch ", taking.microbatch_);
+  }
+
   TreeReceiver& receiver_;
   const Deadline deadline_;
   const SendEdge* const sent_;
   const int microbatch_;
   const Taking* const outer_;
+  const Waiting waiting_;
   static thread_local const Taking* innermost_;
 };
 

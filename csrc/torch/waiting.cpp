@@ -47,6 +47,7 @@ void block_on(const Work& work, double seconds) {
     (void)work.wait_until({});  // throws its error
     return;
   }
+  const Waiting waiting(work.what());
   if (!wait_in_slices(in_seconds(seconds), [&](Deadline until) { return work.wait_until(until); })) {
     const ErrorContext& what = work.what();
     throw Error(ErrorKind::kTimedOut, str(what.operation, " #", what.sequence, " has not ended after ", seconds, " s"),

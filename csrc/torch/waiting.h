@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <string>
 
+#include "comm/waiting.h"
 #include "comm/work.h"
 #include "torch/gil.h"
 
@@ -27,6 +29,8 @@ void block_on(const Work& work, double seconds);
 template <typename Step>
 bool wait_in_slices(Deadline deadline, const Step& step) {
   constexpr auto kSlice = std::chrono::milliseconds(50);
+  // Of who has said no better.
+  const Waiting waiting(nullptr, [](const void*) { return std::string("the end of what was issued before"); });
   for (;;) {
     bool over = false;
     {

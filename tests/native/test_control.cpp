@@ -70,7 +70,7 @@ TEST(wire_frames_come_back) {
     const std::string body(length, 'x');
     for (FrameKind kind :
          {FrameKind::kHello, FrameKind::kMessage, FrameKind::kAbort, FrameKind::kGoodbye, FrameKind::kChallenge,
-          FrameKind::kProof, FrameKind::kHeartbeat, FrameKind::kLong, FrameKind::kPiece}) {
+          FrameKind::kProof, FrameKind::kHeartbeat, FrameKind::kLong, FrameKind::kPiece, FrameKind::kWaits}) {
       const std::string bytes = encode(kind, 0xfedcba9876543210ULL, body);
       CHECK_EQ(bytes.size(), kPrefixBytes + length);
       const auto parsed = parse(bytes + "the next frame");
@@ -85,7 +85,7 @@ TEST(wire_frames_come_back) {
 
 TEST(wire_format_is_fixed) {
   using namespace std::string_literals;
-  CHECK(encode(FrameKind::kMessage, 0x0102, "ab") == "pcom\x04\x02\0\0\x02\x01\0\0\0\0\0\0\x02\0\0\0\0\0\0\0"s + "ab");
+  CHECK(encode(FrameKind::kMessage, 0x0102, "ab") == "pcom\x05\x02\0\0\x02\x01\0\0\0\0\0\0\x02\0\0\0\0\0\0\0"s + "ab");
 }
 
 TEST(wire_waits_for_the_rest_of_a_cut_frame) {
@@ -107,7 +107,7 @@ TEST(wire_refuses_what_no_hpcomm_sends) {
   CHECK_THROWS(ErrorKind::kProtocol, parse(with(0, 'P')), "not from hpcomm");
   CHECK_THROWS(ErrorKind::kProtocol, parse(with(4, 1)), "version 1");
   CHECK_THROWS(ErrorKind::kProtocol, parse(with(5, 0)), "kind 0");
-  CHECK_THROWS(ErrorKind::kProtocol, parse(with(5, 10)), "kind 10");
+  CHECK_THROWS(ErrorKind::kProtocol, parse(with(5, 11)), "kind 11");
   CHECK_THROWS(ErrorKind::kProtocol, parse(with(6, 1)), "unknown frame");
   CHECK_THROWS(ErrorKind::kProtocol, parse(with(23, 1)), "the limit is");
   CHECK_THROWS(ErrorKind::kProtocol, parse(std::string("GET / HTTP/1.1\r\nHost: a\r\n\r\n")), "not from hpcomm");

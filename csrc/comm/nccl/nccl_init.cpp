@@ -9,6 +9,7 @@
 #include "base/hash.h"
 #include "comm/nccl/teardown.h"
 #include "comm/nccl/watchdog.h"
+#include "comm/waiting.h"
 #include "stream/cuda_call.h"
 
 namespace hpcomm::nccl {
@@ -111,6 +112,7 @@ SessionPtr initialise(const CommunicatorConfig& config, const NcclOptions& optio
                       Deadline deadline) {
   check_options(options);
   const ErrorContext what = context_of(config, "ncclCommInitRank");
+  const Waiting waiting(what, &config.lane);
   const Library& nccl = library();
   const UniqueId id = agree_on_id(nccl, config, options, deadline, what);
   const SessionPtr session = make_session(nccl, config, false);
@@ -166,6 +168,7 @@ Connected connect(const CommunicatorConfig& config, const NcclOptions& options, 
 SessionPtr split(Session& parent, const CommunicatorConfig& part, int color, const NcclOptions& options,
                  bool launch_order, bool blocking, Deadline deadline) {
   const ErrorContext what = context_of(part, "ncclCommSplit");
+  const Waiting waiting(what, &part.lane);
   // NCCL: no operation of the parent may be outstanding.
   if (!parent.idle_until(deadline) && !parent.is_aborted()) {
     throw Error(ErrorKind::kTimedOut, str("split on lane ", parent.lane, ": operations before it are not done"), what);

@@ -49,6 +49,9 @@ class NearControl final : public Control {
   [[nodiscard]] bool lands(int peer) const override { return !is_near(peer) && below_->lands(peer); }
   void abort(const std::string& message) override { below_->abort(message); }
   void close() noexcept override;
+  void say_waiting(std::uint64_t wait, const std::optional<control::LongWait>& said) noexcept override {
+    below_->say_waiting(wait, said);
+  }
   [[nodiscard]] bool has_ended(int peer) const override { return below_->has_ended(peer); }
   [[nodiscard]] bool has_left(int peer) const override {
     return (peer != rank() || stopped_) && below_->has_left(peer);  // asked of this rank with every message

@@ -1,0 +1,36 @@
+// Which ranks of a job wait for long, and in what: kept by the first of them, which shows it. Arithmetic of times and
+// texts, without a clock or a socket.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "control/long_wait.h"
+#include "stream/event.h"
+
+namespace hpcomm::control {
+
+class WaitTable {
+ public:
+  // What `rank` says of one of its waits; null: that is over.
+  void note(int rank, std::uint64_t wait, std::optional<LongWait> said, Deadline now);
+  // It has left, with all its waits.
+  void forget(int rank);
+  // What is to be shown now: once for what was said, a second after it, for those who wait for the same speak at about
+  // the same time; then less and less often, as where a rank of every step is slow. Empty mostly. `ranks` are those
+  // that are there, in order.
+  [[nodiscard]] std::string due(const std::vector<int>& ranks, Deadline now);
+
+ private:
+  std::map<std::pair<int, std::uint64_t>, LongWait> waits_;  // by rank and wait
+  std::optional<Deadline> due_;
+  Deadline not_before_{};
+  std::chrono::seconds pause_{1};
+};
+
+}  // namespace hpcomm::control
