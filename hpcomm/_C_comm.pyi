@@ -95,6 +95,7 @@ class CommunicatorConfig:
         timeout: float,
         device: str = "cpu",
         check: bool = False,
+        shows_lane: bool = False,
     ) -> None: ...
     @property
     def ranks(self) -> list[int]: ...

@@ -100,6 +100,7 @@ class Job:
             control=self.native.control,
             timeout=timeout,
             check=checks(),
+            shows_lane=True,  # torch's futures, and so its DDP, wait in ways that show nothing
         )
 
     def communicator(self, config: CommunicatorConfig) -> Communicator | None:

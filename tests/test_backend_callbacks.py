@@ -5,9 +5,14 @@ from __future__ import annotations
 import atexit
 import datetime
 import random
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +26,8 @@ from hpcomm import at_exit
 TIMEOUT = datetime.timedelta(seconds=20)
 
 
-def issued(value: torch.Tensor) -> dist.Work:
-    work = dist.all_reduce(value, async_op=True)
+def issued(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> dist.Work:
+    work = dist.all_reduce(value, group=group, async_op=True)
     assert work is not None
     return work
 
@@ -122,6 +127,91 @@ def test_a_callback_may_wait_for_what_was_issued_after_it() -> None:
     ranks.run(2, waits_for_a_later_one)
 
 
+def ends_when_its_operation_ends() -> None:
+    """Rank 1 issues the second one only when it has heard of the first, from rank 0's future."""
+    dist.init_process_group("hpcomm", timeout=TIMEOUT)
+    first, second = torch.ones(4), torch.full((4,), 10.0)
+    if dist.get_rank() == 0:
+        works = [issued(first), issued(second)]
+        assert works[0].get_future().wait()[0][0].item() == 2.0
+        dist.send(torch.ones(1), 1)
+    else:
+        time.sleep(0.2)
+        works = [issued(first)]
+        dist.recv(torch.ones(1), 0)
+        works.append(issued(second))
+    works[1].wait()
+    assert second[0].item() == 20.0
+    dist.destroy_process_group()
+
+
+def test_a_future_waits_for_nothing_but_its_operation() -> None:
+    ranks.run(2, ends_when_its_operation_ends)
+
+
+def waits_for_a_future_of_a_later_one() -> None:
+    dist.init_process_group("hpcomm", timeout=TIMEOUT)
+    values = [torch.full((4,), float(10**i)) for i in range(4)]
+    if dist.get_rank() == 0:
+        time.sleep(0.3)
+    works: list[dist.Work] = []
+    all_issued = threading.Event()
+
+    def callback(_: Any) -> float:
+        assert all_issued.wait(20)
+        last = issued(values[3]).get_future().wait()[0]
+        return works[2].get_future().wait()[0][0].item() + last[0].item()
+
+    def issue() -> None:
+        works.extend([issued(values[1]), issued(values[2])])
+        all_issued.set()
+
+    works.append(issued(values[0]))
+    other = threading.Thread(target=issue)
+    other.start()
+    assert all_issued.wait(20)
+    assert works[0].get_future().then(callback).wait() == 2200.0
+    other.join()
+    dist.destroy_process_group()
+
+
+def test_a_callback_may_wait_for_the_future_of_a_later_one() -> None:
+    ranks.run(2, waits_for_a_future_of_a_later_one)
+
+
+def crossed() -> None:
+    """Each lane's callback waits for what the other lane has behind its own callback."""
+    dist.init_process_group("hpcomm", timeout=TIMEOUT)
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    if dist.get_rank() == 0:
+        time.sleep(0.3)
+    works: list[list[dist.Work]] = [[], []]
+    all_issued = threading.Event()
+
+    def callback(place: int, future: Any) -> float:
+        assert all_issued.wait(20)
+        works[1 - place][1].wait()
+        return future.value()[0][0].item()
+
+    def issue() -> None:
+        for place in (0, 1):
+            works[place].append(issued(torch.full((4,), 10.0), groups[place]))
+        all_issued.set()
+
+    for place in (0, 1):
+        works[place].append(issued(torch.ones(4), groups[place]))
+    futures = [works[place][0].get_future() for place in (0, 1)]
+    other = threading.Thread(target=issue)
+    other.start()
+    assert [future.then(partial(callback, place)).wait() for place, future in enumerate(futures)] == [2.0, 2.0]
+    other.join()
+    dist.destroy_process_group()
+
+
+def test_callbacks_of_two_groups_may_wait_for_each_other() -> None:
+    ranks.run(2, crossed)
+
+
 def talks() -> None:
     if dist.get_rank() == 0:
         time.sleep(0.3)  # the others are not to take that for its end
@@ -206,16 +296,74 @@ def test_what_fails_at_the_exit_keeps_nobody_from_the_rest(capfd: pytest.Capture
     def fails() -> None:
         raise KeyError("not there")
 
+    def is_interrupted() -> None:
+        raise KeyboardInterrupt
+
     try:
         at_exit._steps[:] = []
         at_exit.register(lambda: called.append("last"))
         at_exit.register(fails)
+        at_exit.register(is_interrupted)
         at_exit.register(never := lambda: called.append("never"))
         at_exit.register(lambda: called.append("first"))
         at_exit.unregister(never)
-        at_exit._run()
+        at_exit._run(at_exit._Place())
         assert at_exit._steps == []
     finally:
         at_exit._steps[:] = before
     assert called == ["first", "last"]
-    assert "KeyError: 'not there'" in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert "KeyError: 'not there'" in told
+    assert "KeyboardInterrupt" in told
+
+
+FORGETS = """
+import atexit, hpcomm
+from hpcomm import at_exit
+at_exit.register(lambda: print("forgotten"))
+atexit._clear()  # as multiprocessing has it in a child, from Python 3.13 on
+at_exit._steps.clear()
+at_exit.register(lambda: print("first"))
+atexit.register(lambda: print("the program's"))
+at_exit.register(lambda: print("last"))
+"""
+
+
+def test_a_child_that_forgets_its_parents_handlers_has_its_own() -> None:
+    done = subprocess.run([sys.executable, "-c", FORGETS], timeout=60, check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["the program's", "last", "first"]
+
+
+SERVED = """
+import hpcomm  # before torch, as import sorters have it
+import torch
+import multiprocessing, os, sys
+
+def serve(port):
+    mesh = joined(1, port)
+    channel = hpcomm.Channel(mesh.world, peer=0)
+    try:
+        while True:
+            channel.recv()
+    except hpcomm.RankFailed:
+        os._exit(0)
+
+def joined(rank, port):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    return hpcomm.init(timeout=50.0)
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=serve, args=(sys.argv[1],))
+    child.start()
+    mesh = joined(0, sys.argv[1])
+    hpcomm.Channel(mesh.world, peer=1).send(torch.ones(1)).wait()
+"""
+
+
+def test_a_child_that_serves_until_its_parent_leaves_ends_with_it(tmp_path: Path) -> None:
+    program = tmp_path / "served.py"
+    program.write_text(SERVED)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    subprocess.run([sys.executable, program, port], timeout=45, check=True)  # sooner than its operations would

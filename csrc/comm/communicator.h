@@ -99,6 +99,8 @@ struct CommunicatorConfig {
   // As OpOptions::poll, for waits without one of their own: while the communicator is made, and where a transport keeps
   // the host that issues. May come from any thread.
   void (*poll)() = nullptr;
+  // The same for operations that run on the lane; it must not throw. May be null.
+  void (*lane_poll)() = nullptr;
   // What ranks issue is compared before data moves (comm/agreement.h), also where the transport does not do it anyway.
   // The same on all members.
   bool check = false;
@@ -120,6 +122,7 @@ class Communicator {
   [[nodiscard]] const std::shared_ptr<Control>& shared_control() const noexcept { return config_.control; }
   [[nodiscard]] std::chrono::milliseconds timeout() const noexcept { return config_.timeout; }
   [[nodiscard]] bool checks() const noexcept { return config_.check; }
+  [[nodiscard]] auto lane_poll() const noexcept { return config_.lane_poll; }
   [[nodiscard]] virtual const char* transport() const noexcept = 0;
   [[nodiscard]] virtual Device device() const noexcept = 0;
 

@@ -14,7 +14,19 @@ namespace hpcomm {
 
 namespace {
 constexpr auto kLastSteps = std::chrono::milliseconds(20);
+constexpr std::uint64_t kEnded = std::uint64_t{1} << 24;  // one in the upper part of counts_
+constexpr std::uint64_t kPending = kEnded - 1;            // its lower part
+thread_local LanePlace* callbacks_place = nullptr;
+thread_local bool operates = false;  // this thread, for any communicator
 }  // namespace
+
+void LanePlace::call(const std::function<void()>& callbacks) {
+  LanePlace* const outer = std::exchange(callbacks_place, this);
+  callbacks();
+  callbacks_place = outer;
+}
+
+bool LanePlace::run_next() { return callbacks_place != nullptr && !operates && run_next_task(); }
 
 HostCommunicator::HostCommunicator(CommunicatorConfig config)
     : Communicator(std::move(config)), generation_(fork_generation()) {}
@@ -32,9 +44,9 @@ bool HostCommunicator::in_operation() const noexcept {
 
 bool HostCommunicator::enter(const ErrorContext& what, const OpOptions& options, const std::function<void()>& enqueue) {
   require_open(what);
-  int counted = 0;
-  if (options.inline_when_idle && may_run_inline() &&
-      pending_.compare_exchange_strong(counted, 1, std::memory_order_acq_rel, std::memory_order_relaxed)) {
+  std::uint64_t counts = counts_.load(std::memory_order_relaxed);
+  if (options.inline_when_idle && may_run_inline() && (counts & kPending) == 0 &&
+      counts_.compare_exchange_strong(counts, counts + 1, std::memory_order_acq_rel, std::memory_order_relaxed)) {
     // Whoever issues from here on sees that it is not the first.
     if (stream().idle()) {
       return true;
@@ -44,7 +56,7 @@ bool HostCommunicator::enter(const ErrorContext& what, const OpOptions& options,
     return false;
   }
   std::lock_guard lock(mutex_);  // threads that issue at the same time are queued as they were counted
-  pending_.fetch_add(1, std::memory_order_acq_rel);
+  counts_.fetch_add(1, std::memory_order_acq_rel);
   enqueue();
   return false;
 }
@@ -66,6 +78,26 @@ void HostCommunicator::require_open(const ErrorContext& what) const {
   }
 }
 
+std::uint64_t HostCommunicator::pending() const noexcept { return counts_.load(std::memory_order_acquire) & kPending; }
+
+std::shared_ptr<LanePlace> HostCommunicator::place_here() {
+  const std::uint64_t counts = counts_.load(std::memory_order_acquire);
+  const std::shared_ptr<LanePlace> place(new LanePlace(*this, counts / kEnded + (counts & kPending)));
+  stream().enqueue([place] {
+    for (const Task& task : std::exchange(place->tasks_, {})) {
+      task();
+    }
+  });
+  return place;
+}
+
+LanePlace* HostCommunicator::later_place() const noexcept {
+  LanePlace* const place = callbacks_place;
+  const bool is_later = place != nullptr && &place->communicator_ == this &&
+                        counts_.load(std::memory_order_acquire) / kEnded < place->after_;
+  return is_later ? place : nullptr;
+}
+
 template <typename Body, typename MakeQueued>
 WorkPtr HostCommunicator::submit_body(ErrorContext what, const OpOptions& options, const Body& body,
                                       const MakeQueued& make_queued) {
@@ -82,16 +114,23 @@ WorkPtr HostCommunicator::submit_body(ErrorContext what, const OpOptions& option
     throw_if_aborted(what);
   }
   std::shared_ptr<HostWork> work;
-  const auto enqueue = [&] {
+  const auto make_task = [&](Place place) -> Task {
     work = std::make_shared<HostWork>(what);
-    stream().enqueue([this, queued = options.queued(), queued_body = make_queued(), work] {
-      if (std::exception_ptr error = run(queued_body, queued, work->what(), Place::kCounted)) {
+    OpOptions queued = options.queued();
+    queued.poll = lane_poll();
+    return [this, queued = std::move(queued), queued_body = make_queued(), work, place] {
+      if (std::exception_ptr error = run(queued_body, queued, work->what(), place)) {
         work->fail(std::move(error));
       } else {
         work->complete();
       }
-    });
+    };
   };
+  const auto enqueue = [&] { stream().enqueue(make_task(Place::kCounted)); };
+  if (LanePlace* const later = on_lane ? later_place() : nullptr) {
+    later->tasks_.push_back(make_task(Place::kLane));
+    return work;
+  }
   if (!nested && !on_lane && !enter(what, options, std::ref(enqueue))) {
     return work;
   }
@@ -113,6 +152,7 @@ WorkPtr HostCommunicator::submit(Operation operation) {
   return submit_body(std::move(what), operation.options, execute_here, [this, &operation] {
     Operation queued = operation;
     queued.options = operation.options.queued();
+    queued.options.poll = lane_poll();
     return [this, queued = std::move(queued)](Deadline deadline) { execute(queued, deadline); };
   });
 }
@@ -132,6 +172,7 @@ std::exception_ptr HostCommunicator::run(const Body& body, const OpOptions& opti
       order = std::unique_lock(running_);
       runner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
     }
+    const bool nested = std::exchange(operates, true);
     std::optional<Waiting> waiting;
     if (options.poll != nullptr) {
       waiting.emplace(what, &lane());
@@ -146,12 +187,13 @@ std::exception_ptr HostCommunicator::run(const Body& body, const OpOptions& opti
     } catch (...) {
       error = std::current_exception();
     }
+    operates = nested;
     if (place != Place::kNested) {
       runner_.store({}, std::memory_order_relaxed);
     }
   }
   if (place == Place::kCounted) {
-    pending_.fetch_sub(1, std::memory_order_acq_rel);
+    counts_.fetch_add(kEnded - 1, std::memory_order_acq_rel);
   }
   return error;
 }
@@ -180,7 +222,7 @@ bool HostCommunicator::idle_until(Deadline deadline) const {
         context("close", -1, 0));
   }
   // The threads of a forked child's parent are not there.
-  while (!forked() && (pending_.load(std::memory_order_acquire) != 0 || !stream().idle())) {
+  while (!forked() && (pending() != 0 || !stream().idle())) {
     if (Clock::now() >= deadline) {
       return false;
     }
@@ -241,7 +283,7 @@ void HostCommunicator::shut_down() noexcept {
   if (listener_ != 0) {
     control().remove_listener(listener_);
   }
-  const auto busy = [this] { return !stream().idle() || pending_.load(std::memory_order_acquire) > 0; };
+  const auto busy = [this] { return !stream().idle() || pending() > 0; };
   // What its caller has seen the end of may still be on its way out of the lane.
   for (const Deadline until = Clock::now() + kLastSteps; busy() && Clock::now() < until;) {
     std::this_thread::sleep_for(std::chrono::microseconds(50));

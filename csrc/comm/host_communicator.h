@@ -6,10 +6,34 @@
 #include <mutex>
 #include <optional>
 #include <thread>
+#include <vector>
 
 #include "comm/communicator.h"
 
 namespace hpcomm {
+
+class HostCommunicator;
+
+// A place in a lane's order: what callbacks of an operation issue goes there, though they are called when that
+// operation ends, with others before the place still to come. For the lane's thread.
+class LanePlace {
+ public:
+  // Calls `callbacks`. What they issue on the lane of this place goes there.
+  void call(const std::function<void()>& callbacks);
+  // For callbacks that wait, in whose way all stands that waits on their lane: runs the next of it. False when there is
+  // nothing, and elsewhere.
+  static bool run_next();
+
+ private:
+  friend class HostCommunicator;
+
+  explicit LanePlace(const HostCommunicator& communicator, std::uint64_t after)
+      : communicator_(communicator), after_(after) {}
+
+  const HostCommunicator& communicator_;
+  const std::uint64_t after_;  // so many operations
+  std::vector<Task> tasks_;
+};
 
 class HostCommunicator : public Communicator {
  public:
@@ -24,6 +48,8 @@ class HostCommunicator : public Communicator {
   [[nodiscard]] bool idle_until(Deadline deadline) const override;
   void require_open(const ErrorContext& what) const override;
 
+  // Behind everything that has been issued by now.
+  [[nodiscard]] std::shared_ptr<LanePlace> place_here();
   // Runs `body` at its place in this communicator's order, as one operation named `what`: what it issues here, with
   // OpOptions::is_step, runs in place. `body` is given the operation's deadline and may throw; options are read as for
   // any operation.
@@ -58,6 +84,9 @@ class HostCommunicator : public Communicator {
 
   // Takes a place in the order; true when nothing is before it and the caller shall run it itself. No lock then.
   [[nodiscard]] bool enter(const ErrorContext& what, const OpOptions& options, const std::function<void()>& enqueue);
+  [[nodiscard]] std::uint64_t pending() const noexcept;
+  // The place to which what this thread issues belongs, if the lane has not come there.
+  [[nodiscard]] LanePlace* later_place() const noexcept;
   // What `body` threw, if it did.
   template <typename Body>
   [[nodiscard]] std::exception_ptr run(const Body& body, const OpOptions& options, const ErrorContext& what,
@@ -71,7 +100,8 @@ class HostCommunicator : public Communicator {
   std::optional<Error> aborted_;
   std::atomic<bool> is_aborted_ = false;
   std::atomic<bool> closed_ = false;
-  std::atomic<int> pending_ = 0;  // issued from outside and not ended
+  // Of operations issued from outside: how many have ended, and in the lower bits how many have not.
+  std::atomic<std::uint64_t> counts_ = 0;
   // Held by whoever executes: the lane's thread, or a caller for whom an operation runs inline.
   std::mutex running_;
   std::atomic<std::thread::id> runner_{};

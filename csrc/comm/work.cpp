@@ -45,11 +45,29 @@ bool HostWork::State::wait_until(Deadline deadline) const {
 }
 
 void HostWork::State::settle(std::exception_ptr error) {
-  std::lock_guard lock(mutex_);
-  HPCOMM_ASSERT(!done_, "an operation was completed twice");
-  done_ = true;
-  error_ = std::move(error);
-  settled_.notify_all();
+  std::vector<std::function<void()>> then;
+  {
+    std::lock_guard lock(mutex_);
+    HPCOMM_ASSERT(!done_, "an operation was completed twice");
+    done_ = true;
+    error_ = std::move(error);
+    then.swap(then_);
+    settled_.notify_all();
+  }
+  for (const auto& call : then) {
+    call();
+  }
+}
+
+void HostWork::State::when_done(std::function<void()> then) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!done_) {
+      then_.push_back(std::move(then));
+      return;
+    }
+  }
+  then();
 }
 
 std::exception_ptr HostWork::State::error() const {

@@ -5,9 +5,11 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <utility>
+#include <vector>
 
 #include "base/error.h"
 #include "base/fork.h"
@@ -70,6 +72,9 @@ class HostWork final : public Work {
   [[nodiscard]] bool wait_until(Deadline deadline) const override;
   [[nodiscard]] Event event() const override { return Event(state_); }
 
+  // Calls `then` when it has ended: in the thread that ends it, before that does anything else, or here if it has.
+  void when_done(std::function<void()> then) { state_->when_done(std::move(then)); }
+
   void complete() { state_->settle(nullptr); }
   void fail(std::exception_ptr error) { state_->settle(std::move(error)); }
 
@@ -80,12 +85,14 @@ class HostWork final : public Work {
     [[nodiscard]] bool wait_until(Deadline deadline) const override;
     void settle(std::exception_ptr error);
     [[nodiscard]] std::exception_ptr error() const;
+    void when_done(std::function<void()> then);
 
    private:
     mutable std::mutex mutex_;
     mutable std::condition_variable settled_;
     bool done_ = false;
     std::exception_ptr error_;
+    std::vector<std::function<void()>> then_;
   };
 
   std::shared_ptr<State> state_;

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "base/fork.h"
+#include "control/say.h"
 
 namespace hpcomm::control {
 
@@ -365,8 +366,9 @@ void TcpControl::look_for_silence(Deadline now) {
       case Heartbeat::Verdict::kFine:
         break;
       case Heartbeat::Verdict::kSuspect:
-        std::fprintf(stderr, "hpcomm: rank %d has not heard from rank %d for %.3g s; at %.3g s it gives up\n", rank_, r,
-                     Seconds(heartbeat_.limit() / 4).count(), Seconds(heartbeat_.limit()).count());
+        say(str("hpcomm: rank ", rank_, " has not heard from rank ", r, " for ",
+                Seconds(heartbeat_.limit() / 4).count(), " s; at ", Seconds(heartbeat_.limit()).count(),
+                " s it gives up\n"));
         break;
       case Heartbeat::Verdict::kDead: {
         const std::string limit = str(Seconds(heartbeat_.limit()).count());

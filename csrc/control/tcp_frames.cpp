@@ -7,12 +7,12 @@
 #include <array>
 #include <cerrno>
 #include <chrono>
-#include <cstdio>
 #include <cstring>
 #include <exception>
 #include <new>
 #include <utility>
 
+#include "control/say.h"
 #include "control/tcp_control.h"
 
 namespace hpcomm::control {
@@ -205,7 +205,7 @@ void TcpControl::show_waits(Deadline now) {
     }
     text = waits_.due(present(), now);
   }
-  (void)std::fwrite(text.data(), 1, text.size(), stderr);
+  say(text);
 }
 
 void TcpControl::flush(Peer& peer) {

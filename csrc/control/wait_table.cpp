@@ -13,7 +13,8 @@ namespace {
 
 constexpr auto kGather = std::chrono::seconds(1);
 constexpr std::ptrdiff_t kMostWaits = 8;  // of a rank, which has as many threads that wait
-constexpr auto kRarest = std::chrono::minutes(10);
+constexpr auto kEach = std::chrono::minutes(10);
+constexpr auto kAhead = 5 * kEach;
 // A job of thousands of ranks that all wait in places of their own is cut short.
 constexpr std::size_t kMostLines = 20;
 
@@ -43,17 +44,19 @@ std::string printable(std::string clean) {
 }  // namespace
 
 void WaitTable::note(int rank, std::uint64_t wait, std::optional<LongWait> said, Deadline now) {
-  if (!said) {
-    waits_.erase({rank, wait});
-    return;
-  }
   const std::pair<int, std::uint64_t> key{rank, wait};
-  const auto others = std::distance(waits_.lower_bound({rank, 0}), waits_.upper_bound({rank, UINT64_MAX}));
-  if (waits_.count(key) == 0 && others >= kMostWaits) {
+  if (!said) {
+    waits_.erase(key);
     return;
   }
-  waits_.insert_or_assign(key, std::move(*said));
-  due_ = due_.value_or(std::max(now + kGather, not_before_));
+  const bool again = waits_.count(key) != 0;
+  const auto others = std::distance(waits_.lower_bound({rank, 0}), waits_.upper_bound({rank, UINT64_MAX}));
+  if (!again && others >= kMostWaits) {
+    return;
+  }
+  waits_.insert_or_assign(key, Wait{std::move(said->where), now - said->lasts});
+  const Deadline due = again ? now + kGather : std::max(now + kGather, paid_until_ - kAhead);
+  due_ = std::min(due_.value_or(due), due);
 }
 
 void WaitTable::forget(int rank) {
@@ -68,8 +71,7 @@ std::string WaitTable::due(const std::vector<int>& ranks, Deadline now) {
   if (waits_.empty()) {
     return {};  // all are over
   }
-  not_before_ = now + pause_;
-  pause_ = std::min<std::chrono::seconds>(2 * pause_, kRarest);
+  paid_until_ = std::max(paid_until_, now) + kEach;
   struct Line {
     std::string where;
     std::chrono::seconds lasts{0};
@@ -83,7 +85,7 @@ std::string WaitTable::due(const std::vector<int>& ranks, Deadline now) {
     if (line == lines.end()) {
       line = lines.insert(lines.end(), Line{where, {}, {}});
     }
-    line->lasts = std::max(line->lasts, wait.lasts);
+    line->lasts = std::max(line->lasts, std::chrono::floor<std::chrono::seconds>(now - wait.begun));
     if (line->ranks.empty() || line->ranks.back() != whose.first) {
       line->ranks.push_back(whose.first);
     }

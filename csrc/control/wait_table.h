@@ -22,15 +22,19 @@ class WaitTable {
   // It has left, with all its waits.
   void forget(int rank);
   // What is to be shown now: once for what was said, a second after it, for those who wait for the same speak at about
-  // the same time; then less and less often, as where a rank of every step is slow. Empty mostly. `ranks` are those
-  // that are there, in order.
+  // the same time. Where long waits are an everyday thing, as with a slow rank in every step, seldom: what is said
+  // again of a wait is shown at once all the same. Empty mostly. `ranks` are those that are there, in order.
   [[nodiscard]] std::string due(const std::vector<int>& ranks, Deadline now);
 
  private:
-  std::map<std::pair<int, std::uint64_t>, LongWait> waits_;  // by rank and wait
+  struct Wait {
+    std::string where;
+    Deadline begun{};
+  };
+
+  std::map<std::pair<int, std::uint64_t>, Wait> waits_;  // by rank and wait
   std::optional<Deadline> due_;
-  Deadline not_before_{};
-  std::chrono::seconds pause_{1};
+  Deadline paid_until_{};  // each showing pays for ten minutes, and a few may be ahead of their time
 };
 
 }  // namespace hpcomm::control

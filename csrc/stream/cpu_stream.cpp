@@ -115,14 +115,16 @@ class WorkerStream final : public Stream {
 
   [[nodiscard]] bool idle() const noexcept override { return queue_->unfinished.load(std::memory_order_acquire) == 0; }
 
-  bool run_next() override {
-    HPCOMM_ASSERT(is_current(), "another thread runs the tasks of a lane");
-    const std::shared_ptr<Queue> queue = queue_;
-    std::unique_lock lock(queue->mutex);
-    if (queue->tasks.empty()) {
+  // In the thread of any.
+  static bool run_next() {
+    if (own == nullptr) {
       return false;
     }
-    run_first(*queue, lock);
+    std::unique_lock lock(own->mutex);
+    if (own->tasks.empty()) {
+      return false;
+    }
+    run_first(*own, lock);
     return true;
   }
 
@@ -139,6 +141,7 @@ class WorkerStream final : public Stream {
   [[nodiscard]] bool forked() const noexcept { return fork_generation() != generation_; }
 
   static void run(const std::shared_ptr<Queue>& queue) {
+    own = queue.get();
     std::unique_lock lock(queue->mutex);
     for (;;) {
       queue->ready.wait(lock, [&queue] { return queue->stopping || !queue->tasks.empty(); });
@@ -167,12 +170,18 @@ class WorkerStream final : public Stream {
     lock.lock();
   }
 
+  static thread_local Queue* own;  // of this thread
+
   const std::uint32_t generation_ = fork_generation();
   const std::shared_ptr<Queue> queue_ = std::make_shared<Queue>();
   Thread thread_;  // last: it starts when everything above exists
 };
 
+thread_local WorkerStream::Queue* WorkerStream::own = nullptr;
+
 }  // namespace
+
+bool run_next_task() { return WorkerStream::run_next(); }
 
 std::shared_ptr<Stream> make_caller_stream() { return std::make_shared<CallerStream>(); }
 

@@ -40,9 +40,6 @@ class Stream {
   virtual void wait(const Event& event) = 0;
   // True when the calling code already runs in this stream's order: it may execute at once what it would enqueue.
   [[nodiscard]] virtual bool is_current() const noexcept = 0;
-  // For a task of this stream that waits for a later one: runs the next here. False when there is none, and on streams
-  // whose tasks wait for nobody.
-  virtual bool run_next() { return false; }
   // What is issued now goes into the CUDA graph of this capture instead of running; 0: it runs.
   [[nodiscard]] virtual std::uint64_t capture() const { return 0; }
   [[nodiscard]] bool is_capturing() const { return capture() != 0; }
@@ -55,6 +52,10 @@ class Stream {
   // Blocks the host until everything enqueued has run.
   void synchronize() { record().wait(); }
 };
+
+// For a task of a worker stream that waits: runs the next task of its stream, which waits behind it. False when there
+// is none, and in any other thread.
+bool run_next_task();
 
 // Which native stream something was used on, as far as it was a single one.
 class UsedOn {

@@ -184,7 +184,7 @@ Step::Step(HostCommunicator& communicator, Mailbox* mailbox, const ErrorContext&
       what_(what),
       deadline_(deadline),
       // Signals are the business of the thread that waits for us, when this is the lane.
-      poll_(communicator.stream().is_current() ? nullptr : &check_signals) {}
+      poll_(communicator.stream().is_current() ? communicator.lane_poll() : &check_signals) {}
 
 std::chrono::milliseconds Step::left() const {
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline_ - Clock::now());

@@ -57,7 +57,10 @@ void wait_to_end(const Work& work, std::chrono::milliseconds limit) {
   const Waiting waiting(work.what());
   const bool limited = limit.count() > 0;
   const Deadline deadline = limited ? deadline_after(limit) : Deadline::max();
-  while (!work.wait_until(std::min(deadline, Clock::now() + kSignalPoll))) {
+  const auto goes_on = [&work, deadline] {
+    return (!work.done() && LanePlace::run_next()) || !work.wait_until(std::min(deadline, Clock::now() + kSignalPoll));
+  };
+  while (goes_on()) {
     check_signals();
     if (limited && Clock::now() >= deadline) {
       const ErrorContext& what = work.what();
@@ -107,7 +110,6 @@ bool BackendWork::wait(std::chrono::milliseconds timeout) {
     try {
       work_->require_parent();
       const Inside inside(work_->done() ? nullptr : inside_.get());
-      run_to_end();
       wait_to_end(*work_, timeout);
     } catch (...) {
       if (work_->done()) {
@@ -118,16 +120,6 @@ bool BackendWork::wait(std::chrono::milliseconds timeout) {
     end_event();
     return true;
   });
-}
-
-// The callback of a future waits for what was issued behind: it stands in the way of it, on the lane's thread.
-void BackendWork::run_to_end() const {
-  const WithoutGil scope;
-  const auto communicator = communicator_.lock();
-  if (communicator != nullptr && communicator->stream().is_current()) {
-    while (!work_->done() && communicator->stream().run_next()) {
-    }
-  }
 }
 
 void BackendWork::abort() {
@@ -147,6 +139,9 @@ void BackendWork::settle(c10::ivalue::Future& future) const {
 
 c10::intrusive_ptr<c10::ivalue::Future> BackendWork::getFuture() {
   const WithoutGil scope;
+  // In a callback, where the future's own wait would not let the lane go on.
+  while (!work_->done() && LanePlace::run_next()) {
+  }
   const std::lock_guard lock(future_mutex_);
   if (future_ == nullptr) {
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
@@ -162,14 +157,14 @@ c10::intrusive_ptr<c10::ivalue::Future> BackendWork::getFuture() {
         // What a callback throws is its own business; the future is complete.
       }
     };
-    // By the lane, behind what has been issued by now and before all else: there the callbacks issue what they issue,
-    // and where they would if the operation had ended already, and they were called in this thread. Ranks differ in
-    // that.
+    // By the lane when the operation has ended. What callbacks issue comes behind all that has been issued by now, as
+    // it would if the operation had ended already and they were called in this thread: ranks differ in that.
     const auto communicator = communicator_.lock();
-    if (communicator != nullptr && !work_->done()) {
-      communicator->stream().enqueue(std::move(complete));
-    } else {
+    const auto work = std::dynamic_pointer_cast<HostWork>(work_);
+    if (communicator == nullptr || work == nullptr || work_->done()) {
       complete();  // new: it has no callbacks that could call back
+    } else {
+      work->when_done([place = communicator->place_here(), complete = std::move(complete)] { place->call(complete); });
     }
   }
   return future_;

@@ -87,7 +87,6 @@ class BackendWork final : public c10d::Work {
 
  private:
   void settle(c10::ivalue::Future& future) const;
-  void run_to_end() const;
 
   // Not that of c10d::Work, which writes to what is gone where an operation ends after the profile.
   const std::shared_ptr<ProfilerEvent> event_;

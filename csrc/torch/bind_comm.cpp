@@ -16,6 +16,7 @@
 #include "torch/cpu_transports.h"
 #include "torch/device.h"
 #include "torch/gil.h"
+#include "torch/long_waits.h"
 #include "torch/lost_operations.h"
 #include "torch/tensor.h"
 #include "torch/waiting.h"
@@ -88,7 +89,8 @@ NcclOptions nccl_options(const LimitsByLane& limits) {
 void bind_comm(py::module_& module) {
   py::class_<CommunicatorConfig>(module, "CommunicatorConfig")
       .def(py::init([](std::string name, std::vector<int> ranks, int rank, std::string lane,
-                       std::shared_ptr<Control> control, double timeout, const std::string& device, bool check) {
+                       std::shared_ptr<Control> control, double timeout, const std::string& device, bool check,
+                       bool shows_lane) {
              const Device where = device_of(c10::Device(device));
              require_usable(where);
              CommunicatorConfig config;
@@ -102,11 +104,12 @@ void bind_comm(py::module_& module) {
              config.control = std::move(control);
              config.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(timeout * 1e3));
              config.poll = check_signals;
+             config.lane_poll = shows_lane ? &look_at_lane : nullptr;
              config.check = check;
              return config;
            }),
            py::kw_only(), py::arg("name"), py::arg("ranks"), py::arg("rank"), py::arg("lane"), py::arg("control"),
-           py::arg("timeout"), py::arg("device") = "cpu", py::arg("check") = false)
+           py::arg("timeout"), py::arg("device") = "cpu", py::arg("check") = false, py::arg("shows_lane") = false)
       .def_readonly("ranks", &CommunicatorConfig::ranks)
       .def_readonly("rank", &CommunicatorConfig::rank);
 

@@ -16,5 +16,8 @@ void tell_long_waits(const std::shared_ptr<Control>& control, std::chrono::milli
 // Called by threads of the program again and again while they wait, without the GIL; `in_main_thread` says where in
 // Python that is. Never throws: nobody waits worse for it.
 void look_at_wait(bool in_main_thread) noexcept;
+// CommunicatorConfig::lane_poll: the same for a lane whose operations a program waits for by other means than ours, as
+// by torch's futures. It is silent while a thread of the program is known to wait.
+void look_at_lane() noexcept;
 
 }  // namespace hpcomm

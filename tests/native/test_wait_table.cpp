@@ -50,8 +50,8 @@ TEST(wait_table_shows_who_waits_in_what) {
   CHECK_EQ(table.due(kFive, start + 100900ms), "");  // others may have something to say
   CHECK_EQ(table.due(kFive, start + 101s),
            "hpcomm: some ranks have waited for long:\n"
-           "  rank 0-2, for 11 s: barrier\n"
-           "  rank 3, for 10 s: recv  [2J\n"
+           "  rank 0-2, for 12 s: barrier\n"
+           "  rank 3, for 11 s: recv  [2J\n"
            "  rank 4 has not: computing, or waiting for something else\n");
   CHECK_EQ(table.due(kFive, start + 1h), "");  // nothing new
 }
@@ -67,7 +67,7 @@ TEST(wait_table_forgets_what_is_over) {
   table.note(2, 5, wait_of(10s, "barrier"), start + 10s);
   table.forget(1);
   CHECK_EQ(table.due({0, 2, 4}, start + 12s),
-           "hpcomm: some ranks have waited for long:\n  rank 2, for 10 s: barrier\n"
+           "hpcomm: some ranks have waited for long:\n  rank 2, for 12 s: barrier\n"
            "  rank 0, 4 have not: computing, or waiting for something else\n");
 }
 
@@ -82,6 +82,21 @@ TEST(wait_table_shows_less_and_less_often) {
   }
   CHECK(shown > 10);
   CHECK(shown < 160);  // every ten minutes in the end
+  // One of them does not end.
+  const Deadline last = start + 24h;
+  table.note(1, 1, wait_of(10s, "backward"), last);
+  table.note(1, 1, wait_of(60s, "backward"), last + 50s);
+  CHECK(table.due(kFive, last + 52s).find("rank 1, for 62 s: backward") != std::string::npos);
+}
+
+TEST(wait_table_shows_what_is_rare_at_once) {
+  const Deadline start{};
+  WaitTable table;
+  for (auto now = start + 1h; now < start + 72h; now += 30min) {  // checkpoints
+    table.note(1, 1, wait_of(10s, "barrier"), now);
+    CHECK(table.due(kFive, now + 1s).find("rank 1, for 11 s: barrier") != std::string::npos);
+    table.note(1, 1, std::nullopt, now + 2s);
+  }
 }
 
 TEST(wait_table_of_many_places_stays_short) {
