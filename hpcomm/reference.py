@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,10 @@ from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import InvalidArgument, NumericsMismatch
 from hpcomm.pipeline.adapt import as_chain
 from hpcomm.pipeline.chain import run_alone
-from hpcomm.pipeline.microbatch import split
+from hpcomm.pipeline.microbatch import join, split
 from hpcomm.pipeline.parameters import broadcast, unsaved_buffers
 from hpcomm.pipeline.randomness import generators_of, kept
-from hpcomm.tree import flatten, unflatten
+from hpcomm.tree import flatten, mapped, tensors_of, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,7 +64,8 @@ def verify(
 
     Raises:
         NumericsMismatch: a gradient differs by more than ``tolerance``; the first such parameter in model order is
-            named, on every rank.
+            named, on every rank. Or the loss is not finite, or ``loss_fn`` returns no weight and is no mean over
+            samples: of the whole batch at once it is another number than by microbatches.
         InvalidArgument: ``x`` is None on this rank, or ``model`` is built otherwise.
         SchemaMismatch: it is on some ranks.
     """
@@ -93,6 +95,12 @@ def verify(
         whole.zero_grad()
     pipe.step_number = number
 
+    if not math.isfinite(reference_loss):
+        raise NumericsMismatch(
+            f"the loss of this batch is {reference_loss}, in one process as well: there is nothing to compare. A "
+            "microbatch in which a loss leaves out all samples has none: return a pair (sum, weight)",
+            rank=pipe.mesh.rank,
+        )
     name, worst = max(differences, key=lambda item: item[1])
     for parameter, difference in differences:
         if not difference <= tolerance:
@@ -161,7 +169,8 @@ def _reference_step(
     parts = pipe.num_microbatches
     model.zero_grad()
     parameters = list(model.parameters())
-    sums, weights = [], []
+    sums, weights, outputs, targets = [], [], [], []
+    is_mean = True
     with kept(generators_of(pipe.mesh.device)):
         for replica, (shard, shard_target, shard_keywords) in enumerate(_gather((x, target, keywords), pipe.mesh.dp)):
             draws = pipe.draws(number, replica)
@@ -176,6 +185,9 @@ def _reference_step(
                 if pipe.loss_place is not None:
                     draws.enter(microbatch, pipe.loss_place)
                 loss = pipe.loss_of(output, part_target)
+                is_mean = is_mean and loss.is_mean
+                outputs.append(mapped(output, torch.Tensor.detach))
+                targets.append(part_target)
                 loss.weighted.backward()  # type: ignore[no-untyped-call]
                 _C.part_gradients(parameters)  # or what is added later would be added to both
                 sums.append(loss.weighted.detach())
@@ -184,7 +196,35 @@ def _reference_step(
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad /= weight
-    return float(torch.stack(sums).double().sum()) / weight
+    each = torch.stack(sums).double()
+    total = float(each.sum()) / weight
+    if is_mean:
+        _require_mean(pipe, join(outputs), join(targets), total, float(each.abs().sum()) / weight, number)
+    return total
+
+
+def _require_mean(pipe: Pipeline, output: Any, target: Any, loss: float, size: float, step: int) -> None:
+    """``loss_fn`` of all microbatches at once is the mean of theirs: where it is not, nobody would see that, as both
+    sides take the losses of the same microbatches. Where they cannot be put together, or it draws, nothing is said.
+    """
+    if isinstance(output, list) or isinstance(target, list) or not math.isfinite(loss):
+        return
+    with torch.no_grad(), kept(generators_of(pipe.mesh.device)) as generators:
+        if pipe.loss_place is not None:
+            pipe.draws(step, 0).enter(0, pipe.loss_place)
+        before = [generator.get_state() for generator in generators]
+        whole = pipe.loss_of(output, target)
+        if not all(map(torch.equal, before, [generator.get_state() for generator in generators])):
+            return
+    at_once = float(whole.weighted) / whole.weight
+    is_short = any(leaf.dtype in (torch.float16, torch.bfloat16) for leaf in tensors_of(output))
+    if not abs(at_once - loss) <= (2e-2 if is_short else 1e-4) * max(abs(at_once), size):
+        raise NumericsMismatch(
+            f"loss_fn is no mean over samples: of the whole batch at once it is {at_once:.6g}, the mean over "
+            f"microbatches, by their samples, is {loss:.6g}. A loss that leaves samples or tokens out (ignore_index), "
+            "weights them, or adds them up returns a pair (sum, weight)",
+            rank=pipe.mesh.rank,
+        )
 
 
 def _differences(

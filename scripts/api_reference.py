@@ -9,6 +9,7 @@ Sources are read, not imported, so it needs no torch. Of native classes these ar
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import sys
 import textwrap
@@ -54,12 +55,33 @@ PARTS = (
     Part("Messages with autograd: `hpcomm.nn`", ("send", "recv"), ("hpcomm/nn.py",)),
     Part(
         "Plans: `hpcomm.plan`",
-        ("compile", "StepPlan", "CostModel", "Timeline", "VerifyResult", "tune", "parse", "draw", "load_costs"),
+        (
+            "compile",
+            "StepPlan",
+            "CostModel",
+            "StageCost",
+            "Timeline",
+            "RankTimes",
+            "VerifyResult",
+            "tune",
+            "Candidate",
+            "Choice",
+            "Layer",
+            "load_layers",
+            "parse",
+            "draw",
+            "draw_ticks",
+            "load_costs",
+            "costs_from_json",
+            "costs_to_json",
+        ),
         (
             "hpcomm/_C_plan.pyi",
             "hpcomm/plan/compile.py",
             "hpcomm/plan/tuning.py",
+            "hpcomm/plan/layers.py",
             "hpcomm/plan/table.py",
+            "hpcomm/plan/timeline.py",
             "hpcomm/plan/costs.py",
         ),
     ),
@@ -92,6 +114,9 @@ OPENING = """# The Python API
 
 What `import hpcomm` offers; written by `scripts/api_reference.py` from the docstrings, which `help(hpcomm.init)` and
 its like show as well. Words are those of [the architecture](../explanation/architecture.md)."""
+
+# Classes of ours whose members stand under those that inherit from them.
+_INSIDE = ("LocalModel",)
 
 # Characters of a signature in one line.
 WIDTH = 100
@@ -170,22 +195,48 @@ def _is_property(function: ast.FunctionDef) -> bool:
     return any(ast.unparse(one) in ("property", "functools.cached_property") for one in function.decorator_list)
 
 
-def described(node: Documented) -> str:
-    """A section of the page."""
+def _fields(node: ast.ClassDef) -> Iterator[str]:
+    """Lines on the annotated attributes of a class, each with the docstring that follows it, or its comment's place."""
+    for one, following in itertools.pairwise([*node.body, ast.Pass()]):
+        if not isinstance(one, ast.AnnAssign) or not isinstance(one.target, ast.Name) or one.target.id.startswith("_"):
+            continue
+        is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+        text = str(following.value.value) if is_text else ""  # type: ignore[attr-defined]
+        kind = ast.unparse(one.annotation).replace("'", '"')
+        yield f"- `{one.target.id}: {kind}`" + (f": {_line(markdown(text))}" if text else "")
+
+
+def _with_bases(node: ast.ClassDef, known: dict[str, Documented]) -> Iterator[ast.ClassDef]:
+    """The class and those of its bases that are ours, in the order in which a name is looked up."""
+    yield node
+    for base in node.bases:
+        found = known.get(ast.unparse(base))
+        if isinstance(found, ast.ClassDef):
+            yield from _with_bases(found, known)
+
+
+def described(node: Documented, known: dict[str, Documented]) -> str:
+    """A section of the page; ``known`` are the definitions of its part's files."""
     docstring = markdown(ast.get_docstring(node) or "")
     if isinstance(node, ast.FunctionDef):
         return f"### {node.name}\n\n```python\n{signature(node)}\n```\n\n{docstring}"
-    functions = [one for one in node.body if isinstance(one, ast.FunctionDef)]
+    classes = list(_with_bases(node, known))
+    functions = [one for each in classes for one in each.body if isinstance(one, ast.FunctionDef)]
     made = next((signature(one) for one in functions if one.name == "__init__"), "")
-    bases = ", ".join(ast.unparse(base) for base in node.bases if ast.unparse(base) not in ("Enum", "NamedTuple"))
+    shown = [ast.unparse(base) for base in node.bases]
+    bases = ", ".join(base for base in shown if base not in ("Enum", "NamedTuple") and base not in _INSIDE)
     opening = f"{node.name}{made}" if made else f"class {node.name}({bases})" if bases else f"class {node.name}"
     parts = [f"### {node.name}", f"```python\n{opening}\n```"]
     if docstring:
         parts.append(docstring)
-    members = []
+    if fields := [line for each in classes for line in _fields(each)]:
+        parts.append("\n".join(fields))
+    members: list[str] = []
+    seen: set[str] = set()
     for one in functions:
-        if one.name.startswith("_"):
+        if one.name.startswith("_") or one.name in seen:
             continue
+        seen.add(one.name)
         text = markdown(ast.get_docstring(one) or "")
         head = one.name if _is_property(one) else signature(one)
         members.append(f"```python\n{head}\n```" + (f"\n\n{text}" if text else ""))
@@ -208,7 +259,7 @@ def page() -> str:
     for part in PARTS:
         found = definitions(part.files)
         parts.append(f"## {part.heading}")
-        parts += [described(found[name]) for name in part.names]
+        parts += [described(found[name], found) for name in part.names]
     return "\n\n".join(parts) + "\n"
 
 

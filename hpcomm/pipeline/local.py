@@ -74,14 +74,26 @@ class LocalModel:
         """The local stages' state under the plain model's names; the union over ``mesh.pp`` is the plain model's."""
         return self.module.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Loads the local stages' part of ``state``, which may be the whole model's.
+
+        Args:
+            strict: False, as torch has it: what is missing stays as it is, and what belongs to no stage is ignored.
 
         Raises:
             RuntimeError: an entry of the local stages is missing or has another shape (torch's own error).
+            InvalidArgument: an entry belongs to no stage of any rank: the checkpoint of a deeper model, say.
         """
         mine = self.module.state_dict().keys()
-        self.module.load_state_dict({name: value for name, value in state.items() if name in mine})
+        known = mine | {name for stage in self._shapes for name in stage}
+        strange = [name for name in state if name not in known and not name.endswith("_extra_state")]
+        if strange and strict:
+            more = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
+            raise InvalidArgument(
+                f"load_state_dict(): no stage has {strange[0]!r}{more}; load a checkpoint of this model, or pass "
+                "strict=False to load what fits"
+            )
+        self.module.load_state_dict({name: value for name, value in state.items() if name in mine}, strict=strict)
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
         """The state of this rank's ``optimizer`` by the plain model's names of parameters, for checkpoints that any
@@ -105,7 +117,8 @@ class LocalModel:
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Any]]
     ) -> None:
         """Loads the local stages' part of ``state``, which :meth:`optimizer_state_dict` has given on this or another
-        mesh.
+        mesh, or ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)`` of the plain
+        model.
 
         Raises:
             InvalidArgument: the optimizer has parameters of others, ``state`` lacks one of its own, or parameters that

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -143,11 +143,43 @@ def samples(batch: Any) -> int:
 
 
 def join(outputs: list[Any]) -> Any:
-    """Microbatch outputs as one batch; a list of microbatches where they are not plain tensors of one form."""
+    """Outputs of microbatches as that of the batch: tensors one behind the other, in trees leaf by leaf. The list of
+    them where they do not fit: a tensor without a row per sample, something else that differs between microbatches.
+    """
     if not outputs:
         return None
-    forms = {
-        (output.shape[1:], output.dtype) if isinstance(output, torch.Tensor) and output.dim() > 0 else None
-        for output in outputs
-    }
-    return torch.cat(outputs) if len(forms) == 1 and None not in forms else outputs
+    try:
+        return _joined(outputs, [samples(output) for output in outputs])
+    except _DoesNotFit:
+        return outputs
+
+
+class _DoesNotFit(Exception):
+    pass
+
+
+def _joined(outputs: Sequence[Any], rows: Sequence[int]) -> Any:
+    first = outputs[0]
+    if isinstance(first, torch.Tensor):
+        fits = all(
+            isinstance(output, torch.Tensor)
+            and (output.dim(), output.shape[1:], output.dtype) == (first.dim(), first.shape[1:], first.dtype)
+            and output.dim() > 0
+            and output.shape[0] == own
+            for output, own in zip(outputs, rows, strict=True)
+        )
+        if not fits:
+            raise _DoesNotFit
+        return torch.cat(list(outputs))
+    parts = [parts_of(output) for output in outputs]
+    if parts[0] is None:
+        if any(type(output) is not type(first) or output != first for output in outputs):
+            raise _DoesNotFit
+        return first
+    steps = [step for step, _ in parts[0]]
+    columns = []
+    for output, held in zip(outputs, parts, strict=True):
+        if held is None or type(output) is not type(first) or [step for step, _ in held] != steps:
+            raise _DoesNotFit
+        columns.append([value for _, value in held])
+    return rebuilt(first, [_joined(column, rows) for column in zip(*columns, strict=True)])

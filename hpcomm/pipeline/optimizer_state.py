@@ -44,12 +44,15 @@ def by_name(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[
 
 
 def load(optimizer: torch.optim.Optimizer, names: Mapping[int, str], state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Takes what :func:`by_name` gave, of these parameters or more.
+    """Takes what :func:`by_name` gave, of these parameters or more, or torch's ``get_optimizer_state_dict()`` of the
+    plain model.
 
     Raises:
         InvalidArgument: a parameter is missing in ``state``, or one group's had different options there.
     """
     _require_known(optimizer, names)
+    if state.keys() == {"state", "param_groups"}:
+        state = _of_torch(state)
     packed: dict[str, Any] = {"state": {}, "param_groups": []}
     number = 0
     for group in optimizer.param_groups:
@@ -71,6 +74,22 @@ def load(optimizer: torch.optim.Optimizer, names: Mapping[int, str], state: Mapp
         had = {i: state[n] for i, n in zip(places, mine, strict=True) if state[n]["has_state"]}
         packed["state"].update({i: entry["state"] for i, entry in had.items()})
     optimizer.load_state_dict(packed)
+
+
+def _of_torch(state: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """What :func:`by_name` would have given of the optimizer of a plain model whose parameters have names."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for group in state["param_groups"]:
+        options = {key: value for key, value in group.items() if key not in _OF_GROUPS}
+        for name in group["params"]:
+            if not isinstance(name, str):
+                raise InvalidArgument(
+                    "load_optimizer_state_dict(): the state has numbers for its parameters, as optimizer.state_dict() "
+                    "gives it; save torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)"
+                )
+            own = state["state"].get(name) or {}
+            found[name] = {"state": own, "options": options, "has_state": bool(own)}
+    return found
 
 
 def _some_state(

@@ -218,7 +218,7 @@ class Pipeline(LocalModel):
             target: for ``loss_fn``, on the last stage; cut like the inputs.
             reduce: False accumulates; the next reducing step reduces the sum once.
             return_outputs: return ``(loss, outputs)``: the model's outputs for this replica's batch on the last stage's
-                ranks, None elsewhere.
+                ranks (those of microbatches, in a list, where one has no row per sample), None elsewhere.
             scaler: for training in float16; see :class:`hpcomm.GradScaler`.
             keywords: for every layer whose ``forward`` has an argument of that name; cut like the inputs.
 
@@ -486,7 +486,7 @@ class Pipeline(LocalModel):
             return False
         return self.mesh.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
-    def _random_numbers(self, batch: Batch) -> AbstractContextManager[None]:
+    def _random_numbers(self, batch: Batch) -> AbstractContextManager[object]:
         return nullcontext() if batch.draws is None else kept(self._generators)
 
     def _telling_peers(self, runner: Runner) -> TellPeers:

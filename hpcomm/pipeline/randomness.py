@@ -101,11 +101,11 @@ class Draws:
 
 
 @contextmanager
-def kept(generators: Generators) -> Iterator[None]:
+def kept(generators: Generators) -> Iterator[Generators]:
     """The generators go on afterwards as if nothing had been drawn."""
     states = [generator.get_state() for generator in generators]
     try:
-        yield
+        yield generators
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)

@@ -38,6 +38,7 @@ class Loss:
     weighted: torch.Tensor  # scalar with a graph: weight x loss, or the sum that loss_fn returned
     weight: float
     borrowed: bool = False  # the tensor is loss_fn's own, which may write it again
+    is_mean: bool = True  # over samples, as loss_fn returned no weight of its own
 
 
 def evaluate(loss_fn: LossFn, output: Any, target: Any) -> Loss:
@@ -71,7 +72,7 @@ def evaluate(loss_fn: LossFn, output: Any, target: Any) -> Loss:
         number = float(weight)
         if not 0 <= number < math.inf:
             raise InvalidArgument(f"loss_fn returned the weight {number}: the loss is (sum of sums) / (sum of weights)")
-        return Loss(total, number, borrowed=True)
+        return Loss(total, number, borrowed=True, is_mean=False)
     weight = samples(target) or samples(output)
     # 65,504 is all that float16 holds.
     wide = total.float() if total.dtype in (torch.float16, torch.bfloat16) else total

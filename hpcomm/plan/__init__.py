@@ -31,11 +31,13 @@ if TYPE_CHECKING:
         Operation,
         OpKind,
         Payload,
+        RankTimes,
         Schema,
         StageCost,
         StepPlan,
         Tie,
         Timeline,
+        VerifyResult,
     )
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "OpKind",
     "Operation",
     "Payload",
+    "RankTimes",
     "Schedule",
     "Schema",
     "StageCost",
@@ -60,6 +63,7 @@ __all__ = [
     "Table",
     "Tie",
     "Timeline",
+    "VerifyResult",
     "compile",
     "costs_from_json",
     "costs_to_json",
@@ -96,11 +100,13 @@ _NATIVE = {
     "OpKind",
     "Operation",
     "Payload",
+    "RankTimes",
     "Schema",
     "StageCost",
     "StepPlan",
     "Tie",
     "Timeline",
+    "VerifyResult",
 }
 
 
