@@ -32,33 +32,33 @@ def written_to(path: Path) -> None:
         os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), 2)
 
 
-def until_shown(path: Path) -> None:
-    """Waits in no operation until rank 0 has shown a table."""
+def table(lines: tuple[str, ...]) -> str:
+    """The pattern of a table with lines of these patterns, one behind the other."""
+    return "\n".join([SHOWN, *(f"  {line}" for line in lines)])
+
+
+def until_shown(path: Path, lines: tuple[str, ...]) -> None:
+    """Waits in no operation until rank 0 has shown that table: not all ranks need be in the first one."""
     end = time.monotonic() + 40
-    while not path.exists() or SHOWN not in path.read_text():
-        assert time.monotonic() < end
+    while not path.exists() or not re.search(table(lines), path.read_text()):
+        if time.monotonic() > end:
+            pytest.fail(path.read_text() if path.exists() else "nothing was written")
         time.sleep(0.05)
 
 
-def shown(path: Path, program: Callable[[Path], None], env: dict[str, str]) -> str:
-    """What rank 0 wrote on stderr, while ranks ran ``program``, which ended well."""
-    for outcome in ranks.run(3, program, path, env=env, timeout=60, expect_failure=True):
+def run(program: Callable[..., None], path: Path, env: dict[str, str], *lines: str) -> None:
+    """Ranks run ``program``, which ends when rank 0 has shown a table of ``lines``."""
+    for outcome in ranks.run(3, program, path, lines, env=env, timeout=60, expect_failure=True):
         assert outcome.ok, outcome
         assert SHOWN not in outcome.output
-    return path.read_text()
-
-
-def require(output: str, *lines: str) -> None:
-    """``lines`` are patterns of those of a table in ``output``, one behind the other."""
-    table = "\n".join([SHOWN, *(f"  {line}" for line in lines)])
-    assert re.search(table, output), output
+    assert re.search(table(lines), path.read_text())
 
 
 def sums(mesh: hpcomm.Mesh) -> None:
     mesh.world.all_reduce(torch.ones(1))
 
 
-def in_places_of_their_own(path: Path) -> None:
+def in_places_of_their_own(path: Path, lines: tuple[str, ...]) -> None:
     written_to(path)
     mesh = hpcomm.init(timeout=60.0)
     if mesh.rank == 1:
@@ -66,7 +66,7 @@ def in_places_of_their_own(path: Path) -> None:
         assert channel.recv() == 5
     elif mesh.rank == 2:
         channel = hpcomm.Channel(mesh.world, peer=1)
-        until_shown(path)
+        until_shown(path, lines)
         channel.send(5)
     sums(mesh)
     mesh.close()
@@ -74,70 +74,77 @@ def in_places_of_their_own(path: Path) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_the_first_rank_shows_who_waits_in_what(transport: str, tmp_path: Path) -> None:
-    output = shown(tmp_path / "stderr", in_places_of_their_own, TRANSPORTS[transport] | NOTICE)
     lane = r"all_reduce #\d+" + (" on lane world" if transport == "shm" else "")
-    require(
-        output,
-        rf"rank 0, for \d s: {lane}, at test_long_waits.py:\d+ \(sums\)",
-        r"rank 1, for \d s: recv of edge 2->1, at test_long_waits.py:\d+ \(in_places_of_their_own\)",
+    run(
+        in_places_of_their_own,
+        tmp_path / "stderr",
+        TRANSPORTS[transport] | NOTICE,
+        rf"rank 0, for \d+ s: {lane}, at test_long_waits.py:\d+ \(sums\)",
+        r"rank 1, for \d+ s: recv of edge 2->1, at test_long_waits.py:\d+ \(in_places_of_their_own\)",
         "rank 2 has not: computing, or waiting for something else",
     )
 
 
-def in_a_group_of_torch(path: Path) -> None:
+def in_a_group_of_torch(path: Path, lines: tuple[str, ...]) -> None:
     written_to(path)
     dist.init_process_group("hpcomm", timeout=datetime.timedelta(seconds=60))
     value = torch.ones(1)
     if dist.get_rank() == 1:
         dist.recv(value, 2)
     elif dist.get_rank() == 2:
-        until_shown(path)
+        until_shown(path, lines)
         dist.send(value, 1)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def test_groups_of_torch_are_shown(tmp_path: Path) -> None:
-    require(
-        shown(tmp_path / "stderr", in_a_group_of_torch, NOTICE),
-        r"rank 0, for \d s: barrier #0 on lane \w+, at test_long_waits.py:\d+ \(in_a_group_of_torch\)",
-        r"rank 1, for \d s: recv #\d+ from rank 2, at test_long_waits.py:\d+ \(in_a_group_of_torch\)",
+    run(
+        in_a_group_of_torch,
+        tmp_path / "stderr",
+        NOTICE,
+        r"rank 0, for \d+ s: barrier #0 on lane \w+, at test_long_waits.py:\d+ \(in_a_group_of_torch\)",
+        r"rank 1, for \d+ s: recv #\d+ from rank 2, at test_long_waits.py:\d+ \(in_a_group_of_torch\)",
         "rank 2 has not: .*",
     )
 
 
-def in_a_backward(path: Path) -> None:
+def in_a_backward(path: Path, lines: tuple[str, ...]) -> None:
     written_to(path)
     mesh = hpcomm.init(timeout=60.0)
     model = hpcomm.DistributedDataParallel(nn.Linear(4, 4), mesh=mesh)
     if mesh.rank == 2:
-        until_shown(path)
+        until_shown(path, lines)
     model(torch.ones(2, 4)).sum().backward()
     mesh.close()
 
 
 def test_a_backward_is_shown_where_the_program_called_it(tmp_path: Path) -> None:
-    require(
-        shown(tmp_path / "stderr", in_a_backward, NOTICE),
-        r"rank 0, 1, for \d s: \S.* at test_long_waits.py:\d+ \(in_a_backward\)",
+    run(
+        in_a_backward,
+        tmp_path / "stderr",
+        NOTICE,
+        r"rank 0, 1, for \d+ s: \S.* at test_long_waits.py:\d+ \(in_a_backward\)",
         "rank 2 has not: .*",
     )
 
 
-def in_a_backward_of_torchs_own(path: Path) -> None:
+def in_a_backward_of_torchs_own(path: Path, lines: tuple[str, ...]) -> None:
     written_to(path)
     dist.init_process_group("hpcomm", timeout=datetime.timedelta(seconds=60))
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
     if dist.get_rank() == 2:
-        until_shown(path)
+        until_shown(path, lines)
     model(torch.ones(2, 4)).sum().backward()
     dist.destroy_process_group()
 
 
 def test_a_lane_is_shown_where_torch_itself_waits(tmp_path: Path) -> None:
-    require(
-        shown(tmp_path / "stderr", in_a_backward_of_torchs_own, NOTICE),
-        r"rank 0, 1, for \d s: all_reduce #\d+ on lane \w+",
+    run(
+        in_a_backward_of_torchs_own,
+        tmp_path / "stderr",
+        NOTICE,
+        r"rank 0, 1, for \d+ s: all_reduce #\d+ on lane \w+",
         "rank 2 has not: .*",
     )
 
@@ -193,12 +200,12 @@ def test_a_stderr_that_nobody_reads_holds_nobody_up() -> None:
     ranks.run(2, with_a_full_stderr, env=NOTICE | {"HPCOMM_HEARTBEAT_TIMEOUT": "3"}, timeout=60)
 
 
-def in_calls_that_differ(path: Path) -> None:
+def in_calls_that_differ(path: Path, lines: tuple[str, ...]) -> None:
     written_to(path)
     mesh = hpcomm.init(pp=3, timeout=60.0)
 
     def end() -> None:
-        until_shown(path)
+        until_shown(path, lines)
         mesh.control.abort("that was all")
 
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
@@ -213,11 +220,13 @@ def in_calls_that_differ(path: Path) -> None:
 
 
 def test_a_pipeline_whose_ranks_call_different_things(tmp_path: Path) -> None:
-    require(
-        shown(tmp_path / "stderr", in_calls_that_differ, NOTICE),
-        r"rank 0, for \d s: .* at test_long_waits.py:\d+ \(in_calls_that_differ\)",
-        r"rank 1, for \d s: recv of edge 0->1, microbatch 0, at test_long_waits.py:\d+ \(in_calls_that_differ\)",
-        r"rank 2, for \d s: recv of edge 1->2, microbatch 0, at test_long_waits.py:\d+ \(in_calls_that_differ\)",
+    run(
+        in_calls_that_differ,
+        tmp_path / "stderr",
+        NOTICE,
+        r"rank 0, for \d+ s: .* at test_long_waits.py:\d+ \(in_calls_that_differ\)",
+        r"rank 1, for \d+ s: recv of edge 0->1, microbatch 0, at test_long_waits.py:\d+ \(in_calls_that_differ\)",
+        r"rank 2, for \d+ s: recv of edge 1->2, microbatch 0, at test_long_waits.py:\d+ \(in_calls_that_differ\)",
     )
 
 
@@ -232,7 +241,8 @@ def waits_in_silence(path: Path) -> None:
 
 @pytest.mark.parametrize("notice", ["0", "6"])
 def test_nothing_is_shown_of_short_waits_and_where_that_is_turned_off(notice: str, tmp_path: Path) -> None:
-    assert "waited" not in shown(tmp_path / "stderr", waits_in_silence, {"HPCOMM_WAIT_NOTICE": notice})
+    ranks.run(3, waits_in_silence, tmp_path / "stderr", env={"HPCOMM_WAIT_NOTICE": notice}, timeout=60)
+    assert SHOWN not in (tmp_path / "stderr").read_text()
 
 
 def refuses() -> None:
