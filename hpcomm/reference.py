@@ -79,7 +79,7 @@ def verify(
     number = pipe.step_number
     # Both start from it: a layer may compute with a buffer that it also changes.
     state, unsaved = pipe.full_state_dict(), _unsaved_of_all(pipe)
-    with _buffers_kept(pipe.module):
+    with _buffers_kept(pipe.module), _no_trace_left(pipe):
         loss = float(pipe.step(x, target=target, **keywords))
         # Held here: ``model`` may be the one that ``pipe`` was made of, whose parameters are the stages' own.
         gradients = {name: parameter.grad for name, parameter, _ in pipe.owned_parameters()}
@@ -91,9 +91,7 @@ def verify(
         _take_modes(pipe, whole)
         reference_loss = _reference_step(pipe, whole, x, target, keywords, number)
         differences = _differences(pipe, gradients, whole)
-        pipe.zero_grad()
         whole.zero_grad()
-    pipe.step_number = number
 
     if not math.isfinite(reference_loss):
         raise NumericsMismatch(
@@ -128,6 +126,17 @@ def _unsaved_of_all(pipe: Pipeline) -> dict[str, torch.Tensor]:
             )
             broadcast(pp, copies[name], root)
     return copies
+
+
+@contextmanager
+def _no_trace_left(pipe: Pipeline) -> Iterator[None]:
+    """Whatever is found, ``pipe`` has no gradients afterwards, and its next step is the one that it was."""
+    number = pipe.step_number
+    try:
+        yield
+    finally:
+        pipe.zero_grad()
+        pipe.step_number = number
 
 
 @contextmanager

@@ -92,13 +92,17 @@ def test_chains_of_callbacks_keep_one_order(seed: int) -> None:
     ranks.run(3, chains, seed, timeout=60)
 
 
-def waits_for_a_later_one() -> None:
+def late_on_rank_0() -> tuple[list[torch.Tensor], list[dist.Work], threading.Event]:
+    """What four operations are to sum; rank 0 comes when those of rank 1 wait on its lane."""
     dist.init_process_group("hpcomm", timeout=TIMEOUT)
     values = [torch.full((4,), float(10**i)) for i in range(4)]
     if dist.get_rank() == 0:
         time.sleep(0.3)
-    works: list[dist.Work] = []
-    all_issued = threading.Event()
+    return values, [], threading.Event()
+
+
+def waits_for_a_later_one() -> None:
+    values, works, all_issued = late_on_rank_0()
 
     def callback(_: Any) -> float:
         assert all_issued.wait(20)
@@ -150,12 +154,7 @@ def test_a_future_waits_for_nothing_but_its_operation() -> None:
 
 
 def waits_for_a_future_of_a_later_one() -> None:
-    dist.init_process_group("hpcomm", timeout=TIMEOUT)
-    values = [torch.full((4,), float(10**i)) for i in range(4)]
-    if dist.get_rank() == 0:
-        time.sleep(0.3)
-    works: list[dist.Work] = []
-    all_issued = threading.Event()
+    values, works, all_issued = late_on_rank_0()
 
     def callback(_: Any) -> float:
         assert all_issued.wait(20)

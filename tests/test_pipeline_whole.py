@@ -65,6 +65,8 @@ def verified(loss_fn: Callable[..., Any], padded: str) -> str:
             return str(error)
         finally:
             assert torch.equal(torch.get_rng_state(), before)
+            assert pipe.step_number == 0
+            assert all(parameter.grad is None for parameter in pipe.parameters())
         return ""
 
 
@@ -107,6 +109,7 @@ class Answering(nn.Module):
             "dict": {"logits": logits, "none": None, "kind": "plain"},
             "dataclass": Answer(logits, {"sum": [logits.sum(1)]}),
             "scalar": (logits, logits.mean()),
+            "array": (logits, logits.detach().sum(1).numpy()),
             "other rows": (logits, logits.t().contiguous()),
         }[self.form]
 
@@ -124,7 +127,7 @@ def whole_outputs(form: str) -> None:
             assert found is None
             return
         with torch.no_grad():
-            if form in ("scalar", "other rows"):
+            if form in ("scalar", "other rows", "array"):
                 expected: Any = [model(part) for part in x.tensor_split(3)]
             else:
                 expected = model(x)
@@ -139,7 +142,7 @@ def require_dict(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("form", ["tuple", "dict", "dataclass", "scalar", "other rows"])
+@pytest.mark.parametrize("form", ["tuple", "dict", "dataclass", "scalar", "other rows", "array"])
 def test_outputs_are_those_of_the_batch(form: str) -> None:
     ranks.run(2, whole_outputs, form)
 

@@ -173,7 +173,9 @@ def _joined(outputs: Sequence[Any], rows: Sequence[int]) -> Any:
         return torch.cat(list(outputs))
     parts = [parts_of(output) for output in outputs]
     if parts[0] is None:
-        if any(type(output) is not type(first) or output != first for output in outputs):
+        # Of other objects nobody knows what equal means: comparing arrays gives an array.
+        plain = first is None or isinstance(first, (bool, int, float, str))
+        if not plain or any(type(output) is not type(first) or output != first for output in outputs):
             raise _DoesNotFit
         return first
     steps = [step for step, _ in parts[0]]
