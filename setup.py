@@ -160,9 +160,9 @@ def configure(folder: Path, *, editable: bool) -> None:
 
 
 def compiler_changed(folder: Path) -> bool:
-    """CMake looks at CXX, CXXFLAGS and the like in its first run only."""
+    """CMake looks at CXX, CXXFLAGS and the like in its first run only, and keeps what CMAKE_ARGS once said."""
     marker = folder / "compiler.txt"
-    names = ("CXX", "CXXFLAGS", "CUDAHOSTCXX", "CUDAFLAGS")
+    names = ("CXX", "CXXFLAGS", "LDFLAGS", "CUDAHOSTCXX", "CUDAFLAGS", "CMAKE_ARGS")
     now = "".join(f"{os.environ.get(name, '')}\n" for name in names) + f"{nvcc() if cuda().on else ''}\n"
     changed = marker.exists() and marker.read_text() != now
     folder.mkdir(parents=True, exist_ok=True)
@@ -180,12 +180,19 @@ def write_build_info(path: Path, torch: ModuleType, folder: Path) -> None:
         "CUDA_VERSION": nvcc_release() if cuda().on else "",
         "CUDA_ARCHITECTURES": architectures(),
         "CXX": compiler_version(folder),
-        "REVISION": output(["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]),
+        "REVISION": revision(),
     }
     lines = ['"""What this copy of hpcomm was built with. Written by setup.py; not in version control."""', ""]
     lines += [f"{name} = {json.dumps(value) if isinstance(value, str) else value}" for name, value in values.items()]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
+
+
+def revision() -> str:
+    """The commit of this source; empty where it is no checkout, such as a source archive inside another repository."""
+    top = output(["git", "-C", str(ROOT), "rev-parse", "--show-toplevel"])
+    is_checkout = bool(top) and Path(top).resolve() == ROOT
+    return output(["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]) if is_checkout else ""
 
 
 def compiler_version(folder: Path) -> str:
