@@ -38,7 +38,7 @@ from types import FrameType
 from typing import Any
 
 from benchmarks import collectives_table as report
-from benchmarks.launch import JobFailed, find_mpiexec, link_rate, require_hosts, run_ranks
+from benchmarks.launch import JobFailed, find_mpiexec, link_rate, require_hosts, result_file, run_ranks
 from benchmarks.operations import DTYPES, OPERATIONS, REDOPS
 from benchmarks.peers import INSTALL_MPI, PEERS
 
@@ -59,6 +59,12 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def whole(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from 0 on")
+    return int(text)
+
+
 def cores(text: str) -> list[int]:
     """0,0,1,1: of this machine, and allowed to this process."""
     allowed = os.sched_getaffinity(0)
@@ -75,7 +81,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("-f", "--factor", type=positive, default=8, help="from one size to the next (8)")
     parser.add_argument("-n", "--iterations", type=positive, help="of a block; as many as take 20 ms by default")
     parser.add_argument("-w", "--warmup", type=positive, default=5, help="iterations that are not timed (5)")
-    parser.add_argument("-c", "--check", type=int, default=1, help="checks per size and peer; 0 for none (1)")
+    parser.add_argument("-c", "--check", type=whole, default=1, help="checks per size and peer; 0 for none (1)")
     parser.add_argument("--rounds", type=positive, help="blocks of each peer per size (7; 4 with --wait)")
     parser.add_argument("--ranks", default="2", help="of each job, such as 2,4,8")
     parser.add_argument("--hosts", type=positive, default=1, help="that the ranks pretend to be on, by HPCOMM_HOST (1)")
@@ -91,7 +97,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--wait", action="store_true", help="measure the CPU time of waiting ranks instead")
     parser.add_argument("--late", type=float, default=1.0, help="seconds that they wait (1)")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for everything (3600)")
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    parser.add_argument("--json", type=result_file, metavar="FILE", help="write all figures there")
     arguments = parser.parse_args(argv)
     try:
         arguments.ranks = [positive(part) for part in arguments.ranks.split(",")]
@@ -141,6 +147,12 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.peers.remove("mpich")
             notes.append(f"mpich is left out: there is no mpi4py or no mpiexec of MPICH; {INSTALL_MPI}")
             print(f"# {notes[-1]}")
+    if arguments.baseline not in arguments.peers:
+        print(
+            f"benchmarks.collectives: nothing to compare with: --baseline {arguments.baseline}, {notes[-1]}",
+            file=sys.stderr,
+        )
+        return 2
     jobs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="hpcomm-bench-") as folder:
         for ranks in arguments.ranks:
@@ -156,7 +168,10 @@ def run(arguments: argparse.Namespace) -> int:
         rows = [row for job in jobs for row in job["rows"]]
         print("\n" + report.summary(rows, arguments.baseline))
         wrong = sum(peer["wrong"] or 0 for row in rows for peer in row["peers"].values())
-        print(f"\n# wrong elements: {wrong if arguments.check else 'not checked'}")
+        print(f"\n# wrong elements: {wrong if arguments.check and rows else 'not checked'}")
+        if not rows:
+            print("# nothing was measured")
+            return 2
     if arguments.json:
         document = {
             "question": "collectives",

@@ -27,14 +27,33 @@ from typing import Any
 import torch
 
 import hpcomm
+from benchmarks.collectives import positive
 from benchmarks.ddp_alone import steps_alone, time_here
 from benchmarks.ddp_hooks import hook_costs
 from benchmarks.ddp_memory import measure_here, peak_memory
 from benchmarks.ddp_plot import draw
 from benchmarks.ddp_timeline import timelines
-from benchmarks.ddp_variants import COMPUTE, MODELS, STOCK_ON_GLOO, Model, Vector, floor_of, step_of, variants
+from benchmarks.ddp_variants import (
+    COMPUTE,
+    MODELS,
+    STOCK_ON_GLOO,
+    Model,
+    Vector,
+    floor_of,
+    require_averages,
+    step_of,
+    variants,
+)
 from benchmarks.harness import environment, keep_freed_memory, measure, save, table
-from benchmarks.launch import adopt_mpi_environment, enter_hosts, link_rate, require_hosts, run_ranks
+from benchmarks.launch import (
+    JobFailed,
+    adopt_mpi_environment,
+    enter_hosts,
+    link_rate,
+    require_hosts,
+    result_file,
+    run_ranks,
+)
 
 COUNTS = (10, 100, 1000, 10000)
 FLOOR = "floor: pack and reduce"
@@ -44,17 +63,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.ddp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--hosts", type=int, default=1, help="that they pretend to be on, by HPCOMM_HOST")
     parser.add_argument("--link", type=link_rate, metavar="RATE", help="between two --hosts, such as 1gbit or 200mbit")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--models", help="only models whose name contains this")
+    parser.add_argument("--rounds", type=positive, default=30)
+    parser.add_argument("--models", type=part_of_a_name, help="only models whose name contains this")
     parser.add_argument("--memory", action="store_true", help="peak memory instead of times")
     parser.add_argument("--alone", action="store_true", help="each variant in processes of its own instead")
     parser.add_argument("--parameters", action="store_true", help="overhead by number of parameters instead")
     parser.add_argument("--hooks", action="store_true", help="CPU time of a hook instead")
     parser.add_argument("--minutes", type=float, default=15, help="all ranks end then")
-    parser.add_argument("--json", help="write the samples here")
+    parser.add_argument("--json", type=result_file, help="write the samples here")
     parser.add_argument("--plot", help="write an SVG here")
     parser.add_argument("--from", dest="source", help="draw what --json wrote, without running anything")
     parser.add_argument("--variant", help=argparse.SUPPRESS)  # a child of --memory or --alone
@@ -75,6 +94,12 @@ def main() -> None:
         run_ranks(arguments.ranks, call, mpiexec=None, deadline=deadline(arguments), link=arguments.link)
     else:
         rank(arguments)
+
+
+def part_of_a_name(text: str) -> str:
+    if not any(text in name for name in MODELS):
+        raise argparse.ArgumentTypeError(f"{text!r} is part of no name: {'; '.join(MODELS)}")
+    return text
 
 
 def deadline(arguments: argparse.Namespace) -> float:
@@ -130,12 +155,10 @@ def steps(mesh: hpcomm.Mesh, name: str, model: Model, rounds: int) -> dict[str, 
         torch.manual_seed(0)
         wrapped[variant] = wrap(model.build())
     all_steps = {variant: step_of(module, x) for variant, module in wrapped.items()}
-    for step in all_steps.values():
-        step()
-    for ours, theirs in zip(wrapped["hpcomm"].parameters(), wrapped["stock"].parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+    require_averages(mesh, wrapped, x)
     all_steps[FLOOR] = floor_of(mesh, wrapped[COMPUTE])
     samples = measure(mesh, all_steps, rounds=rounds, warmup=5, settle=1)
+    require_averages(mesh, wrapped, x)
     if mesh.rank == 0:
         best = min((v for v in STOCK_ON_GLOO if v in samples), key=lambda v: statistics.median(samples[v]))
         print(f"\n{name}\n{table(samples, best)}\n{verdict(samples, best)}", flush=True)
@@ -160,8 +183,11 @@ def by_parameters(mesh: hpcomm.Mesh, rounds: int) -> dict[str, dict[int, list[fl
     results: dict[str, dict[int, list[float]]] = {}
     for count in COUNTS:
         wrapped = {variant: wrap(Vector(count)) for variant, wrap in variants(mesh).items()}
-        all_steps = {variant: step_of(module, torch.ones(16 * count)) for variant, module in wrapped.items()}
+        x = torch.full((16 * count,), 1.0 + mesh.rank)
+        all_steps = {variant: step_of(module, x) for variant, module in wrapped.items()}
+        require_averages(mesh, wrapped, x)
         samples = measure(mesh, all_steps, rounds=rounds, warmup=5)
+        require_averages(mesh, wrapped, x)
         for variant, times in samples.items():
             results.setdefault(variant, {})[count] = times
         if mesh.rank == 0:
@@ -174,4 +200,7 @@ def by_parameters(mesh: hpcomm.Mesh, rounds: int) -> dict[str, dict[int, list[fl
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except JobFailed as error:
+        sys.exit(f"benchmarks.ddp: {error}")

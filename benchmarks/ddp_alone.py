@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.ddp_memory import run_variant
-from benchmarks.ddp_variants import COMPUTE, Model, step_of, variants
+from benchmarks.ddp_variants import COMPUTE, Model, require_averages, step_of, variants
 from benchmarks.harness import environment
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ def _print(model: str, by_malloc: Mapping[str, Mapping[str, Mapping[str, list[fl
 def time_here(mesh: hpcomm.Mesh, models: Mapping[str, Model], variant: str, rounds: int, answer: str) -> None:
     """In a rank: ``rounds`` steps of one variant; rank 0 writes their medians into the file ``answer``."""
     (model,) = models.values()
-    step = step_of(variants(mesh)[variant](model.build()), model.batch())
+    module, x = variants(mesh)[variant](model.build()), model.batch()
+    step = step_of(module, x)
     for _ in range(_WARM_UP):
         step()
     seconds, faults = [], []
@@ -77,6 +78,10 @@ def time_here(mesh: hpcomm.Mesh, models: Mapping[str, Model], variant: str, roun
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
         mesh.world.all_reduce(readings, "max")
         seconds.append(readings.sum().item())
+    if variant != COMPUTE:  # behind the timing: what it makes would be in the heap
+        bare = model.build()
+        bare.load_state_dict(module.module.state_dict())
+        require_averages(mesh, {COMPUTE: bare, variant: module}, x)
     if mesh.rank == 0:
         seen = {
             "environment": environment(mesh),

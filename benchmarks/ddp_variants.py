@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -114,6 +114,29 @@ def step_of(module: nn.Module, x: torch.Tensor) -> Callable[[], None]:
         module(x).square().mean().backward()
 
     return step
+
+
+def require_averages(mesh: hpcomm.Mesh, wrapped: Mapping[str, nn.Module], x: torch.Tensor) -> None:
+    """Raises AssertionError unless every variant leaves the averages of what the bare module has on all ranks, which
+    gloo sums, three steps in a row: their buckets have their final shapes by then (collective).
+    """
+    bare = wrapped[COMPUTE]
+    step_of(bare, x)()
+    expected = []
+    for param in bare.parameters():
+        assert param.grad is not None
+        average = param.grad.clone()
+        dist.all_reduce(average, group=mesh.group("dp"))
+        expected.append(average / mesh.size)
+    for name, module in wrapped.items():
+        if name == COMPUTE:
+            continue
+        for _ in range(3):
+            step_of(module, x)()
+            for param, average in zip(module.parameters(), expected, strict=True):
+                # Of a variant that reduces in 16 bits: a cast rounds by 2^-8 of a gradient, their sum as well.
+                near = {"rtol": 0.0, "atol": 0.02 * float(average.abs().max())} if "16" in name else {}
+                torch.testing.assert_close(param.grad, average, **near, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def floor_of(mesh: hpcomm.Mesh, module: nn.Module) -> Callable[[], None]:

@@ -53,6 +53,7 @@ import hpcomm
 from benchmarks import launch
 from benchmarks.collectives import byte_count, positive
 from benchmarks.harness import environment
+from benchmarks.launch import result_file
 
 OPERATIONS = ("all_reduce", "barrier", "recv")
 ELEMENTS = 1 << 20  # of float32, in an all_reduce
@@ -266,7 +267,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive, default=10, help="kills of each case (10)")
     parser.add_argument("--touch", type=byte_count, default=0, help="memory of a large rank, such as 4G (none)")
     parser.add_argument("--vs", choices=("gloo",), help="another backend of torch.distributed")
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    parser.add_argument("--json", type=result_file, metavar="FILE", help="write all figures there")
     arguments = parser.parse_args(argv)
     if arguments.ranks < 2:
         parser.error("--ranks: a job needs two ranks or more")

@@ -39,6 +39,16 @@ class JobFailed(Exception):
     """A rank failed, or the deadline passed."""
 
 
+def result_file(text: str) -> str:
+    """Of --json: whether it can be written is known before anything is measured."""
+    folder = Path(text).resolve().parent
+    if not folder.is_dir() or Path(text).is_dir() or not os.access(folder, os.W_OK):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} cannot be written: {folder} is no folder that this user may write in"
+        )
+    return text
+
+
 def find_mpiexec() -> str | None:
     """MPICH's launcher: beside this Python first, where pip puts it."""
     beside = str(Path(sys.executable).parent)

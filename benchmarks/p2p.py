@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.collectives import positive
-from benchmarks.launch import JobFailed, find_mpiexec, run_ranks
+from benchmarks.launch import JobFailed, find_mpiexec, result_file, run_ranks
 from benchmarks.p2p_rank import CASES, PEERS
 from benchmarks.peers import INSTALL_MPI
 
@@ -53,7 +53,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tune", action="store_true", help="measure from which size tensors travel unpacked, instead")
     parser.add_argument("--headers", action="store_true", help="measure what headers and schemas cost, instead")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for everything (1800)")
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    parser.add_argument("--json", type=result_file, metavar="FILE", help="write all figures there")
     arguments = parser.parse_args(argv)
     arguments.cases = list(CASES) if arguments.cases == "all" else [name.strip() for name in arguments.cases.split(",")]
     arguments.peers = list(dict.fromkeys(["channel", *filter(None, arguments.vs.split(","))]))

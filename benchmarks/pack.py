@@ -36,6 +36,7 @@ import torch
 import hpcomm
 from benchmarks.collectives import positive
 from benchmarks.harness import environment
+from benchmarks.launch import result_file
 from hpcomm import _C
 
 MB = 1 << 20
@@ -181,7 +182,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--adjacent", action="store_true", help="tensors side by side, not each in memory of its own")
     parser.add_argument("--allocations", type=positive, default=5, help="how often all memory is taken anew (5)")
     parser.add_argument("--rounds", type=positive, default=3, help="blocks of each variant in an allocation (3)")
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    parser.add_argument("--json", type=result_file, metavar="FILE", help="write all figures there")
     arguments = parser.parse_args(argv)
     if min(arguments.totals) * MB < 4 * max(arguments.counts):
         parser.error(f"{max(arguments.counts)} tensors of float32 do not fit {min(arguments.totals):g} MB")

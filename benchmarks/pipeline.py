@@ -44,8 +44,17 @@ from torch.distributed import pipelining
 from torch.nn.parallel import DistributedDataParallel
 
 import hpcomm
-from benchmarks.harness import environment, keep_freed_memory, measure, save, table
-from benchmarks.launch import adopt_mpi_environment, enter_hosts, link_rate, require_hosts, run_ranks
+from benchmarks.collectives import positive
+from benchmarks.harness import environment, keep_freed_memory, loss_alone, measure, save, table
+from benchmarks.launch import (
+    JobFailed,
+    adopt_mpi_environment,
+    enter_hosts,
+    link_rate,
+    require_hosts,
+    result_file,
+    run_ranks,
+)
 from benchmarks.runner import Gated
 from hpcomm import _C
 from hpcomm.plan import SCHEDULES, costs_from_json, costs_to_json
@@ -159,9 +168,11 @@ class Job:
         inputs = (self.x,) if 0 in cut.stages else ()
         target = self.y if cut.plan.num_stages - 1 in cut.stages else None
 
+        plain = loss_alone(runner)
+
         def step() -> None:
             modules.zero_grad()
-            runner.step(*inputs, target=target)
+            runner.step(*inputs, target=target, **plain)
 
         return step, modules
 
@@ -270,26 +281,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.pipeline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=2, help="to start, where torchrun has not")
+    parser.add_argument("--ranks", type=positive, default=2, help="to start, where torchrun has not")
     parser.add_argument("--hosts", type=int, default=1, help="that they pretend to be on, by HPCOMM_HOST")
     parser.add_argument("--link", type=link_rate, metavar="RATE", help="between two --hosts, such as 1gbit or 200mbit")
-    parser.add_argument("--dp", type=int, default=1)
+    parser.add_argument("--dp", type=positive, default=1)
     parser.add_argument("--models", default="compute,small,large")
     parser.add_argument("--schedules", default="1f1b,interleaved_1f1b,zbv")
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--microbatches", type=positive, default=8)
+    parser.add_argument("--rounds", type=positive, default=20)
     parser.add_argument("--ours", action="store_true", help="without torch's pipelining")
     parser.add_argument(
         "--minutes", type=float, default=15, help="all ranks end then, where torchrun has not started them"
     )
-    parser.add_argument("--json", help="write the samples here")
+    parser.add_argument("--json", type=result_file, help="write the samples here")
     arguments = parser.parse_args()
+    for flag, given, known in (("--models", arguments.models, MODELS), ("--schedules", arguments.schedules, SCHEDULES)):
+        for name in given.split(","):
+            if name not in known:
+                parser.error(f"{flag}: {name!r} is none of {', '.join(known)}")
     ranks = int(os.environ.get("WORLD_SIZE", arguments.ranks))
     require_hosts(parser, ranks, arguments.hosts, arguments.link)
     if "RANK" not in os.environ:
         call = ["-m", "benchmarks.pipeline", *sys.argv[1:]]
         deadline = time.time() + 60 * arguments.minutes
-        run_ranks(arguments.ranks, call, mpiexec=None, deadline=deadline, link=arguments.link)
+        try:
+            run_ranks(arguments.ranks, call, mpiexec=None, deadline=deadline, link=arguments.link)
+        except JobFailed as error:
+            sys.exit(f"benchmarks.pipeline: {error}")
     else:
         rank(arguments)
 

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.launch import result_file
+
 MICROBATCHES = 64
 # The target of the design: 64 stages x 16 replicas, 256 microbatches.
 TARGET = (64, 16, 256)
@@ -100,7 +102,7 @@ def main() -> None:
     """Measures, prints, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--most", type=int, default=16384, help="ranks of the largest plan")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--json", type=result_file, metavar="FILE")
     parser.add_argument("--svg", metavar="FILE")
     arguments = parser.parse_args()
     sizes = []

@@ -28,6 +28,7 @@ from torch import nn
 
 import hpcomm
 from benchmarks.harness import environment, save
+from benchmarks.launch import result_file
 from hpcomm.pipeline.chain import calls_of
 from hpcomm.pipeline.links import Link
 from hpcomm.pipeline.recorder import Times
@@ -158,7 +159,7 @@ def main() -> None:
     parser.add_argument(
         "--cpu-time", action="store_true", help="halves on one thread, by its CPU time: for busy machines"
     )
-    parser.add_argument("--json", help="write the figures here")
+    parser.add_argument("--json", type=result_file, help="write the figures here")
     arguments = parser.parse_args()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 

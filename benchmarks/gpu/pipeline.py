@@ -17,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import hpcomm
 from benchmarks.gpu.harness import ISSUE, Job, Step, fastest, measure, peak_bytes, ratio
+from benchmarks.harness import loss_alone
 
 # layers, width, batch, microbatches
 CASES = {
@@ -54,15 +55,17 @@ def one_case(job: Job, mesh: hpcomm.Mesh, name: str, layers: int, width: int, ba
     parts = [part.clone().requires_grad_(mesh.pp.rank > 0) for part in x.chunk(microbatches)]
     targets = y.chunk(microbatches)
 
+    plain = loss_alone(schedule)
+
     def stock() -> list[torch.Tensor]:
         stage.zero_grad()
         losses: list[torch.Tensor] = []
         if mesh.pp.size == 1:
-            schedule.step(x, target=y, losses=losses)
+            schedule.step(x, target=y, losses=losses, **plain)
         elif mesh.pp.rank == 0:
-            schedule.step(x)
+            schedule.step(x, **plain)
         else:
-            schedule.step(target=y, losses=losses)
+            schedule.step(target=y, losses=losses, **plain)
         return losses
 
     def stock_and_loss() -> None:

@@ -6,6 +6,7 @@ Composed as torch's documentation does, with the weights, cut, microbatches and 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -74,12 +75,14 @@ def stock_step(job: Job, twin: hpcomm.Pipeline) -> tuple[Callable[[], float], nn
     inputs = (job.x,) if 0 in here else ()
     target = job.y if plan.num_stages - 1 in here else None
     first = True
+    # As pipe.step() does by default: without it, torch's step puts the outputs of all microbatches together as well.
+    no_outputs = {"return_outputs": False} if "return_outputs" in inspect.signature(schedule.step).parameters else {}
 
     def step() -> float:
         nonlocal first
         modules.zero_grad()
         losses: list[torch.Tensor] = []
-        schedule.step(*inputs, target=target, losses=losses)
+        schedule.step(*inputs, target=target, losses=losses, **no_outputs)
         if target is None or not first:
             return -math.inf
         first = False  # the others are timed
