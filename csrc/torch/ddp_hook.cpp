@@ -41,7 +41,7 @@ class DdpHook final : public c10d::CommHookInterface {
     if (!communicator_->averages_well() && is_floating(view.dtype) && can_scale(view.dtype)) {
       // Before the sum, so that 16-bit gradients do not overflow in it.
       stream.wait(std::exchange(options.ready, {}));
-      scale(stream, {view}, average_);
+      scale(stream, {view}, average_, options.keepalive);  // the reduction may be refused while this is queued
       reduced = communicator_->all_reduce(view, ReduceOp::kSum, options);
     } else {
       reduced = communicator_->all_reduce(view, ReduceOp::kAverage, options);

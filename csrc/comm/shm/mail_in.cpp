@@ -36,12 +36,19 @@ void MailIn::pull() {
   }
   bool moved = false;
   for (;;) {
-    if (!incoming_ && !pull_frame()) {
-      break;
+    if (!incoming_) {
+      if (!pull_frame()) {
+        break;
+      }
+      moved = true;
     }
-    moved = true;
-    if (incoming_ && !pull_bytes()) {
-      break;
+    if (incoming_) {
+      const std::size_t before = incoming_->moved;
+      const bool ended = pull_bytes();
+      moved = moved || ended || incoming_->moved != before;
+      if (!ended) {
+        break;
+      }
     }
   }
   if (moved) {
