@@ -189,9 +189,15 @@ def _difference(gradients: object, shapes: list[torch.Size]) -> str:
     return ""
 
 
+# Autograd lets go of what a node saved when its graph is freed. Whoever asks for it then raises torch's error of a
+# second backward, before the peer is asked for anything.
+_FREED_WITH_GRAPH = torch.empty(0)
+
+
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, channel: Channel, number: int, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(_FREED_WITH_GRAPH)
         ctx.channel = channel
         ctx.number = number
         ctx.shapes = [tensor.shape for tensor in tensors]
@@ -199,6 +205,7 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _ = ctx.saved_tensors
         channel, number = ctx.channel, ctx.number
         needed = ctx.needs_input_grad[2:]
         shapes = [shape for shape, is_needed in zip(ctx.shapes, needed, strict=True) if is_needed]
@@ -227,6 +234,7 @@ class _Recv(torch.autograd.Function):
     def forward(
         ctx: Any, channel: Channel, number: int, _: torch.Tensor, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(_FREED_WITH_GRAPH)
         ctx.channel = channel
         ctx.number = number
         ctx.wanted = [tensor.requires_grad for tensor in tensors]
@@ -249,6 +257,7 @@ class _Recv(torch.autograd.Function):
                 f"hpcomm.nn.recv: two backwards reached different tensors of message {number}; each sends a gradient "
                 "back, and the sender's backward takes one. Add the losses, then run one backward"
             )
+        _ = ctx.saved_tensors  # type: ignore[attr-defined]
         _in_turn(channel, "recv's backward", number, lambda: channel._sender.send({_KEY: wanted}, number))
         ctx.__dict__["reached"] = reached  # of what has gone
         return (None, None, None, *(None for _ in gradients))

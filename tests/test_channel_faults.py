@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import threading
@@ -267,6 +268,67 @@ def leaving_amid_messages() -> str:
 @pytest.mark.parametrize("env", [SHM, GLOO], ids=["shm", "gloo"])
 def test_a_receiver_that_leaves_is_named(env: dict[str, str]) -> None:
     assert "rank 1 has left the job" in ranks.run(2, leaving_amid_messages, env=env)[0]
+
+
+def its_end_is_dropped(count: int, size: int) -> str:
+    """Rank 1 receives one message, drops its channel and lives on; rank 0 sends until it hears of that."""
+    with hpcomm.init(dp=1, pp=2, timeout=60.0) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, slots=2)
+        if mesh.rank == 1:
+            assert channel.recv().numel() == size
+            del channel
+            mesh.control.exchange(range(2), 0, b"", 30.0)
+            mesh.control.exchange(range(2), 1, b"", 30.0)
+            return ""
+        channel.send(torch.ones(size)).wait()
+        mesh.control.exchange(range(2), 0, b"", 30.0)
+        began = time.monotonic()
+
+        def send_on() -> None:
+            for _ in range(count):
+                channel.send(torch.ones(size))
+                time.sleep(0.01)
+
+        with pytest.raises(hpcomm.PeerError) as caught:
+            send_on()
+        with pytest.raises(hpcomm.PeerError):
+            channel.send(torch.ones(size))
+        with pytest.raises(hpcomm.PeerError):
+            channel.recv()
+        mesh.control.exchange(range(2), 1, b"", 30.0)
+        mesh.close()
+        assert time.monotonic() - began < 20  # not the time-out
+        assert caught.value.peer == 1
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("env", [SHM, GLOO, ONE_SLOT], ids=["shm", "gloo", "one slot"])
+@pytest.mark.parametrize("size", [3, 20_000, 700_000])
+def test_a_sender_hears_of_an_end_that_is_gone(env: dict[str, str], size: int) -> None:
+    told = ranks.run(2, its_end_is_dropped, 100, size, env=env)[0]
+    assert "rank 1 has closed" in told
+
+
+def a_message_to_nobody() -> float:
+    """Rank 1 drops its channel without having received what is under way."""
+    with hpcomm.init(dp=1, pp=2, timeout=60.0) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        began = time.monotonic()
+        if mesh.rank == 1:
+            del channel
+            mesh.control.exchange(range(2), 0, b"", 30.0)
+            mesh.control.receive(0, 1, 30.0)  # computes on, until rank 0 has closed
+            return 0.0
+        with contextlib.suppress(hpcomm.PeerError):  # it may have heard already
+            channel.send(torch.ones(200))
+        mesh.control.exchange(range(2), 0, b"", 30.0)
+        mesh.control.send(1, 1, b"")
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("env", [SHM, GLOO], ids=["shm", "gloo"])
+def test_nobody_waits_for_what_an_end_that_is_gone_will_not_take(env: dict[str, str]) -> None:
+    assert ranks.run(2, a_message_to_nobody, env=env)[0] < 20
 
 
 def in_a_ring(limit: float) -> str:

@@ -708,3 +708,27 @@ def looks_again() -> None:
 @over_all
 def test_a_recv_that_timed_out_can_be_repeated(env: dict[str, str]) -> None:
     ranks.run(2, looks_again, env=env)
+
+
+def backward_a_second_time() -> None:
+    """Torch's error on both ranks, before anything is sent; the next message is all right."""
+    with paired() as (mesh, channel):
+        for _ in range(2):
+            if mesh.rank == 0:
+                x = torch.ones(3, requires_grad=True)
+                token = hpcomm.nn.send(channel, x * x)
+                token.backward()
+                again = token.backward
+                assert x.grad is not None
+                assert x.grad.tolist() == [6.0] * 3
+            else:
+                loss = (hpcomm.nn.recv(channel) + 3).sum() * 3  # none of which saves anything
+                loss.backward()
+                again = loss.backward
+            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+                again()
+
+
+@over_all
+def test_a_second_backward_raises_before_it_waits(env: dict[str, str]) -> None:
+    ranks.run(2, backward_a_second_time, env=env)

@@ -77,7 +77,7 @@ std::size_t SendEdge::slot_bytes() const { return route_->slot_bytes(); }
 
 bool SendEdge::is_under_way() const {
   std::erase_if(under_way_, [](const WorkPtr& work) { return work->done(); });
-  return !under_way_.empty() || route_->is_looked_for();
+  return (!under_way_.empty() || route_->is_looked_for()) && !refusal_->is_closed();
 }
 
 void SendEdge::check_refused(int microbatch) const { refusal_->check_for(microbatch); }
@@ -168,7 +168,10 @@ WorkPtr SendEdge::send(std::string_view schema, std::vector<Source> tensors, Kee
   if (device().type == DeviceType::kCuda) {
     under_way_.assign(1, work);  // a lane runs them in order: when the last one has ended, all have
   } else if (!work->done()) {
-    std::erase_if(under_way_, [](const WorkPtr& one) { return one->done(); });
+    if (under_way_.size() >= look_at_) {  // as often as they double, or a sender far ahead would do nothing else
+      std::erase_if(under_way_, [](const WorkPtr& one) { return one->done(); });
+      look_at_ = 2 * under_way_.size() + 1;
+    }
     under_way_.push_back(work);
   }
   ++sequence_;
@@ -349,9 +352,11 @@ void Inbound::fail(std::exception_ptr error) {
       refusal.tell(why, why.kind() == ErrorKind::kSchemaMismatch ? at_hand : -1);  // a damaged header says nothing
       // Its payload stays unread: what follows on this communicator would meet the wrong one.
       communicator.abort(why);
+    } else {
+      refusal.tell_closed();
     }
   } catch (...) {
-    // Of this rank alone: a signal, most likely.
+    refusal.tell_closed();  // of this rank alone: a signal, most likely
   }
 }
 
@@ -397,7 +402,10 @@ RecvEdge::RecvEdge(EdgeConfig config, std::shared_ptr<Allocator> allocator) : co
   }
 }
 
-RecvEdge::~RecvEdge() = default;
+RecvEdge::~RecvEdge() {
+  route_->inbound().closed = true;  // before the sender hears of it
+  route_->inbound().refusal.tell_closed();
+}
 
 Receipt RecvEdge::recv(int microbatch, const OpOptions& options, const Meanwhile& meanwhile) {
   require_in_job(*config_.communicator, config_.communicator->context("recv", config_.peer, sequence_));

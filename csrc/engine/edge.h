@@ -106,7 +106,8 @@ class SendEdge {
   std::uint64_t sequence_ = 0;
   SchemaBook book_;
   KnownPtr last_;
-  mutable std::vector<WorkPtr> under_way_;  // and some that have ended: a small message may overtake a large one
+  mutable std::vector<WorkPtr> under_way_;  // and some that have ended
+  std::size_t look_at_ = 1;                 // the size at which these are let go of
 };
 
 // A message that was asked for. It may be read once the Work has ended.

@@ -1,8 +1,9 @@
 // A refusal is one Control message: the kind of error (a byte), the microbatch (4 bytes), the message's number (8),
-// then its text.
+// then its text. A single byte says that the receiver is gone.
 #include "engine/refusal.h"
 
 #include <cstring>
+#include <string_view>
 
 #include "base/hash.h"
 
@@ -13,6 +14,7 @@ namespace {
 constexpr auto kLookEvery = std::chrono::milliseconds(5);
 // Longer texts are cut: they list the leaves of a schema.
 constexpr std::size_t kMostText = 4000;
+constexpr std::string_view kClosed = "C";
 
 }  // namespace
 
@@ -35,7 +37,20 @@ void Refusal::tell(const Error& why, std::int32_t microbatch) noexcept {
   }
 }
 
-void Refusal::check() { look(false); }
+void Refusal::tell_closed() noexcept {
+  try {
+    control_->send(peer_, channel_, kClosed);
+  } catch (const std::exception&) {
+    // As above.
+  }
+}
+
+void Refusal::check() {
+  const std::lock_guard lock(mutex_);
+  if (has_come(false)) {
+    throw Error(*told_);
+  }
+}
 
 void Refusal::check_for(std::int32_t microbatch) {
   const std::lock_guard lock(mutex_);
@@ -49,17 +64,32 @@ void Refusal::look(bool on_lane) {
   if (has_come(on_lane)) {
     throw Error(*told_);
   }
+  if (closed_) {
+    throw Error(*closed_);
+  }
+}
+
+bool Refusal::is_closed() {
+  const std::lock_guard lock(mutex_);
+  return has_come(true) || closed_;  // the operations are none of a question's business
 }
 
 bool Refusal::has_come(bool on_lane) {
-  if (told_) {
-    return true;
+  if (told_ || closed_) {
+    return told_.has_value();
   }
   std::optional<std::string> body;
   try {
     body = control_->try_receive(peer_, channel_, Deadline{});
   } catch (const Error&) {
     return false;  // the operation that waits says so, or has ended well before
+  }
+  if (body == kClosed) {
+    closed_ = Error(ErrorKind::kPeerError,
+                    str("send: rank ", peer_, " has closed its end of this channel, or its receive was interrupted or ",
+                        "timed out: it takes no more messages"),
+                    {self_, peer_, -1, "send"});
+    return false;
   }
   std::int64_t sequence = -1;
   constexpr std::size_t kText = 1 + sizeof microbatch_ + sizeof sequence;
@@ -82,7 +112,7 @@ bool Refusal::has_come(bool on_lane) {
 bool Refusal::is_time() {
   const std::lock_guard lock(mutex_);
   const Deadline now = roughly_after({});
-  if (!told_ && now < next_look_) {
+  if (!told_ && !closed_ && now < next_look_) {
     return false;
   }
   next_look_ = now + kLookEvery;

@@ -1,4 +1,5 @@
-// Refusal: how the receiver of an edge tells the sender that it cannot take what came, so that both ends raise.
+// Refusal: how the receiver of an edge tells the sender that it cannot take what came, so that both ends raise; or that
+// it takes nothing more.
 #pragma once
 
 #include <cstdint>
@@ -20,19 +21,24 @@ class Refusal {
 
   // At the receiver: tells the sender of a mismatch, or of damage. `microbatch` is that of the message, or -1.
   void tell(const Error& why, std::int32_t microbatch) noexcept;
+  // At the receiver: it takes nothing more, because it is gone, or gave up. What was sent before may have arrived.
+  void tell_closed() noexcept;
   // At the sender: throws what the receiver told, once it has come, and ends the communicator's operations, which
   // nobody meets any more. From any thread but the communicator's own; also when the communicator is gone.
   void check();
   // The same, but throws only where the message of `microbatch` was refused, or one before it.
   void check_for(std::int32_t microbatch);
-  // The same, but looks no more than a few hundred times a second: for every message.
+  // The same for a message that is about to be sent, which a receiver that is gone will not take either; but looks no
+  // more than a few hundred times a second.
   void check_sometimes();
   // The same for a task on the communicator's lane, which has to end the operations itself: were this the last to hold
   // the communicator, its end would wait for its own lane.
   void check_on_lane();
+  // At the sender: whether the receiver takes nothing more.
+  [[nodiscard]] bool is_closed();
 
  private:
-  // Throws what has come.
+  // Throws what has come, also that the receiver is gone.
   void look(bool on_lane);
   // Whether there is something to throw. With the mutex held.
   [[nodiscard]] bool has_come(bool on_lane);
@@ -45,6 +51,7 @@ class Refusal {
   const std::uint64_t channel_;
   std::mutex mutex_;
   std::optional<Error> told_;
+  std::optional<Error> closed_;
   std::int32_t microbatch_ = -1;  // of what was refused
   Deadline next_look_{};
 };
