@@ -44,9 +44,13 @@ def before_the_wait(directory: str, rank: int) -> None:
     Path(directory, f"waits{rank}").touch()
 
 
-def stop_rank_1(directory: Path, function: Callable[..., Any], *arguments: object) -> None:
-    """Once all have called ``until_rank_1_is_stopped(directory, rank)``; the others have to ``ranks.tell("late")``."""
-    with ranks.spawn(3, function, *arguments, str(directory), env=SHM) as job:
+def stop_rank_1(
+    directory: Path, function: Callable[..., Any], *arguments: object, env: dict[str, str] | None = None
+) -> dict[int, Any]:
+    """Once all have called ``until_rank_1_is_stopped(directory, rank)``; the others have to ``ranks.tell("late")``.
+    Returns what the function returns there.
+    """
+    with ranks.spawn(3, function, *arguments, str(directory), env=env or SHM) as job:
         wait_for_files(directory, "ready*", 3)
         job.kill(1, signal.SIGSTOP)
         (directory / "stopped").touch()
@@ -56,6 +60,7 @@ def stop_rank_1(directory: Path, function: Callable[..., Any], *arguments: objec
         outcomes = job.wait()
     for rank in (0, 2):
         assert outcomes[rank].ok, outcomes[rank]
+    return {rank: outcomes[rank].value for rank in (0, 2)}
 
 
 def until_rank_1_is_stopped(directory: str, rank: int) -> None:

@@ -201,6 +201,93 @@ def test_16_bit_floats_are_summed_in_float32_and_rounded_once(run: Run) -> None:
     run(3, sums_of_16_bit_floats)
 
 
+def special_numbers() -> None:
+    """NaN wins in minima and maxima whichever rank has it; a sum of bools is "or", of bytes 0 and 1."""
+    with hpcomm.init(dp=3) as mesh:
+        comm, rank = mesh.dp, mesh.rank
+        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            for op in ("min", "max"):
+                for owner in range(3):
+                    for count in (4, 20_000):
+                        value = torch.ones(count, dtype=dtype)
+                        if rank == owner:
+                            value[1::2] = torch.nan
+                        comm.all_reduce(value, op)
+                        assert bool(value[1::2].isnan().all()), (dtype, op, owner)
+                        assert bool((value[::2] == 1).all()), (dtype, op, owner)
+        for count in (3, 20_001):
+            flags = torch.zeros(count, dtype=torch.bool)
+            flags[0], flags[1] = True, rank == 1
+            for _ in range(9):
+                comm.all_reduce(flags)
+            assert flags.view(torch.uint8).tolist()[:3] == [1, 1, 0]
+            flags[1] = rank != 1
+            comm.all_reduce(flags, "product")
+            assert flags.view(torch.uint8).tolist()[:3] == [1, 0, 0]
+            numbers = torch.full((count,), 1 + rank, dtype=torch.int16)
+            comm.all_reduce(numbers)
+            assert bool((numbers == 6).all())
+        product = torch.full((5,), 1j, dtype=torch.complex64)
+        comm.all_reduce(product, "product")
+        assert product.tolist() == [-1j] * 5
+
+
+def test_nan_bools_and_what_gloo_reduces_in_other_ways(run: Run) -> None:
+    run(3, special_numbers)
+
+
+def moved() -> None:
+    with hpcomm.init(dp=3) as mesh:
+        comm, rank = mesh.dp, mesh.rank
+        for dtype in (
+            torch.int16,
+            torch.complex64,
+            torch.complex128,
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+            torch.bool,
+        ):
+            own = torch.full((2,), rank % 2, dtype=dtype)
+            value = own.clone()
+            comm.broadcast(value, 1)
+            assert value.to(torch.float32).tolist() == [1, 1]
+            gathered = torch.empty(3, 2, dtype=dtype)
+            comm.all_gather(gathered, own)
+            assert gathered.to(torch.float32)[:, 0].tolist() == [0, 1, 0]
+            sent, received = torch.full((3,), rank % 2, dtype=dtype), torch.empty(3, dtype=dtype)
+            comm.all_to_all(received, sent)
+            assert received.to(torch.float32).tolist() == [0, 1, 0]
+            comm.all_to_all(sent, sent)
+            assert sent.to(torch.float32).tolist() == [0, 1, 0]
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values")
+def test_what_is_only_moved_may_be_of_any_dtype(run: Run) -> None:
+    run(3, moved)
+
+
+def impossible() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        comm = mesh.dp
+        for value, op in (
+            (torch.ones(4), "band"),
+            (torch.ones(4, dtype=torch.bool), "avg"),
+            (torch.ones(4, dtype=torch.complex64), "max"),
+            (torch.ones(4).to(torch.float8_e5m2), "sum"),
+        ):
+            before = value.clone()
+            with pytest.raises(hpcomm.InvalidArgument, match=rf"no {op} of \w+"):
+                comm.all_reduce(value, op)
+            assert torch.equal(value.view(torch.uint8), before.view(torch.uint8))
+        value = torch.ones(4)
+        comm.all_reduce(value)  # it goes on
+        assert value.tolist() == [2.0] * 4
+
+
+def test_what_cannot_be_reduced_is_refused_before_anything_moves(run: Run) -> None:
+    run(2, impossible)
+
+
 def half_an_exchange(limit: float) -> str:
     with hpcomm.init(dp=3, timeout=20.0) as mesh:
         comm, rank = mesh.dp, mesh.rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,14 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from losing import before_the_wait, interrupt, kill_rank_1, wait_for_files
+from losing import (
+    before_the_wait,
+    interrupt,
+    kill_rank_1,
+    stop_rank_1,
+    until_rank_1_is_stopped,
+    wait_for_files,
+)
 from torch import nn
 
 import hpcomm
@@ -355,6 +363,55 @@ def leaves_others_to_connect() -> None:
 
 def test_a_rank_that_leaves_while_others_connect_over_gloo() -> None:
     ranks.run(2, leaves_others_to_connect, env={"HPCOMM_CPU_TRANSPORT": "gloo"})
+
+
+def leaves_after_another(transport: str) -> tuple[int | None, str]:
+    """Rank 1 leaves; so does rank 0, because of that; rank 3 looks when both have."""
+    if transport == "hierarchical":
+        os.environ["HPCOMM_HOST"] = str(int(os.environ["RANK"]) // 2)
+    mesh = hpcomm.init(dp=4)
+    comm = mesh.dp
+    comm.all_reduce(torch.ones(1))
+    mesh.control.exchange(range(4), 0, b"", 30.0)
+    if mesh.rank == 1:
+        mesh.close()
+        return None, ""
+    if mesh.rank == 3:
+        while not mesh.control.has_left(0):
+            time.sleep(0.01)
+    with pytest.raises(hpcomm.RankFailed) as caught:
+        comm.all_reduce(torch.ones(1))
+    mesh.close()
+    return caught.value.peer, f"{transport}: {caught.value}"
+
+
+@pytest.mark.parametrize("transport", ["gloo", "hierarchical"])
+def test_of_those_that_left_the_first_is_named(transport: str) -> None:
+    env = {"HPCOMM_CPU_TRANSPORT": transport}
+    told = ranks.run(4, leaves_after_another, transport, env=env)
+    assert [peer for peer, _ in told] == [1, None, 1, 1], told
+
+
+def waits_for_a_silent_rank(limit: float, directory: str) -> tuple[int | None, str]:
+    mesh = hpcomm.init(dp=3, timeout=30.0)
+    mesh.dp.barrier()
+    until_rank_1_is_stopped(directory, mesh.rank)
+    with pytest.raises(hpcomm.TimedOut) as caught:
+        mesh.dp.all_reduce(torch.ones(1), timeout=limit)
+    ranks.tell("late")
+    return caught.value.peer, str(caught.value)
+
+
+def test_over_gloo_a_stopped_rank_is_named_as_well(tmp_path: Path) -> None:
+    # Suspect after a quarter of the heartbeat's limit.
+    env = {"HPCOMM_CPU_TRANSPORT": "gloo", "HPCOMM_HEARTBEAT_TIMEOUT": "12"}
+    for peer, text in stop_rank_1(tmp_path, waits_for_a_silent_rank, 5.0, env=env).values():
+        assert peer == 1, text
+        assert re.search(
+            r"all_reduce #\d+ on lane dp took longer than its time-out.*; nothing has been heard from rank 1 "
+            r"for [345] s$",
+            text,
+        ), text
 
 
 def backward_without_rank_1(directory: str) -> tuple[int, int, str]:

@@ -341,10 +341,23 @@ def of_any_dtype() -> None:
             gathered = torch.empty(4, 3, dtype=dtype)
             comm.all_gather(gathered, torch.full((3,), rank % 2, dtype=dtype))
             assert gathered.float()[:, 0].tolist() == [0, 1, 0, 1]
-        number = torch.ones(3, dtype=torch.int16)
-        with pytest.raises(hpcomm.TransportError, match="all_reduce #"):
-            comm.all_reduce(number)
-        assert number.tolist() == [1, 1, 1]
+            moved = torch.empty(4, dtype=dtype)
+            comm.all_to_all(moved, torch.full((4,), rank % 2, dtype=dtype))
+            assert moved.float().tolist() == [0, 1, 0, 1]
+        number = torch.full((3,), 1 + rank, dtype=torch.int16)
+        comm.all_reduce(number)
+        assert number.tolist() == [10, 10, 10]
+        flags = torch.tensor([True, rank == 2, False])
+        for _ in range(8):
+            comm.all_reduce(flags)
+        assert flags.view(torch.uint8).tolist() == [1, 1, 0]
+        for owner in range(4):
+            worst = torch.tensor([1.0, torch.nan if rank == owner else 2.0])
+            comm.all_reduce(worst, "max")
+            assert worst[0] == 1
+            assert bool(worst[1].isnan())
+        with pytest.raises(hpcomm.InvalidArgument, match="no sum of float8_e4m3fn"):
+            comm.all_reduce(torch.ones(3).to(torch.float8_e4m3fn))
         with pytest.raises(hpcomm.InvalidArgument, match="no band of float32"):
             comm.all_reduce(torch.ones(3), "band")
         number = torch.full((3,), 1j, dtype=torch.complex64)
@@ -353,7 +366,7 @@ def of_any_dtype() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex values")
-def test_what_gloo_cannot_reduce_is_moved_or_refused_alike() -> None:
+def test_what_gloo_cannot_reduce_is_moved_reduced_or_refused_alike() -> None:
     run("0101", of_any_dtype)
 
 

@@ -87,6 +87,14 @@ class Control {
   [[nodiscard]] virtual bool has_ended(int peer) const = 0;
   // True when nothing more will come from `peer`: it said goodbye, its connection has ended, or it is us after close().
   [[nodiscard]] virtual bool has_left(int peer) const = 0;
+  // Peers of which that is true, in the order in which this rank heard of it.
+  [[nodiscard]] virtual std::vector<int> departed() const { return {}; }
+  // Peers of which nothing has been heard for a quarter of the heartbeat's limit or more, and since when.
+  struct Silence {
+    int peer;
+    Deadline since;
+  };
+  [[nodiscard]] virtual std::vector<Silence> silences() const { return {}; }
   // The first failure of the job that this rank knows of: kRankFailed or kPeerError.
   [[nodiscard]] virtual std::optional<Error> failure() const = 0;
   // Throws failure().

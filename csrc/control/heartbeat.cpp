@@ -2,6 +2,7 @@
 #include "control/heartbeat.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace hpcomm::control {
 
@@ -13,18 +14,21 @@ Heartbeat::Heartbeat(milliseconds limit, std::size_t size, Deadline now)
       awake_(now),
       peers_(size) {}
 
-void Heartbeat::woke(Deadline now) {
-  if (now - awake_ > std::max(limit_ / 4, 2 * interval_)) {
+bool Heartbeat::woke(Deadline now) {
+  const bool slept = now - awake_ > std::max(limit_ / 4, 2 * interval_);
+  if (slept) {
     for (Peer& peer : peers_) {
       peer.heard = now;
+      peer.suspect = false;
     }
   }
   awake_ = now;
+  return slept;
 }
 
-void Heartbeat::heard(int peer, Deadline now) {
+bool Heartbeat::heard(int peer, Deadline now) {
   Peer& from = peers_[static_cast<std::size_t>(peer)];
-  from = Peer{now, true, false};
+  return std::exchange(from, Peer{now, true, false}).suspect;
 }
 
 Heartbeat::Verdict Heartbeat::judge(int peer, Deadline now) {

@@ -21,12 +21,16 @@ class Heartbeat {
   [[nodiscard]] std::chrono::milliseconds interval() const noexcept { return interval_; }
 
   // To be called in every round of the I/O thread, before what has arrived is read. When the thread did not run for
-  // long itself (a stopped process, a host that slept), silence says nothing about the peers: they start afresh.
-  void woke(Deadline now);
-  // A peer is watched from the first thing it says: until then it may still wait for others, in its start.
-  void heard(int peer, Deadline now);
+  // long itself (a stopped process, a host that slept), silence says nothing about the peers: they start afresh, and
+  // the answer is true.
+  bool woke(Deadline now);
+  // A peer is watched from the first thing it says: until then it may still wait for others, in its start. True if it
+  // was suspect.
+  bool heard(int peer, Deadline now);
   // kSuspect once for each silence.
   [[nodiscard]] Verdict judge(int peer, Deadline now);
+  // When it said something last.
+  [[nodiscard]] Deadline last_heard(int peer) const { return peers_[static_cast<std::size_t>(peer)].heard; }
 
  private:
   struct Peer {

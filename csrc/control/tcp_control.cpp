@@ -13,7 +13,6 @@
 #include <utility>
 
 #include "base/fork.h"
-#include "control/say.h"
 
 namespace hpcomm::control {
 
@@ -231,6 +230,11 @@ TcpControl::PeerState TcpControl::state_of(int peer) const {
   return peers_[static_cast<std::size_t>(peer)].state;
 }
 
+std::vector<int> TcpControl::departed() const {
+  std::lock_guard lock(mutex_);
+  return departed_;
+}
+
 std::optional<Error> TcpControl::failure() const {
   try {
     require_own_process("failure");
@@ -313,7 +317,10 @@ void TcpControl::run() {
     rest(fds, in_midst, next_beat);
     // One time for the whole round: were this thread stopped further down, the next round would see that first.
     const Deadline now = Clock::now();
-    heartbeat_.woke(now);
+    if (heartbeat_.woke(now)) {
+      std::lock_guard lock(mutex_);
+      silences_.clear();
+    }
     if (fds[0].revents != 0) {
       std::uint64_t drained = 0;
       (void)!::read(wake_.get(), &drained, sizeof drained);
@@ -336,53 +343,6 @@ void TcpControl::run() {
     }
   }
   tell_lenders();  // whoever waits for one of them must not wait for the end of this object
-}
-
-// On connections where nothing else was said since the last time. What still waits to be sent needs no help.
-void TcpControl::beat() {
-  std::lock_guard lock(mutex_);
-  for (Peer& peer : peers_) {
-    if (peer.fd.valid() && peer.state == PeerState::kOpen && !closing_ && !peer.spoke && peer.outgoing.empty()) {
-      send_frame(peer, FrameKind::kHeartbeat, 0, {});
-    }
-    peer.spoke = false;
-  }
-}
-
-void TcpControl::look_for_silence(Deadline now) {
-  using Seconds = std::chrono::duration<double>;
-  for (int r = 0; r < size(); ++r) {
-    Peer& peer = peers_[static_cast<std::size_t>(r)];
-    bool between_frames = false;
-    {
-      std::lock_guard lock(mutex_);
-      between_frames = peer.outgoing.between_frames();
-      if (peer.state != PeerState::kOpen || failure_ || closing_) {
-        continue;
-      }
-    }
-    switch (heartbeat_.judge(r, now)) {
-      case Heartbeat::Verdict::kFine:
-        break;
-      case Heartbeat::Verdict::kSuspect:
-        say(str("hpcomm: rank ", rank_, " has not heard from rank ", r, " for ",
-                Seconds(heartbeat_.limit() / 4).count(), " s; at ", Seconds(heartbeat_.limit()).count(),
-                " s it gives up\n"));
-        break;
-      case Heartbeat::Verdict::kDead: {
-        const std::string limit = str(Seconds(heartbeat_.limit()).count());
-        lose(r, str("no heartbeat for ", limit, " s: its host or the link to it is down, or the process is stopped"));
-        // Should it wake up again, it learns why the others have gone on without it.
-        if (between_frames) {
-          const std::string why = str("it had not heard from rank ", r, " for ", limit, " s");
-          const std::string bytes = encode(FrameKind::kAbort, 0, why);
-          (void)!::send(peer.fd.get(), bytes.data(), bytes.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
-        }
-        (void)::shutdown(peer.fd.get(), SHUT_RDWR);
-        break;
-      }
-    }
-  }
 }
 
 void TcpControl::tell_all(FrameKind kind, std::uint64_t channel, std::string_view text, int but) {
@@ -417,6 +377,7 @@ void TcpControl::leave(int rank, PeerState how) {
     departed_.push_back(rank);
   }
   waits_.forget(rank);
+  std::erase_if(silences_, [rank](const Silence& silence) { return silence.peer == rank; });
   state = how;
 }
 

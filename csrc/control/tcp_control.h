@@ -53,6 +53,8 @@ class TcpControl final : public Control {
   [[nodiscard]] bool has_left(int peer) const override {
     return peer == rank_ ? is_closing() : state_of(peer) != PeerState::kOpen;
   }
+  [[nodiscard]] std::vector<int> departed() const override;
+  [[nodiscard]] std::vector<Silence> silences() const override;
   [[nodiscard]] std::optional<Error> failure() const override;
   std::uint64_t on_failure(std::function<void(const Error&)> listener) override;
   std::uint64_t on_departure(std::function<void(int)> listener) override;
@@ -96,6 +98,7 @@ class TcpControl final : public Control {
   void run();
   void beat();
   void look_for_silence(Deadline now);
+  void hear(int peer);
   // Who waits for long, where this is the first rank of those that are there.
   void show_waits(Deadline now);
   [[nodiscard]] std::vector<int> present() const;  // with mutex_ held; this rank is
@@ -131,9 +134,10 @@ class TcpControl final : public Control {
   std::vector<Peer> peers_;
   std::map<std::pair<int, std::uint64_t>, Inbox> inboxes_;  // never erased: waiters hold references
   std::optional<Error> failure_;
-  std::vector<int> departed_;  // in the order in which they left
-  std::vector<Told> told_;     // for tell_lenders()
-  WaitTable waits_;            // of the ranks that say so to this one, and its own
+  std::vector<int> departed_;      // in the order in which they left
+  std::vector<Silence> silences_;  // that have not ended
+  std::vector<Told> told_;         // for tell_lenders()
+  WaitTable waits_;                // of the ranks that say so to this one, and its own
   bool closing_ = false;
   bool was_told_ = false;  // of failure_, by another rank
   bool stop_ = false;

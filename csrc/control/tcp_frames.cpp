@@ -66,7 +66,7 @@ void TcpControl::read_from(int rank) {
       }
       return;
     }
-    heartbeat_.heard(rank, Clock::now());
+    hear(rank);
     const std::size_t landed = std::min(static_cast<std::size_t>(got), landing.size());
     take_in(rank, landed, {chunk.data(), static_cast<std::size_t>(got) - landed});
     total += static_cast<std::size_t>(got);

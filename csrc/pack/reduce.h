@@ -10,7 +10,7 @@
 namespace hpcomm {
 
 // False for the combinations that reduce_cpu() refuses: bitwise operations on floating point, order on complex numbers,
-// the average of integers, any arithmetic on float8.
+// the average of bools, any arithmetic on float8.
 [[nodiscard]] bool can_reduce(DType dtype, ReduceOp op) noexcept;
 
 // target[i] = sources[0][i] op sources[1][i] op ..., evaluated from left to right, so equal inputs in equal order give

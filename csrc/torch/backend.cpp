@@ -166,10 +166,7 @@ HpcommBackend::C10dWork HpcommBackend::_allgather_base(at::Tensor& output, at::T
   return for_torch([&] {
     const Call call{c10d::OpType::_ALLGATHER_BASE, "all_gather", "hpcomm:_all_gather_base", options.asyncOp,
                     options.timeout};
-    HPCOMM_REQUIRE(output.numel() == input.numel() * size_ && output.scalar_type() == input.scalar_type(),
-                   "all_gather over ", size_, " ranks: the output must have the input's dtype and ", size_,
-                   " times its elements, got ", input.dtype().name(), " ", input.sizes(), " and ",
-                   output.dtype().name(), " ", output.sizes());
+    require_whole(output, input, size_, "all_gather", "output");
     if (is_direct(output) && is_direct(input) && !overlap_elsewhere(output, input, rank_)) {
       const BufferView to = movable_view(output, call.name, kHost);
       const BufferView from = movable_view(input, call.name, kHost);
@@ -219,10 +216,7 @@ HpcommBackend::C10dWork HpcommBackend::_reduce_scatter_base(at::Tensor& output, 
   return for_torch([&] {
     const Call call{c10d::OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", "hpcomm:_reduce_scatter_base",
                     options.asyncOp, options.timeout};
-    HPCOMM_REQUIRE(input.numel() == output.numel() * size_ && output.scalar_type() == input.scalar_type(),
-                   "reduce_scatter over ", size_, " ranks: the input must have the output's dtype and ", size_,
-                   " times its elements, got ", input.dtype().name(), " ", input.sizes(), " and ",
-                   output.dtype().name(), " ", output.sizes());
+    require_whole(input, output, size_, "reduce_scatter", "input");
     const Reduction how = reduction(options.reduceOp, call.name);
     if (is_direct(output) && is_direct(input) && how.is_plain() && !overlap_elsewhere(input, output, rank_)) {
       const BufferView to = reducible_view(output, how.op, call.name, kHost);

@@ -36,6 +36,13 @@ void require_parts(const std::vector<at::Tensor>& parts, const at::Tensor& like,
   }
 }
 
+void require_whole(const at::Tensor& whole, const at::Tensor& part, int size, const char* what, const char* name) {
+  HPCOMM_REQUIRE(whole.numel() == part.numel() * size && whole.scalar_type() == part.scalar_type(), what, " over ",
+                 size, " ranks: the ", name, " must have the dtype of the part of each rank and ", size,
+                 " times its elements, got ", whole.dtype().name(), " ", whole.sizes(), " for parts of ",
+                 part.dtype().name(), " ", part.sizes());
+}
+
 bool is_even(const std::vector<at::Tensor>& parts) {
   return std::all_of(parts.begin(), parts.end(),
                      [&](const at::Tensor& part) { return part.numel() == parts.front().numel(); });

@@ -14,6 +14,8 @@ namespace hpcomm {
 void require_root(std::int64_t root, int size, const char* what);
 // A part for each rank, of the dtype and size of `like`.
 void require_parts(const std::vector<at::Tensor>& parts, const at::Tensor& like, int size, const char* what);
+// That `whole` (the call's "input" or "output", as `name` says) has the elements of a part for each rank, in its dtype.
+void require_whole(const at::Tensor& whole, const at::Tensor& part, int size, const char* what, const char* name);
 // True when all have as many elements.
 [[nodiscard]] bool is_even(const std::vector<at::Tensor>& parts);
 // An output for each input, and at least one.

@@ -14,6 +14,10 @@ c10::intrusive_ptr<c10d::Work> start_collective(c10d::Backend& backend, const Co
                                                 std::chrono::milliseconds limit) {
   at::Tensor output = as_tensor(operation.output, operation.options.keepalive);
   at::Tensor input = as_tensor(operation.input, operation.options.keepalive);
+  if (operation.kind != Kind::kAllReduce && operation.kind != Kind::kBarrier) {
+    output = output.view(at::kByte);  // what is only moved may be of a dtype that gloo does not know
+    input = input.defined() ? input.view(at::kByte) : input;
+  }
   std::vector<at::Tensor> one{output};
   switch (operation.kind) {
     case Kind::kAllReduce: {
@@ -63,6 +67,21 @@ void require_reducible(const Communicator::Operation& operation) {
   HPCOMM_REQUIRE(can_reduce(operation.output.dtype, operation.op),
                  operation.kind == Kind::kAllReduce ? "all_reduce" : "reduce_scatter", ": no ", to_string(operation.op),
                  " of ", to_string(operation.output.dtype));
+}
+
+bool is_reduced_by_gloo(const Communicator::Operation& operation) noexcept {
+  switch (operation.output.dtype) {
+    case DType::kUInt8:
+    case DType::kInt8:
+    case DType::kInt32:
+    case DType::kInt64:
+      return true;
+    case DType::kFloat32:
+    case DType::kFloat64:
+      return operation.op != ReduceOp::kMin && operation.op != ReduceOp::kMax;
+    default:
+      return false;
+  }
 }
 
 std::vector<at::Tensor> parts(const at::Tensor& whole, int count) { return whole.view({count, -1}).unbind(0); }

@@ -9,6 +9,7 @@
 #include <thread>
 #include <utility>
 
+#include "comm/absent.h"
 #include "comm/agreement.h"
 #include "comm/host_communicator.h"
 #include "comm/issued.h"
@@ -129,11 +130,13 @@ class C10dCommunicator final : public HostCommunicator {
           transfer({operation.receiving(), operation.sending()}, deadline);
           return;
         case Operation::Kind::kReduceScatter:
+          require_reducible(operation);
           reduce_scatter(operation, deadline);
           return;
         case Operation::Kind::kAllReduce:
-          if (is_floating(operation.output.dtype) && size_of(operation.output.dtype) == 2) {
-            all_reduce_in_float32(operation, deadline);
+          require_reducible(operation);
+          if (!is_reduced_by_gloo(operation)) {
+            all_reduce_by_parts(operation, deadline);
             return;
           }
           [[fallthrough]];
@@ -321,16 +324,14 @@ class C10dCommunicator final : public HostCommunicator {
   // gloo's reduce_scatter is an all_reduce. Here every rank is sent its own part by all others, half as many bytes, and
   // reduces it in rank order.
   void reduce_scatter(const Operation& operation, Deadline deadline) {
-    require_reducible(operation);
     if (operation.output.count > 0) {
       reduce_part(operation, operation.output, as_tensor(operation.input, operation.options.keepalive), deadline);
     }
   }
 
-  // gloo rounds a sum of 16-bit floats at each hop. Here every rank reduces a part, in float32, and all gather these:
-  // as many bytes as an all_reduce. Short ones all gather, and reduce themselves.
-  void all_reduce_in_float32(const Operation& operation, Deadline deadline) {
-    require_reducible(operation);
+  // Every rank reduces a part, and all gather these: as many bytes as an all_reduce. Short ones all gather, and reduce
+  // themselves.
+  void all_reduce_by_parts(const Operation& operation, Deadline deadline) {
     const BufferView& buffer = operation.output;
     if (buffer.count == 0) {
       return;
@@ -372,8 +373,8 @@ class C10dCommunicator final : public HostCommunicator {
   void gather(const Operation& operation, const at::Tensor& all, const at::Tensor& own, Deadline deadline) {
     c10d::AllgatherOptions options;
     options.timeout = left_until(deadline);
-    std::vector<std::vector<at::Tensor>> outputs{parts(all, size())};
-    std::vector<at::Tensor> inputs{own};
+    std::vector<std::vector<at::Tensor>> outputs{parts(all.view(at::kByte), size())};
+    std::vector<at::Tensor> inputs{own.view(at::kByte)};
     wait_collective(operation, backend_->allgather(outputs, inputs, options), deadline);
   }
 
@@ -388,7 +389,7 @@ class C10dCommunicator final : public HostCommunicator {
 
   // A rank that closed its Control and lives on takes part in nothing more, but keeps gloo's connections open.
   void watch_departures(const Operation& operation) {
-    const std::optional<int> gone = who_left();
+    const std::optional<int> gone = first_left(control(), ranks());
     if (gone && !farewell_) {
       farewell_ = Clock::now() + kFarewell;
     } else if (gone && Clock::now() >= *farewell_) {
@@ -397,20 +398,22 @@ class C10dCommunicator final : public HostCommunicator {
     }
   }
 
-  // In order: after a failure, an abort is on its way, and says more.
-  [[nodiscard]] std::optional<int> who_left() const {
-    const auto gone = std::find_if(ranks().begin(), ranks().end(), [this](int member) {
-      return member != control().rank() && control().has_left(member);
-    });
-    return gone == ranks().end() || control().failure() ? std::nullopt : std::optional(*gone);
-  }
-
   [[noreturn]] void fail_without(int gone, const Operation& operation) {
     ErrorContext what = what_of(operation);
     what.peer = gone;
     const Error error(ErrorKind::kRankFailed, str(title_of(what, lane()), ": rank ", gone, " has left the job"), what);
     abort(error);
     throw error;
+  }
+
+  // The backend may still finish it one day, or has closed the pair: nothing can follow in order.
+  [[noreturn]] void fail_late(const Operation& operation, const std::string& more) {
+    ErrorContext what = what_of(operation);
+    const std::string title = str(title_of(what, lane()), what.peer < 0 ? "" : str(" with rank ", what.peer));
+    const std::string silence = told_of_silence(control(), ranks(), what);
+    const Error late(ErrorKind::kTimedOut, str(title, " took longer than its time-out", more, silence), what);
+    abort(late);
+    throw late;
   }
 
   [[nodiscard]] ErrorContext what_of(const Operation& operation) const {
@@ -440,12 +443,7 @@ class C10dCommunicator final : public HostCommunicator {
     }
     if (abandoned_) {
       throw_if_aborted(what_of(operation));
-      const Error late(ErrorKind::kTimedOut,
-                       str(operation_name(operation.kind), " #", operation.sequence, " on lane ", lane(),
-                           " took longer than its time-out; did every rank of the group issue it?"),
-                       context(operation_name(operation.kind), operation.peer, operation.sequence));
-      abort(late);  // the backend may still finish it one day: nothing can follow in order
-      throw late;
+      fail_late(operation, "; did every rank of the group issue it?");
     }
     if (future->hasError()) {
       std::rethrow_exception(future->exception_ptr());
@@ -459,18 +457,14 @@ class C10dCommunicator final : public HostCommunicator {
     const std::string where = str(operation_name(operation.kind), " #", operation.sequence, " on lane ", lane());
     // Backends count whole milliseconds and may be early by one.
     if (Clock::now() + std::chrono::milliseconds(2) >= deadline) {
-      const Error late(ErrorKind::kTimedOut,
-                       str(where, what.peer < 0 ? "" : str(" with rank ", what.peer), " took longer than its time-out"),
-                       what);
-      abort(late);  // gloo closes the pair: nothing can follow
-      throw late;
+      fail_late(operation, "");
     }
     const Deadline patience = Clock::now() + kBlameWait;
-    while (Clock::now() < patience && !aborted() && !who_left()) {
+    while (Clock::now() < patience && !aborted() && !first_left(control(), ranks())) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     throw_if_aborted(what);
-    if (const std::optional<int> gone = who_left()) {
+    if (const std::optional<int> gone = first_left(control(), ranks())) {
       fail_without(*gone, operation);  // its end closed the connection
     }
     throw Error(ErrorKind::kTransport, str(where, ": ", error), what);

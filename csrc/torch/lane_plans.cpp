@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "torch/backend_args.h"
 #include "torch/backend_step.h"
 #include "torch/lane_backend.h"
 
@@ -88,10 +89,7 @@ LaneBackend::Plan LaneBackend::all_reduce_plan(const at::Tensor& tensor, const c
 }
 
 LaneBackend::Plan LaneBackend::all_gather_plan(const at::Tensor& output, const at::Tensor& input) {
-  HPCOMM_REQUIRE(output.numel() == input.numel() * size_ && output.scalar_type() == input.scalar_type(),
-                 "all_gather over ", size_, " ranks: the output must have the input's dtype and ", size_,
-                 " times its elements, got ", input.dtype().name(), " ", input.sizes(), " and ", output.dtype().name(),
-                 " ", output.sizes());
+  require_whole(output, input, size_, "all_gather", "output");
   Plan plan;
   const BufferView to = movable_view(target(output, plan), "all_gather", device());
   const BufferView from = movable_view(source(input, plan), "all_gather", device());
@@ -101,10 +99,7 @@ LaneBackend::Plan LaneBackend::all_gather_plan(const at::Tensor& output, const a
 
 LaneBackend::Plan LaneBackend::reduce_scatter_plan(const at::Tensor& output, const at::Tensor& input,
                                                    const c10d::ReduceOp& op) {
-  HPCOMM_REQUIRE(input.numel() == output.numel() * size_ && output.scalar_type() == input.scalar_type(),
-                 "reduce_scatter over ", size_, " ranks: the input must have the output's dtype and ", size_,
-                 " times its elements, got ", input.dtype().name(), " ", input.sizes(), " and ", output.dtype().name(),
-                 " ", output.sizes());
+  require_whole(input, output, size_, "reduce_scatter", "input");
   Plan plan;
   const Reduction how = reduction(op, "reduce_scatter");
   at::Tensor ready = source(input, plan);

@@ -230,6 +230,19 @@ BOTH(waiter_is_woken_when_its_peer_leaves) {
   });
 }
 
+BOTH(departures_are_known_in_their_order) {
+  const auto controls = connect(4);
+  for (const int rank : {2, 0, 3}) {
+    controls[static_cast<std::size_t>(rank)]->close();
+    const Deadline end = soon();
+    while (!controls[1]->has_left(rank) && Clock::now() < end) {
+      std::this_thread::sleep_for(1ms);
+    }
+  }
+  CHECK(controls[1]->departed() == std::vector<int>({2, 0, 3}));
+  CHECK(controls[1]->silences().empty());
+}
+
 BOTH(waiter_is_woken_by_its_own_close) {
   const auto controls = connect(2);
   std::thread waiter([&] {

@@ -71,11 +71,12 @@ TEST(heartbeat_judges_by_the_last_word) {
   };
   CHECK(beats.interval() == 1s);
   CHECK(after(1000s) == Verdict::kFine);  // who has not spoken yet may still be starting
-  beats.heard(1, start + 1000s);
+  CHECK(!beats.heard(1, start + 1000s));
   CHECK(after(1004999ms) == Verdict::kFine);
   CHECK(after(1005000ms) == Verdict::kSuspect);
   CHECK(after(1006s) == Verdict::kFine);  // said once
-  beats.heard(1, start + 1007s);
+  CHECK(beats.last_heard(1) == start + 1000s);
+  CHECK(beats.heard(1, start + 1007s));  // it was suspect
   CHECK(after(1011s) == Verdict::kFine);
   CHECK(after(1012s) == Verdict::kSuspect);
   CHECK(after(1026999ms) == Verdict::kFine);
@@ -106,6 +107,25 @@ TEST(heartbeat_own_sleep_is_no_silence_of_the_peers) {
     CHECK(beats.judge(1, now) != Heartbeat::Verdict::kDead);
   }
   CHECK(beats.judge(1, morning + 20s) == Heartbeat::Verdict::kDead);
+}
+
+TEST(control_knows_who_is_silent_and_since_when) {
+  const Deadline begin = Clock::now();
+  const BeatingPair pair(4s);
+  pair.peer->say(kBeat);  // watched from here on
+  const Deadline end = soon();
+  while (pair.mine->silences().empty() && Clock::now() < end) {
+    std::this_thread::sleep_for(10ms);
+  }
+  const auto silences = pair.mine->silences();
+  CHECK(silences.size() == 1 && silences.front().peer == 1);
+  CHECK(silences.empty() || (silences.front().since >= begin && silences.front().since <= Clock::now() - 1s));
+  CHECK(!pair.mine->failure());
+  pair.peer->say(kBeat);
+  while (!pair.mine->silences().empty() && Clock::now() < end) {
+    std::this_thread::sleep_for(1ms);
+  }
+  CHECK(pair.mine->silences().empty());
 }
 
 TEST(control_says_that_it_is_there) {

@@ -10,9 +10,11 @@
 #include <string>
 #include <utility>
 
+#include "comm/absent.h"
 #include "comm/agreement.h"
 #include "comm/host_communicator.h"
 #include "comm/issued.h"
+#include "pack/reduce.h"
 
 namespace hpcomm {
 
@@ -27,24 +29,6 @@ constexpr std::size_t kAllCross = std::size_t{4} << 20;
 BufferView range(const BufferView& whole, std::size_t first, std::size_t count) {
   const std::size_t width = size_of(whole.dtype);
   return {static_cast<char*>(whole.data) + first * width, count * width, count, whole.dtype, whole.device};
-}
-
-// Numbers that gloo reduces, whatever the operation.
-bool sums_between_hosts(DType dtype) noexcept {
-  switch (dtype) {
-    case DType::kBool:
-    case DType::kUInt8:
-    case DType::kInt8:
-    case DType::kInt32:
-    case DType::kInt64:
-    case DType::kFloat16:
-    case DType::kBFloat16:
-    case DType::kFloat32:
-    case DType::kFloat64:
-      return true;
-    default:
-      return false;
-  }
 }
 
 // For what is only moved: not every dtype is one of gloo's.
@@ -196,14 +180,14 @@ class HierarchicalCommunicator final : public HostCommunicator {
       HPCOMM_ASSERT(false, "not a collective");
     }
 
-    // Has it no levels? An average of integers is rounded once, of the whole sum; and what gloo cannot reduce it
-    // refuses on all ranks before anything has moved.
+    // Has it no levels? An average of integers is rounded once, of the whole sum; and what nobody can reduce is refused
+    // on all ranks before anything has moved.
     [[nodiscard]] bool is_whole() const noexcept {
       const DType dtype = operation.output.dtype;
       switch (operation.kind) {
         case Operation::Kind::kAllReduce:
         case Operation::Kind::kReduceScatter:
-          return (operation.op == ReduceOp::kAverage && !is_floating(dtype)) || !sums_between_hosts(dtype);
+          return (operation.op == ReduceOp::kAverage && !is_floating(dtype)) || !can_reduce(dtype, operation.op);
         case Operation::Kind::kAllToAll:
           return true;
         default:
@@ -350,6 +334,11 @@ class HierarchicalCommunicator final : public HostCommunicator {
     if (const std::size_t at = text.find(kNothingMoved); at != std::string::npos) {
       text.replace(at, kNothingMoved.size(),
                    ". Other hosts may have begun, so the communicator has ended; HPCOMM_CHECK=1 finds this before");
+    }
+    // A level knows its own ranks. One that left may have done so because another had, of another host.
+    if (const auto first = first_left(control(), ranks()); why.kind() == ErrorKind::kRankFailed && first) {
+      text += *first == what.peer ? "" : str("; before, rank ", *first, " had left");
+      what.peer = *first;
     }
     const Error told(why.kind(), str(title_of(what, lane()), ": ", text), what);
     if (!goes_on) {

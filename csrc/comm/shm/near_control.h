@@ -56,6 +56,8 @@ class NearControl final : public Control {
   [[nodiscard]] bool has_left(int peer) const override {
     return (peer != rank() || stopped_) && below_->has_left(peer);  // asked of this rank with every message
   }
+  [[nodiscard]] std::vector<int> departed() const override { return below_->departed(); }
+  [[nodiscard]] std::vector<Silence> silences() const override { return below_->silences(); }
   [[nodiscard]] std::optional<Error> failure() const override { return below_->failure(); }
   std::uint64_t on_failure(std::function<void(const Error&)> listener) override {
     return below_->on_failure(std::move(listener));
