@@ -164,7 +164,17 @@ def summary(found: Sequence[Result]) -> str:
     aims = [aim for result in found for aim in result.section.aims]
     missed = [f"- {aim.what}: {aim.got}, aim {aim.wanted}" for aim in aims if not aim.met]
     count = f"Of {len(aims)} aims {len(aims) - len(missed)} are met in these runs"
-    return "\n".join([*table, "", AIMS, f"{count}; missed:" if missed else f"{count}.", "", *missed]).rstrip()
+    head = [*table, "", measured_at(found), "", AIMS, f"{count}; missed:" if missed else f"{count}."]
+    return "\n".join([*head, "", *missed]).rstrip()
+
+
+def measured_at(found: Sequence[Result]) -> str:
+    """The revisions, for a file is measured anew when what it measures has changed."""
+    by_revision: dict[str, list[str]] = {}
+    for result in found:
+        by_revision.setdefault(result.document["environment"].get("revision", "unknown"), []).append(result.file.name)
+    files = [f"- {revision[:7]}: {', '.join(names)}" for revision, names in by_revision.items()]
+    return "\n".join(["The files of results, by the revision that they were measured at:", "", *files])
 
 
 def aims_of(result: Result) -> list[str]:

@@ -79,9 +79,14 @@ def test_ratios_are_of_the_same_round() -> None:
 
 def test_the_block_of_readme_lists_misses(tmp_path: Path) -> None:
     row = {"case": "1 x 4 B", "seconds": {"channel": [3e-6], "send": [60e-6]}}
-    document = {"arguments": {"peers": ["channel", "send"]}, "environment": {"transport": "shm"}, "rows": [row]}
+    document = {
+        "arguments": {"peers": ["channel", "send"]},
+        "environment": {"transport": "shm", "revision": "0123456789ab"},
+        "rows": [row],
+    }
     (tmp_path / "p2p-cpu-2-ranks.json").write_text(json.dumps(document))
     text = cpu_figures.summary(cpu_figures.results(tmp_path))
+    assert "\n- 0123456: p2p-cpu-2-ranks\n" in text
     assert "Of 1 aims 0 are met in these runs; missed:\n\n- round trip of 4 B by a Channel: 6.0 us" in text
 
 
