@@ -13,6 +13,7 @@
 #include "torch/backend.h"
 #include "torch/backend_work.h"
 #include "torch/device.h"
+#include "torch/forwarding_backend.h"
 #include "torch/gil.h"
 #include "torch/lane_backend.h"
 #include "torch/lost_operations.h"
@@ -22,16 +23,12 @@ namespace hpcomm {
 
 namespace {
 
-class DeviceBackend final : public c10d::Backend {
+class DeviceBackend final : public ForwardingBackend {
  public:
-  using Tensors = std::vector<at::Tensor>;
-  using TensorLists = std::vector<std::vector<at::Tensor>>;
-  using C10dWork = c10::intrusive_ptr<c10d::Work>;
-
   // `host` is `cpu` where that is ours.
   DeviceBackend(c10::intrusive_ptr<c10d::Backend> cpu, c10::intrusive_ptr<HpcommBackend> host, CommunicatorConfig group,
                 std::shared_ptr<BackendJob> job, const NcclOptions& options)
-      : c10d::Backend(cpu->getRank(), cpu->getSize()),
+      : ForwardingBackend(cpu->getRank(), cpu->getSize()),
         cpu_(std::move(cpu)),
         host_(std::move(host)),
         group_(std::move(group)),
@@ -74,61 +71,6 @@ class DeviceBackend final : public c10d::Backend {
   // Messages of GPUs that go both ways have to be issued together.
   bool supportsCoalescing() const override { return true; }
 
-  C10dWork broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return noted(of(tensors).broadcast(tensors, options));
-  }
-  C10dWork allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return noted(of(tensors).allreduce(tensors, options));
-  }
-  C10dWork allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return noted(of(tensors).allreduce_sparse(tensors, options));
-  }
-  C10dWork allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
-    return noted(of(tensors).allreduce_coalesced(tensors, options));
-  }
-  C10dWork reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    return noted(of(tensors).reduce(tensors, options));
-  }
-  C10dWork allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    return noted(of(inputs).allgather(outputs, inputs, options));
-  }
-  C10dWork _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
-    return noted(of(input)._allgather_base(output, input, options));
-  }
-  C10dWork allgather_coalesced(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    return noted(of(inputs).allgather_coalesced(outputs, inputs, options));
-  }
-  C10dWork allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                           const c10d::AllgatherOptions& options) override {
-    return noted(of(inputs).allgather_into_tensor_coalesced(outputs, inputs, options));
-  }
-  C10dWork gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
-    return noted(of(inputs).gather(outputs, inputs, options));
-  }
-  C10dWork scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) override {
-    return noted(of(outputs).scatter(outputs, inputs, options));
-  }
-  C10dWork reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) override {
-    return noted(of(outputs).reduce_scatter(outputs, inputs, options));
-  }
-  C10dWork _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                const c10d::ReduceScatterOptions& options) override {
-    return noted(of(input)._reduce_scatter_base(output, input, options));
-  }
-  C10dWork reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                           const c10d::ReduceScatterOptions& options) override {
-    return noted(of(inputs).reduce_scatter_tensor_coalesced(outputs, inputs, options));
-  }
-  C10dWork alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_splits,
-                         std::vector<std::int64_t>& input_splits, const c10d::AllToAllOptions& options) override {
-    return noted(of(input).alltoall_base(output, input, output_splits, input_splits, options));
-  }
-  C10dWork alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
-    return noted(of(inputs).alltoall(outputs, inputs, options));
-  }
-  C10dWork send(Tensors& tensors, int peer, int tag) override { return noted(of(tensors).send(tensors, peer, tag)); }
-  C10dWork recv(Tensors& tensors, int peer, int tag) override { return noted(of(tensors).recv(tensors, peer, tag)); }
-  C10dWork recvAnysource(Tensors& tensors, int tag) override { return noted(of(tensors).recvAnysource(tensors, tag)); }
   // The hosts meet when their GPUs have done what their current streams were given: as with NCCL, a program may read
   // its clock behind a barrier. One that is asynchronous is between the hosts alone.
   C10dWork barrier(const c10d::BarrierOptions& options) override {
@@ -205,7 +147,7 @@ class DeviceBackend final : public c10d::Backend {
   }
 
  private:
-  c10d::Backend& of(const at::Tensor& tensor) {
+  c10d::Backend& below(const at::Tensor& tensor) override {
     c10d::Backend& backend = tensor.is_cuda() ? static_cast<c10d::Backend&>(cuda(tensor.device())) : *cpu_;
     if (coalescing_ && coalescing_on_ != &backend) {
       HPCOMM_REQUIRE(coalescing_on_ == nullptr, "operations that are coalesced must be on one device");
@@ -226,7 +168,9 @@ class DeviceBackend final : public c10d::Backend {
     }
     return work;
   }
-  c10d::Backend& of(const Tensors& tensors) { return tensors.empty() ? *cpu_ : of(tensors.front()); }
+  C10dWork collective(C10dWork work) override { return noted(std::move(work)); }
+  C10dWork message(C10dWork work) override { return noted(std::move(work)); }
+  c10d::Backend& below(const Tensors& tensors) override { return tensors.empty() ? *cpu_ : below(tensors.front()); }
 
   // Who makes the communicator has it for as long as that takes, and takes the GIL back before letting it go: so nobody
   // waits for it with the GIL.
