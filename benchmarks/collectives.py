@@ -126,6 +126,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("-b, -e, -f: sizes must grow from the first to the last")
     if arguments.redop == "avg" and not DTYPES[arguments.dtype].is_floating_point:
         parser.error(f"--redop avg: the average of {arguments.dtype} is not exact, and libraries round it differently")
+    if arguments.wait and arguments.baseline in ("hpcomm-zero", "broken"):
+        parser.error(f"--baseline {arguments.baseline}: it has no barrier of its own to --wait in")
     if arguments.wait:  # these have the barriers of others
         arguments.peers = [name for name in arguments.peers if name not in ("hpcomm-zero", "broken")]
     arguments.rounds = arguments.rounds or (4 if arguments.wait else 7)

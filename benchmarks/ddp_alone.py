@@ -78,10 +78,7 @@ def time_here(mesh: hpcomm.Mesh, models: Mapping[str, Model], variant: str, roun
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
         mesh.world.all_reduce(readings, "max")
         seconds.append(readings.sum().item())
-    if variant != COMPUTE:  # behind the timing: what it makes would be in the heap
-        bare = model.build()
-        bare.load_state_dict(module.module.state_dict())
-        require_averages(mesh, {COMPUTE: bare, variant: module}, x)
+    require_averages(mesh, {variant: module}, x)  # behind the timing: what it makes would be in the heap
     if mesh.rank == 0:
         seen = {
             "environment": environment(mesh),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -117,28 +117,34 @@ def step_of(module: nn.Module, x: torch.Tensor) -> Callable[[], None]:
 
 
 def require_averages(mesh: hpcomm.Mesh, wrapped: Mapping[str, nn.Module], x: torch.Tensor) -> None:
-    """Raises AssertionError unless every variant leaves the averages of what the bare module has on all ranks, which
-    gloo sums, three steps in a row: their buckets have their final shapes by then (collective).
+    """Raises AssertionError unless every variant averages over all ranks, three steps in a row: their buckets have
+    their final shapes by then (collective).
+
+    Gradients of the benchmark's own loss are too small, and too much alike on all ranks, to tell. So each parameter's
+    is random numbers of this rank here, and every rank knows those of all: what it has to get back is known.
     """
-    bare = wrapped[COMPUTE]
-    step_of(bare, x)()
-    expected = []
-    for param in bare.parameters():
-        assert param.grad is not None
-        average = param.grad.clone()
-        dist.all_reduce(average, group=mesh.group("dp"))
-        expected.append(average / mesh.size)
     for name, module in wrapped.items():
         if name == COMPUTE:
             continue
+        step_of(module, x)()  # parameters are ready in the order that will be timed
+        parameters = list(module.parameters())
+        everybodys = [_numbers(parameters, rank) for rank in range(mesh.size)]
+        averages = [torch.stack(each).mean(0) for each in zip(*everybodys, strict=True)]
         for _ in range(3):
-            step_of(module, x)()
-            for param, average in zip(module.parameters(), expected, strict=True):
-                # Of a variant that reduces in 16 bits: a cast rounds by 2^-8 of a gradient, their sum as well; float16
-                # has steps of 2^-24 near zero, and gradients of a mean are small.
-                least = 0.02 * float(average.abs().max()) + 2**-24 * (1 + mesh.size)
-                near = {"rtol": 0.0, "atol": least} if "16" in name else {}
+            module.zero_grad()
+            known = zip(parameters, everybodys[mesh.rank], strict=True)
+            loss = torch.stack([(param * number).sum() for param, number in known]).sum()
+            (module(x).sum() * 0 + loss).backward()
+            for param, average in zip(parameters, averages, strict=True):
+                # A variant that reduces in 16 bits rounds by 2^-8 of a gradient; so it does their sum.
+                near = {"rtol": 0.0, "atol": 0.02 * float(average.abs().max())} if "16" in name else {}
                 torch.testing.assert_close(param.grad, average, **near, msg=lambda text, name=name: f"{name}: {text}")
+        module.zero_grad()
+
+
+def _numbers(parameters: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(param.shape, generator=generator) for param in parameters]
 
 
 def floor_of(mesh: hpcomm.Mesh, module: nn.Module) -> Callable[[], None]:

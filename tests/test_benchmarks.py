@@ -289,6 +289,9 @@ def test_sizes_and_counts() -> None:
         (["--ranks", "4", "--link", "1gbit"], "--link is between two --hosts, not 1"),
         (["--ranks", "4", "--hosts", "2", "--link", "fast"], "'fast': expected a rate such as 1gbit or 200mbit"),
         (["--redop", "avg", "--dtype", "int32"], "not exact"),
+        (["-c", "-1"], "'-1': expected a whole number from 0 on"),
+        (["--json", "/nowhere/x.json"], "is no folder that this user may write in"),
+        (["--wait", "--baseline", "hpcomm-zero"], "no barrier of its own"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:

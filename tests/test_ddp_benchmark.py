@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import in_pool
+import pytest
 import ranks
 
 import hpcomm
 from benchmarks import ddp, ddp_alone, ddp_memory, launch
 from benchmarks.ddp_plot import draw
-from benchmarks.ddp_variants import COMPUTE, MODELS
+from benchmarks.ddp_variants import COMPUTE, MODELS, require_averages, variants
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SVG = "{http://www.w3.org/2000/svg}"
@@ -48,6 +47,30 @@ def with_variables_of_their_own(*arguments: Any, extra: Mapping[str, str], **opt
     """Ranks that malloc reads variables of are started as by the command; the others are forks."""
     start = launch.run_ranks if extra else in_pool.run_ranks
     start(*arguments, extra=extra, **options)
+
+
+def one_does_not_reduce() -> list[str]:
+    """What the comparison finds: nothing wrong with those that do; and with one that reduces all but a parameter."""
+    told = []
+    with hpcomm.init(dp=-1) as mesh:
+        wrappers = variants(mesh)
+        for model in ("200 x Linear(64), batch 16", "convnet, 5 layers, 32 x 32"):
+            x = MODELS[model].batch()
+            built = {name: wrappers[name](MODELS[model].build()) for name in ("stock", "hpcomm", "hpcomm, bfloat16")}
+            require_averages(mesh, built, x)
+            for name in ("unreduced", "unreduced, 16 bits"):
+                with pytest.raises(AssertionError, match=f"^{name}: ") as caught:
+                    require_averages(mesh, {name: MODELS[model].build()}, x)
+                told.append(str(caught.value))
+            first = next(iter(built["hpcomm"].module.parameters()))
+            first.register_hook(lambda gradient: gradient * 1.001)  # before it is reduced
+            with pytest.raises(AssertionError, match="^hpcomm: "):
+                require_averages(mesh, {"hpcomm": built["hpcomm"]}, x)
+    return told
+
+
+def test_a_variant_that_does_not_reduce_is_found() -> None:
+    assert all("close" in text for told in ranks.run(2, one_does_not_reduce) for text in told)
 
 
 def test_a_variant_alone_has_its_steps_timed_and_its_page_faults_counted(monkeypatch: pytest.MonkeyPatch) -> None:
