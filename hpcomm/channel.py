@@ -82,6 +82,7 @@ LEAVING_GRACE = 1.0  # seconds
 
 
 def _part_with(edge: SendEdge, end: _End) -> None:
+    edge.leave()
     if edge.is_under_way:
         _parting[edge] = end
 
@@ -401,6 +402,8 @@ class Channel:
             SchemaMismatch: the schema is frozen and this message has another one; or the receiver refused an earlier
                 message.
             TimedOut: there was no room for an earlier message within the communicator's limit; none can follow.
+            PeerError: the receiver takes nothing more: its Channel was dropped, or its ``recv`` ended by Ctrl-C or a
+                time-out.
             ProtocolError: an earlier message came to the receiver damaged.
         """
         return self._issue(tree, -1, self._wire_dtype if wire_dtype is None else wire_dtype)
@@ -420,7 +423,7 @@ class Channel:
             ProtocolError: what came is no message of this edge.
             InvalidArgument: called by a signal's handler that interrupted a recv of this channel in the same thread; or
                 a ``timeout`` that is no number.
-            RankFailed, PeerError: the peer is gone or raised.
+            RankFailed, PeerError: the peer is gone, raised, or has dropped its Channel.
         """
         return self._take(-1) if timeout is None else self._take(-1, seconds(timeout))
 

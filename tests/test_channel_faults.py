@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import signal
 import threading
@@ -310,25 +309,50 @@ def test_a_sender_hears_of_an_end_that_is_gone(env: dict[str, str], size: int) -
 
 
 def a_message_to_nobody() -> float:
-    """Rank 1 drops its channel without having received what is under way."""
+    """Rank 1 drops its channel without having received what is under way, and computes on."""
     with hpcomm.init(dp=1, pp=2, timeout=60.0) as mesh:
         channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
         began = time.monotonic()
         if mesh.rank == 1:
-            del channel
             mesh.control.exchange(range(2), 0, b"", 30.0)
-            mesh.control.receive(0, 1, 30.0)  # computes on, until rank 0 has closed
+            del channel
+            mesh.control.receive(0, 1, 30.0)  # until rank 0 is about to close
+            time.sleep(5.0)
             return 0.0
-        with contextlib.suppress(hpcomm.PeerError):  # it may have heard already
-            channel.send(torch.ones(200))
+        # What its receiver reads where it lies, or waits for its receive.
+        channel.send([torch.ones(200)] * 2 if mesh.pp.transport == "shm" else torch.ones(3_000_000))
+        assert channel._sender._edge.is_under_way
         mesh.control.exchange(range(2), 0, b"", 30.0)
         mesh.control.send(1, 1, b"")
+        began = time.monotonic()
     return time.monotonic() - began
 
 
 @pytest.mark.parametrize("env", [SHM, GLOO], ids=["shm", "gloo"])
 def test_nobody_waits_for_what_an_end_that_is_gone_will_not_take(env: dict[str, str]) -> None:
-    assert ranks.run(2, a_message_to_nobody, env=env)[0] < 20
+    assert ranks.run(2, a_message_to_nobody, env=env)[0] < 4
+
+
+def dropped_with_a_message_under_way() -> None:
+    """What was sent arrives; who asks for more hears that there is none."""
+    with hpcomm.init(dp=1, pp=2, timeout=60.0) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        if mesh.rank == 0:
+            channel.send(torch.ones(3_000_000))
+            del channel
+            mesh.control.receive(1, 0, 30.0)
+            return
+        began = time.monotonic()
+        assert channel.recv().numel() == 3_000_000
+        with pytest.raises(hpcomm.PeerError, match="rank 0 has closed"):
+            channel.recv(timeout=20.0)
+        assert time.monotonic() - began < 15
+        mesh.control.send(0, 0, b"")
+
+
+@pytest.mark.parametrize("env", [SHM, GLOO, ONE_SLOT], ids=["shm", "gloo", "one slot"])
+def test_a_receiver_hears_that_its_sender_is_gone(env: dict[str, str]) -> None:
+    ranks.run(2, dropped_with_a_message_under_way, env=env)
 
 
 def in_a_ring(limit: float) -> str:

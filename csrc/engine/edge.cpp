@@ -2,9 +2,11 @@
 #include "engine/edge.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "base/error.h"
+#include "base/hash.h"
 #include "engine/route.h"
 
 namespace hpcomm {
@@ -28,6 +30,9 @@ auto read_of(const Inbound& inbound, std::uint64_t sequence, const Read& read) {
                 inbound.communicator.context("recv", inbound.peer, sequence));
   }
 }
+
+// The Control channel on which a sender says, when it is gone, how many messages it has sent.
+std::uint64_t farewell_of(std::uint64_t edge) { return Fingerprint().add("farewell").add_int(edge).value(); }
 
 // Memory that both ends see would carry messages also when this rank's Control is closed.
 void require_in_job(const Communicator& communicator, const ErrorContext& what) {
@@ -71,7 +76,20 @@ SendEdge::SendEdge(EdgeConfig config, std::shared_ptr<Allocator> allocator)
   }
 }
 
-SendEdge::~SendEdge() = default;
+SendEdge::~SendEdge() { leave(); }
+
+void SendEdge::leave() noexcept {
+  if (std::exchange(has_left_, true)) {
+    return;
+  }
+  try {
+    const Communicator& communicator = *config_.communicator;
+    communicator.control().send(job_rank(communicator, config_.peer), farewell_of(id_),
+                                {reinterpret_cast<const char*>(&sequence_), sizeof sequence_});
+  } catch (const std::exception&) {
+    // The job has failed, or the peer has left: it learns of that.
+  }
+}
 
 std::size_t SendEdge::slot_bytes() const { return route_->slot_bytes(); }
 
@@ -322,7 +340,21 @@ MessageHeader Inbound::header_in(std::string_view bytes, std::uint64_t sequence)
   return read_of(*this, sequence, [&] { return parse_header(bytes); });
 }
 
-void Inbound::check(std::uint64_t sequence, Deadline deadline) const {
+bool Inbound::is_beyond_last(std::uint64_t sequence) {
+  std::optional<std::string> text;
+  try {
+    text = sent_in_all ? std::nullopt
+                       : communicator.control().try_receive(job_rank(communicator, peer), farewell_of(id), Deadline{});
+  } catch (const Error&) {
+    // The job has failed, or the peer has left: whoever waits says so.
+  }
+  if (text && text->size() == sizeof(std::uint64_t)) {
+    std::memcpy(&sent_in_all.emplace(), text->data(), text->size());
+  }
+  return sent_in_all && sequence >= *sent_in_all;
+}
+
+void Inbound::check(std::uint64_t sequence, Deadline deadline) {
   if (auto why = communicator.aborted()) {
     throw communicator.ended_by(*why, communicator.context("recv", peer, sequence));
   }
@@ -333,6 +365,11 @@ void Inbound::check(std::uint64_t sequence, Deadline deadline) const {
   if (const Control& control = communicator.control(); control.has_left(control.rank())) {
     throw Error(ErrorKind::kClosed, name() + ": this rank's mesh was closed before the message came",
                 communicator.context("recv", peer, sequence));
+  }
+  if (is_beyond_last(sequence)) {
+    ErrorContext what = communicator.context("recv", peer, sequence);
+    throw Error(ErrorKind::kPeerError,
+                str(name(), ": rank ", what.peer, " has closed its end of this channel: no more messages come"), what);
   }
   if (Clock::now() >= deadline) {
     throw Error(ErrorKind::kTimedOut, name() + ": no message came in time; is the peer still computing?",

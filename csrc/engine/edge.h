@@ -94,6 +94,8 @@ class SendEdge {
   [[nodiscard]] bool is_under_way() const;
   // Throws what the receiver refused the message of `microbatch` for, or one before it. By any thread.
   void check_refused(int microbatch) const;
+  // Tells the receiver that nothing comes behind what was sent; it may still be under way. Nothing is sent later.
+  void leave() noexcept;
 
  private:
   [[noreturn]] void refuse(int microbatch, const std::string& why) const;
@@ -104,6 +106,7 @@ class SendEdge {
   std::shared_ptr<Refusal> refusal_;
   std::unique_ptr<SendRoute> route_;
   std::uint64_t sequence_ = 0;
+  bool has_left_ = false;
   SchemaBook book_;
   KnownPtr last_;
   mutable std::vector<WorkPtr> under_way_;  // and some that have ended

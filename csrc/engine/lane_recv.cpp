@@ -251,12 +251,6 @@ class LaneRecv final : public RecvRoute {
 
     bool accept(Body whole, std::uint64_t sequence, int microbatch, Incoming& message) {
       std::string_view body = whole.view();
-      if (body == kNoMoreHeaders) {
-        throw Error(
-            ErrorKind::kPeerError,
-            str(inbound->name(), ": rank ", sender, " has closed its end of this channel: no more messages come"),
-            what(sequence));
-      }
       const MessageHeader header = inbound->header_in(body, sequence);
       body.remove_prefix(kHeaderBytes);
       std::string_view payload;

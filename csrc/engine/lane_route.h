@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <memory>
-#include <string_view>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -19,9 +18,6 @@ namespace hpcomm::lane_route {
 
 // Messages in one Communicator::group(), alike on both ends. Every transport takes so many.
 inline constexpr std::size_t kMostInGroup = 256;
-
-// What a sender says in place of a header when it is gone.
-inline constexpr std::string_view kNoMoreHeaders = "C";
 
 [[nodiscard]] inline BufferView bytes_at(const Communicator& communicator, void* data, std::size_t bytes) {
   return {data, bytes, bytes, DType::kUInt8, communicator.device()};

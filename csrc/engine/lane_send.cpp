@@ -28,7 +28,6 @@ class LaneSend final : public SendRoute {
         peer_(config.peer),
         edge_(edge),
         refusal_(std::move(refusal)),
-        is_read_(config.mode == SchemaMode::kPerMessage || communicator_.bytes_in_control() > 0),
         in_order_(in_stream_order(communicator_)),
         slots_(std::move(allocator), config.slots,
                in_order_ ? SlotPool::Streams{communicator_.shared_stream(), nullptr, communicator_.compute()}
@@ -36,17 +35,6 @@ class LaneSend final : public SendRoute {
         rendezvous_(make_rendezvous(config, edge)),
         window_(communicator_, peer_, edge, config.slots) {
     slots_.reserve(config.slots, window_.slot_bytes(config.slot_bytes));
-  }
-
-  ~LaneSend() override {
-    if (!is_read_) {
-      return;
-    }
-    try {
-      communicator_.control().send(job_rank(communicator_, peer_), edge_, kNoMoreHeaders);
-    } catch (const std::exception&) {
-      // The job has failed, or the peer has left: it learns of that.
-    }
   }
 
   WorkPtr send(Outgoing message) override {
@@ -261,7 +249,6 @@ class LaneSend final : public SendRoute {
   const int peer_;
   const std::uint64_t edge_;
   std::shared_ptr<Refusal> refusal_;
-  const bool is_read_;  // the channel of headers, also behind the first message
   const bool in_order_;
   SlotPool slots_;
   const std::shared_ptr<const Rendezvous> rendezvous_;  // null where the order of issue counts

@@ -43,7 +43,14 @@ class MailSend final : public SendRoute {
       try {
         const WorkPtr work = state->issue(*queued, state->wait_for_grant(*queued, host, deadline, look), nullptr);
         while (!work->wait_until(std::min(deadline, roughly_after(kLook)))) {
-          look();
+          try {
+            look();
+          } catch (const Error&) {
+            if (!work->wait_until(Deadline{})) {  // a receiver that is gone may have taken it before
+              throw;
+            }
+            return;
+          }
           if (Clock::now() >= deadline) {
             throw Error(
                 ErrorKind::kTimedOut,

@@ -58,10 +58,12 @@ struct Inbound {
     return mode != SchemaMode::kFrozen || sequence == 0;
   }
   // Throws what ended the edge, the communicator or the wait.
-  void check(std::uint64_t sequence, Deadline deadline) const;
+  void check(std::uint64_t sequence, Deadline deadline);
   // The first error ends the edge: what comes after it would pair headers with payloads of other messages.
   void fail(std::exception_ptr error);
   [[nodiscard]] std::string name() const;  // "edge 0->1"
+  // Whether the sender is gone, and did not send so many messages.
+  [[nodiscard]] bool is_beyond_last(std::uint64_t sequence);
   // Parts of accept(). The schema that a header says its message has, which comes with it or was there before.
   [[nodiscard]] KnownPtr schema_of(const MessageHeader& header, std::string_view schema, std::uint64_t sequence);
   // In which way a message is not what was expected; empty where it is.
@@ -78,7 +80,8 @@ struct Inbound {
   SchemaBook book;
   KnownPtr current;
   std::exception_ptr broken;
-  std::atomic<bool> closed = false;  // by the owner's thread
+  std::optional<std::uint64_t> sent_in_all;  // by a sender that is gone
+  std::atomic<bool> closed = false;          // by the owner's thread
   std::mutex expected_mutex;
   std::shared_ptr<const Schema> expected;
   KnownPtr fixed;  // of a frozen edge, by its first message

@@ -235,6 +235,10 @@ class TreeSender {
 
   [[nodiscard]] const SendEdge& edge() const noexcept { return edge_; }
   [[nodiscard]] std::size_t slot_bytes() const { return edge_.slot_bytes(); }
+  void leave() {
+    const Turn turn(mutex_);
+    edge_.leave();
+  }
   [[nodiscard]] bool is_under_way() const {
     const Turn turn(mutex_);
     return edge_.is_under_way();
@@ -307,6 +311,7 @@ void bind_channel(py::module_& module) {
            movable, py::arg("direct_from") = 0)
       .def("send", &send, py::arg("tree"), py::arg("microbatch") = -1, py::arg("wire_dtype") = py::none())
       .def_property_readonly("slot_bytes", &TreeSender::slot_bytes)
+      .def("leave", &TreeSender::leave)
       .def_property_readonly("is_under_way", &TreeSender::is_under_way);
 
   py::class_<TreeReceiver, std::shared_ptr<TreeReceiver>> receiver(module, "RecvEdge");

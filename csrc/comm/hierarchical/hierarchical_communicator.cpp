@@ -340,6 +340,9 @@ class HierarchicalCommunicator final : public HostCommunicator {
       text += *first == what.peer ? "" : str("; before, rank ", *first, " had left");
       what.peer = *first;
     }
+    if (why.kind() == ErrorKind::kTimedOut && what.peer < 0) {
+      text += told_of_silence(control(), ranks(), what);
+    }
     const Error told(why.kind(), str(title_of(what, lane()), ": ", text), what);
     if (!goes_on) {
       abort(told);
