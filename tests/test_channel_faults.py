@@ -281,7 +281,6 @@ def its_end_is_dropped(count: int, size: int) -> str:
             return ""
         channel.send(torch.ones(size)).wait()
         mesh.control.exchange(range(2), 0, b"", 30.0)
-        began = time.monotonic()
 
         def send_on() -> None:
             for _ in range(count):
@@ -295,8 +294,6 @@ def its_end_is_dropped(count: int, size: int) -> str:
         with pytest.raises(hpcomm.PeerError):
             channel.recv()
         mesh.control.exchange(range(2), 1, b"", 30.0)
-        mesh.close()
-        assert time.monotonic() - began < 20  # not the time-out
         assert caught.value.peer == 1
         return str(caught.value)
 
@@ -308,29 +305,27 @@ def test_a_sender_hears_of_an_end_that_is_gone(env: dict[str, str], size: int) -
     assert "rank 1 has closed" in told
 
 
-def a_message_to_nobody() -> float:
-    """Rank 1 drops its channel without having received what is under way, and computes on."""
+def a_message_to_nobody() -> None:
+    """Rank 1 drops its channel without having received what is under way, and stays until rank 0 has left."""
     with hpcomm.init(dp=1, pp=2, timeout=60.0) as mesh:
         channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
-        began = time.monotonic()
         if mesh.rank == 1:
             mesh.control.exchange(range(2), 0, b"", 30.0)
             del channel
-            mesh.control.receive(0, 1, 30.0)  # until rank 0 is about to close
-            time.sleep(5.0)
-            return 0.0
+            limit = time.monotonic() + 20
+            while not mesh.control.has_left(0):
+                assert time.monotonic() < limit, "rank 0 waits for what nobody will take"
+                time.sleep(0.01)
+            return
         # What its receiver reads where it lies, or waits for its receive.
         channel.send([torch.ones(200)] * 2 if mesh.pp.transport == "shm" else torch.ones(3_000_000))
         assert channel._sender._edge.is_under_way
         mesh.control.exchange(range(2), 0, b"", 30.0)
-        mesh.control.send(1, 1, b"")
-        began = time.monotonic()
-    return time.monotonic() - began
 
 
 @pytest.mark.parametrize("env", [SHM, GLOO], ids=["shm", "gloo"])
 def test_nobody_waits_for_what_an_end_that_is_gone_will_not_take(env: dict[str, str]) -> None:
-    assert ranks.run(2, a_message_to_nobody, env=env)[0] < 4
+    ranks.run(2, a_message_to_nobody, env=env)
 
 
 def dropped_with_a_message_under_way() -> None:
@@ -342,11 +337,9 @@ def dropped_with_a_message_under_way() -> None:
             del channel
             mesh.control.receive(1, 0, 30.0)
             return
-        began = time.monotonic()
         assert channel.recv().numel() == 3_000_000
         with pytest.raises(hpcomm.PeerError, match="rank 0 has closed"):
-            channel.recv(timeout=20.0)
-        assert time.monotonic() - began < 15
+            channel.recv(timeout=20.0)  # else TimedOut
         mesh.control.send(0, 0, b"")
 
 

@@ -37,13 +37,15 @@ void TcpControl::look_for_silence(Deadline now) {
       case Heartbeat::Verdict::kFine:
         break;
       case Heartbeat::Verdict::kSuspect: {
-        std::lock_guard lock(mutex_);
-        silences_.push_back({r, heartbeat_.last_heard(r)});
-      }
+        {
+          std::lock_guard lock(mutex_);
+          silences_.push_back({r, heartbeat_.last_heard(r)});
+        }
         say(str("hpcomm: rank ", rank_, " has not heard from rank ", r, " for ",
                 Seconds(heartbeat_.limit() / 4).count(), " s; at ", Seconds(heartbeat_.limit()).count(),
                 " s it gives up\n"));
         break;
+      }
       case Heartbeat::Verdict::kDead: {
         const std::string limit = str(Seconds(heartbeat_.limit()).count());
         lose(r, str("no heartbeat for ", limit, " s: its host or the link to it is down, or the process is stopped"));

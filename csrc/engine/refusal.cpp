@@ -14,7 +14,7 @@ namespace {
 constexpr auto kLookEvery = std::chrono::milliseconds(5);
 // Longer texts are cut: they list the leaves of a schema.
 constexpr std::size_t kMostText = 4000;
-constexpr std::string_view kClosed = "C";
+constexpr std::string_view kNothingMore = "C";
 
 }  // namespace
 
@@ -39,7 +39,7 @@ void Refusal::tell(const Error& why, std::int32_t microbatch) noexcept {
 
 void Refusal::tell_closed() noexcept {
   try {
-    control_->send(peer_, channel_, kClosed);
+    control_->send(peer_, channel_, kNothingMore);
   } catch (const std::exception&) {
     // As above.
   }
@@ -84,7 +84,7 @@ bool Refusal::has_come(bool on_lane) {
   } catch (const Error&) {
     return false;  // the operation that waits says so, or has ended well before
   }
-  if (body == kClosed) {
+  if (body == kNothingMore) {
     closed_ = Error(ErrorKind::kPeerError,
                     str("send: rank ", peer_, " has closed its end of this channel, or its receive was interrupted or ",
                         "timed out: it takes no more messages"),
