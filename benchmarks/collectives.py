@@ -40,7 +40,7 @@ from typing import Any
 from benchmarks import collectives_table as report
 from benchmarks.launch import JobFailed, find_mpiexec, link_rate, require_hosts, result_file, run_ranks
 from benchmarks.operations import DTYPES, OPERATIONS, REDOPS
-from benchmarks.peers import INSTALL_MPI, PEERS
+from benchmarks.peers import NO_MPI, PEERS
 
 ALIASES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}  # float32 is float
 
@@ -136,6 +136,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def run(arguments: argparse.Namespace) -> int:
     """All jobs, the summary and the JSON; returns the exit code."""
+    if importlib.util.find_spec("numpy") is None:
+        print("benchmarks.collectives: needs numpy, whose copies are the memory's limit", file=sys.stderr)
+        return 2
     deadline = time.time() + arguments.timeout
     notes = []
     mpiexec = None
@@ -144,10 +147,10 @@ def run(arguments: argparse.Namespace) -> int:
         notes.append("mpich is left out: its launcher does not start ranks on the hosts of --link")
         print(f"# {notes[-1]}")
     if "mpich" in arguments.peers:
-        mpiexec = find_mpiexec() if importlib.util.find_spec("mpi4py") else None
+        mpiexec = find_mpiexec()
         if mpiexec is None:
             arguments.peers.remove("mpich")
-            notes.append(f"mpich is left out: there is no mpi4py or no mpiexec of MPICH; {INSTALL_MPI}")
+            notes.append(f"mpich is left out: {NO_MPI}")
             print(f"# {notes[-1]}")
     if arguments.baseline not in arguments.peers:
         print(

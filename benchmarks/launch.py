@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import ctypes
 import faulthandler
+import importlib.util
 import os
 import shutil
 import signal
@@ -50,7 +51,9 @@ def result_file(text: str) -> str:
 
 
 def find_mpiexec() -> str | None:
-    """MPICH's launcher: beside this Python first, where pip puts it."""
+    """MPICH's launcher: beside this Python first, where pip puts it. None also where ranks could not call MPI."""
+    if not all(map(importlib.util.find_spec, ("mpi4py", "numpy"))):
+        return None
     beside = str(Path(sys.executable).parent)
     for path in (beside, os.environ.get("PATH", "")):
         found = shutil.which("mpiexec", path=path)

@@ -26,6 +26,7 @@ _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 INSTALL_MPI = "install it with `pip install --no-build-isolation '.[bench]'`"
+NO_MPI = f"there is no mpi4py, no numpy or no mpiexec of MPICH; {INSTALL_MPI}"
 
 
 class UnsupportedError(Exception):

@@ -300,6 +300,15 @@ def test_wrong_arguments_are_refused(arguments: list[str], complaint: str, capsy
     assert complaint in capsys.readouterr().err
 
 
+def test_without_numpy_it_is_told_and_nothing_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "numpy" else object())
+    assert launch.find_mpiexec() is None, "ranks that call MPI by mpi4py need numpy"
+    assert collectives.run(collectives.parse(["--vs", "gloo"])) == 2
+    assert "needs numpy" in capsys.readouterr().err
+
+
 def test_messages_are_timed_and_right(tmp_path: Path) -> None:
     file = tmp_path / "p2p.json"
     cases = "1 x 4 B,32 x 4 B changing,8 x 4 KB + 2 x 4 MB"

@@ -87,7 +87,7 @@ void DdpReducer::allocate(std::size_t index) {
   slots_[index].owner = buffer.owner;
   slots_[index].flat = as_tensor(buffer.view, std::move(buffer.owner));
   slots_[index].flat.zero_();  // padding is summed too; zero once is zero for ever
-  ++counts_.allocated;
+  ++record_.counts().allocated;
 }
 
 bool DdpReducer::lies_in_place(std::size_t index, std::size_t entry) const {
@@ -157,7 +157,7 @@ void DdpReducer::carry(int param, const at::Tensor& incoming) {
   }
   move_into_bucket(gradient, index, entry);
   slots_[index].carried[entry] = 1;
-  ++counts_.packed;
+  ++record_.counts().packed;
 }
 
 // `gradient` is new and has its values in the bucket already. Its tensor is kept: to make another one takes longer than
@@ -216,16 +216,16 @@ Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const 
                  "the gradient of parameter ", names_[number], " (", c10::toString(gradient.scalar_type()), " on ",
                  gradient.device().str(), ", ", gradient.numel(), " elements) is not what its parameter was when it ",
                  "was wrapped; convert the model before");
-  if (options_.find_unused && !options_.shard && !slot.started && used_.data_ptr<std::int32_t>()[number] == 0) {
+  if (options_.find_unused && !options_.shard && !slot.started && !used_.is_here(number)) {
     const at::NoGradGuard guard;
     slot.resting[entry] = at::empty_like(gradient).copy_(gradient);
   }
   if (lies_in_place(index, entry) && is_laid_out_as(gradient, param)) {
     slot.fates[entry] = Fate::kInBucket;
-    counts_.in_place += slot.carried[entry] == 0 ? 1 : 0;
+    record_.counts().in_place += slot.carried[entry] == 0 ? 1 : 0;
     return {nullptr, nullptr, true};
   }
-  ++counts_.packed;
+  ++record_.counts().packed;
   const bool becomes_view = (options_.bucket_views || options_.shard) && !casts && !gradient.requires_grad();
   // A wrapper without memory, as functional collectives return, is copied as torch does it.
   if (!has_memory(gradient) || !is_laid_out_as(gradient, param) || is_shared(number)) {
@@ -242,7 +242,7 @@ Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const 
     slot.fates[entry] = Fate::kStaged;
     void* const copy = staged();
     slot.staged[entry].copy_(gradient);
-    ++counts_.copied_back;
+    ++record_.counts().copied_back;
     return {copy, options_.shard ? nullptr : copy, false};
   }
   sources.push_back(gradient.storage());
@@ -259,21 +259,17 @@ Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const 
   }
   held.push_back(gradient.storage());
   slot.fates[entry] = Fate::kCopiedBack;
-  ++counts_.copied_back;
+  ++record_.counts().copied_back;
   return {data, options_.shard ? nullptr : data, false};
 }
 
 // Has any rank a gradient for it? On a GPU the host waits for the answer: not to be asked for what this rank knows.
 bool DdpReducer::is_used(std::size_t index, std::size_t entry) {
-  const auto count_of = [](at::Tensor& counts, std::size_t place) {
-    counts = counts.cpu();
-    return counts.data_ptr<std::int32_t>()[place];
-  };
-  if (slots_[index].used.defined()) {
-    return count_of(slots_[index].used, entry) != 0;
+  if (at::Tensor& used = slots_[index].used; used.defined()) {
+    used = used.cpu();
+    return used.data_ptr<std::int32_t>()[entry] != 0;
   }
-  const auto number = static_cast<std::size_t>(plan_.buckets[index].params[entry]);
-  return !options_.find_unused || count_of(used_by_any_, number) != 0;
+  return !options_.find_unused || used_.is_anywhere(static_cast<std::size_t>(plan_.buckets[index].params[entry]));
 }
 
 // The gradient as it was, if no rank has used its parameter; false where it is known that one has. On a GPU the device
@@ -283,7 +279,7 @@ bool DdpReducer::put_back(std::size_t index, std::size_t entry) {
   const auto number = static_cast<std::size_t>(plan_.buckets[index].params[entry]);
   at::Tensor& gradient = params_[number].mutable_grad();
   const at::Tensor& resting = slot.resting[entry];
-  const at::Tensor& counts = slot.used.defined() ? slot.used : used_by_any_;
+  const at::Tensor& counts = slot.used.defined() ? slot.used : used_.on_ranks();
   const bool is_written = slot.fates[entry] != Fate::kStaged;
   if (counts.is_cuda() && is_written) {
     const std::size_t place = slot.used.defined() ? entry : number;

@@ -65,7 +65,7 @@ void DdpReducer::finish(std::size_t bucket) {
   hand_out(bucket);
   slot.held = nullptr;  // nobody knows on which stream these gradients were made: the lane lets go
   if (options_.shard && slot.used.defined()) {
-    note_used_by(bucket);
+    used_.note_ranks(plan_.buckets[bucket].params, slot.used);  // used_by() is of the last reduction of each bucket
   }
   slot.used.reset();
   if (options_.check_finite) {
@@ -77,23 +77,13 @@ void DdpReducer::finish(std::size_t bucket) {
 void DdpReducer::agree_on_used_of(std::size_t bucket) {
   Slot& slot = slots_[bucket];
   const std::vector<int>& members = plan_.buckets[bucket].params;
-  const at::Tensor here = at::empty({static_cast<std::int64_t>(members.size())}, used_.options());
+  const at::Tensor here = at::empty({static_cast<std::int64_t>(members.size())}, at::kInt);
   for (std::size_t e = 0; e < members.size(); ++e) {
     here.data_ptr<std::int32_t>()[e] = slot.fates[e] == Fate::kMissing ? 0 : 1;
-    used_.data_ptr<std::int32_t>()[members[e]] = 0;  // reduced, and not in the next backward
+    used_.forget(static_cast<std::size_t>(members[e]));  // reduced, and not in the next backward
   }
   slot.used = on_device(here, params_.front().device());
-  slot.used_work = sum_on_all(slot.used, false);
-}
-
-// used_by() is of the last reduction of each bucket.
-void DdpReducer::note_used_by(std::size_t bucket) {
-  used_by_any_ = used_by_any_.defined() ? used_by_any_.cpu() : at::zeros_like(used_);
-  const at::Tensor counts = slots_[bucket].used.cpu();
-  const std::vector<int>& members = plan_.buckets[bucket].params;
-  for (std::size_t e = 0; e < members.size(); ++e) {
-    used_by_any_.data_ptr<std::int32_t>()[members[e]] = counts.data_ptr<std::int32_t>()[e];
-  }
+  slot.used_work = sum_counts(*communicator_, slot.used, false);
 }
 
 void DdpReducer::require_none_started(const char* before) const {

@@ -105,7 +105,7 @@ DdpReducer::DdpReducer(std::shared_ptr<Communicator> communicator, std::vector<a
       log_(std::move(log)),
       alone_(communicator_->size() == 1 && !options.check_finite),
       carries_(!alone_ && !options.check_finite && communicator_->averages_well() && lane_lacks_core(*communicator_)),
-      used_(at::zeros({static_cast<std::int64_t>(params_.size())}, at::kInt)) {
+      used_(params_.size(), params_.empty() ? at::Device(at::kCPU) : params_.front().device()) {
   HPCOMM_REQUIRE(!params_.empty() && names_.size() == params_.size(), "a DdpReducer of ", params_.size(),
                  " parameters with ", names_.size(), " names");
   lay_out(std::move(plan));
@@ -160,7 +160,7 @@ void DdpReducer::require_size(std::size_t param) const {
 }
 
 // All nodes from which the outputs come, by one walk over the graph.
-void DdpReducer::search_unused(const std::vector<at::Tensor>& outputs) {
+std::vector<int> DdpReducer::search_unused(const std::vector<at::Tensor>& outputs) const {
   // Under torch's name, which tools look for.
   RECORD_FUNCTION("torch.distributed.ddp.reducer::search_unused_parameters", std::vector<c10::IValue>());
   std::unordered_set<const torch::autograd::Node*> seen;
@@ -182,28 +182,21 @@ void DdpReducer::search_unused(const std::vector<at::Tensor>& outputs) {
       visit(edge.function.get());
     }
   }
+  std::vector<int> unused;
   for (std::size_t i = 0; i < accumulators_.size(); ++i) {
     if (seen.count(&*accumulators_[i]->node) == 0) {
-      unused_.push_back(static_cast<int>(i));
+      unused.push_back(static_cast<int>(i));
     }
   }
+  return unused;
 }
 
 // A gradient that no rank has stays None. Only a rank that has none itself reads the numbers.
 void DdpReducer::agree_on_used(bool in_caller) {
-  used_by_any_ = on_device(used_, params_.front().device());
-  used_event_ = begin_event("all_reduce", used_by_any_);
-  used_work_ = sum_on_all(used_by_any_, in_caller);
+  const at::Tensor& counts = used_.count();
+  used_event_ = begin_event("all_reduce", counts);
+  used_work_ = sum_counts(*communicator_, counts, in_caller);
   end_on_lane(used_event_);
-}
-
-WorkPtr DdpReducer::sum_on_all(const at::Tensor& used, bool in_caller) const {
-  OpOptions options;
-  options.keepalive = keep(used);
-  options.ready = communicator_->compute()->record();
-  options.inline_when_idle = in_caller;
-  options.poll = in_caller ? check_signals : nullptr;
-  return communicator_->all_reduce(view_of(used, "used parameters", communicator_->device()), ReduceOp::kSum, options);
 }
 
 // Every rank learns which gradient was the first that is not finite, in order of parameters and then of ranks, and on
@@ -211,7 +204,7 @@ WorkPtr DdpReducer::sum_on_all(const at::Tensor& used, bool in_caller) const {
 void DdpReducer::report_not_finite(std::size_t begin, std::size_t end) {
   constexpr auto kNone = std::numeric_limits<std::int64_t>::max();
   std::int64_t first = kNone;
-  const auto options = used_.options().device(params_.front().device());
+  const auto options = at::TensorOptions(at::kInt).device(params_.front().device());
   std::vector<at::Tensor> numbers;  // of all runs: read at once, for the host waits each time
   for (std::size_t b = begin; b < end; ++b) {
     for (const RunCheck& check : slots_[b].checks) {

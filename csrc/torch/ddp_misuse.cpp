@@ -81,7 +81,7 @@ std::string DdpReducer::unready() const {
 bool DdpReducer::has_accumulated() const {
   std::lock_guard lock(mutex_);
   for (std::size_t i = 0; options_.find_unused && i < params_.size(); ++i) {
-    if (used_.data_ptr<std::int32_t>()[i] != 0 && params_[i].grad().defined()) {
+    if (used_.is_here(i) && params_[i].grad().defined()) {
       return true;
     }
   }

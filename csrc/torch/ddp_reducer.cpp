@@ -28,17 +28,14 @@ void DdpReducer::prepare(const std::vector<at::Tensor>& outputs) {
     require_unchanged();
   }
   settle();
-  unused_.clear();
+  unused_.forget();
   if (options_.find_unused) {
-    search_unused(outputs);
-    graph_static_ = graph_static_ && (prepared_ == 0 || unused_ == unused_before_);
-    unused_before_ = unused_;
-    ++prepared_;
+    unused_.found(search_unused(outputs));
   }
   expect_none();
   if (!alone_) {
     state_ = State::kExpecting;
-    stats_.prepared = seconds_now();
+    record_.note_prepared();
   }
 }
 
@@ -46,7 +43,7 @@ void DdpReducer::prepare(const std::vector<at::Tensor>& outputs) {
 void DdpReducer::expect_none() {
   next_ = 0;
   expects_again_ = false;
-  order_.clear();
+  record_.forget_order();
   marked_.assign(params_.size(), kUnmarked);
   for (std::size_t b = 0; b < slots_.size(); ++b) {
     slots_[b].missing = plan_.buckets[b].params.size();
@@ -90,7 +87,7 @@ void DdpReducer::reset() {
 void DdpReducer::mark(int param, const at::Tensor& incoming) {
   std::lock_guard lock(mutex_);
   if (options_.find_unused && params_[static_cast<std::size_t>(param)].grad().defined()) {
-    used_.data_ptr<std::int32_t>()[param] = 1;  // also while it only accumulates
+    used_.note(static_cast<std::size_t>(param));  // also while it only accumulates
   }
   switch (state_) {
     case State::kIdle:
@@ -103,10 +100,8 @@ void DdpReducer::mark(int param, const at::Tensor& incoming) {
       }
       state_ = State::kReducing;
       backward_ = torch::autograd::get_current_graph_task_id();
-      stats_.first_ready = seconds_now();
-      counts_.issued = 0;
-      packs_.clear();
-      for (const int unused : std::exchange(unused_, {})) {
+      record_.note_begun();
+      for (const int unused : unused_.take()) {
         mark_locked(unused, {});
       }
       break;
@@ -125,13 +120,11 @@ void DdpReducer::mark_locked(int param, const at::Tensor& incoming) {
     refuse_second_mark(index);
   }
   marked_[index] = params_[index].grad().defined() ? kMarkedWithGradient : kMarked;
-  order_.push_back(param);
+  record_.note_ready(param);
   if (carries_) {
-    const double begin = times_ == nullptr ? 0 : seconds_now();
+    const double begin = record_.is_traced() ? seconds_now() : 0;
     carry(param, incoming);
-    if (times_ != nullptr) {
-      packs_.emplace_back(begin, seconds_now());
-    }
+    record_.note_pack(begin);
   }
   Slot& slot = slots_[places_[index].bucket];
   slot.stream.note(communicator_->compute()->native_handle());
@@ -148,9 +141,7 @@ void DdpReducer::issue_complete(const at::Tensor& incoming) {
     ++next_;
   }
   if (next_ == slots_.size() && state_ == State::kReducing) {
-    if (first_order_.empty()) {
-      first_order_ = order_;
-    }
+    record_.note_all_ready();
     if (!at_end_) {
       state_ = State::kDraining;
       if (options_.find_unused) {
@@ -197,24 +188,18 @@ void DdpReducer::complete_bucket(std::size_t index, const at::Tensor& incoming) 
   reduction.sources = sources;
   slot.sources = sources;
   if (options_.check_finite) {
-    reduction.make_check = [options = used_.options().device(params_.front().device())] {
+    reduction.make_check = [options = at::TensorOptions(at::kInt).device(params_.front().device())] {
       const auto number = std::make_shared<const at::Tensor>(at::full({1}, INT32_MAX, options));
       return std::shared_ptr<std::int32_t>(number, number->data_ptr<std::int32_t>());
     };
   }
-  if (times_ != nullptr) {
-    times_->at(index).complete = seconds_now();
-    reduction.begun = [times = times_, index] { times->at(index).begun = seconds_now(); };
-    reduction.packed = [times = times_, index] { times->at(index).packed = seconds_now(); };
-  }
+  record_.note_complete(index, reduction);
   slot.checks.clear();
 }
 
 void DdpReducer::issue_bucket(std::size_t index, bool in_caller) {
   Slot& slot = slots_[index];
-  if (counts_.issued++ == 0) {
-    stats_.first_issued = seconds_now();
-  }
+  record_.note_issued();
   slot.event = begin_event(options_.shard ? "reduce_scatter" : "all_reduce", slot.flat);
   BucketReduction reduction = std::exchange(slot.complete, {});
   reduction.in_caller = in_caller;
@@ -223,20 +208,16 @@ void DdpReducer::issue_bucket(std::size_t index, bool in_caller) {
   slot.work = issue(*communicator_, reduction, index, &slot.checks);
   // On a GPU that would be a query of an event that was recorded a moment ago.
   if (communicator_->device().type == DeviceType::kCpu && slot.work->done()) {
-    if (times_ != nullptr) {
-      times_->at(index).reduced = seconds_now();
-    }
+    record_.note_reduced(index);
     return;
   }
   end_on_lane(slot.event);
-  if (times_ != nullptr) {
-    communicator_->stream().enqueue([times = times_, index] { times->at(index).reduced = seconds_now(); });
-  }
+  record_.note_reduced_on(communicator_->stream(), index);
 }
 
 void DdpReducer::meet(Meet meet) {
   std::lock_guard lock(mutex_);
-  HPCOMM_REQUIRE(state_ == State::kIdle && stats_.backwards == 0, "meet() comes before the first step");
+  HPCOMM_REQUIRE(state_ == State::kIdle && record_.stats().backwards == 0, "meet() comes before the first step");
   meet_ = std::move(meet);
 }
 
@@ -268,7 +249,7 @@ void DdpReducer::at_end_of_backward() {
 // lane does, so that this one can look at signals and at its deadline meanwhile.
 void DdpReducer::issue_at_end() {
   constexpr auto kPatience = std::chrono::milliseconds(50);
-  stats_.computed = seconds_now();
+  record_.note_computed();
   const bool in_caller = communicator_->all_here(kPatience);
   for (std::size_t b = 0; b < slots_.size(); ++b) {
     issue_bucket(b, in_caller);
@@ -286,7 +267,7 @@ void DdpReducer::issue_at_end() {
 // the wait for all: what is under way then is settled before the next step.
 void DdpReducer::drain() {
   if (!at_end_) {
-    stats_.computed = seconds_now();
+    record_.note_computed();
   }
   std::exception_ptr first;
   bool interrupted = false;
@@ -326,10 +307,9 @@ void DdpReducer::drain() {
     let_go(slots_[b]);
   }
   if (options_.find_unused) {
-    used_.zero_();
+    used_.forget();
   }
-  ++stats_.backwards;
-  stats_.finished = seconds_now();
+  record_.note_finished();
   if (options_.check_finite) {
     report_not_finite(0, slots_.size());
   }
@@ -382,7 +362,7 @@ void DdpReducer::wait(const Work& work) const {
 
 std::vector<int> DdpReducer::ready_order() const {
   std::lock_guard lock(mutex_);
-  return first_order_;
+  return record_.first_order();
 }
 
 void DdpReducer::replan(BucketPlan plan) {
@@ -395,7 +375,7 @@ void DdpReducer::replan(BucketPlan plan) {
   require_none_started("the buckets change");
   const std::vector<Slot> old = std::exchange(slots_, {});
   lay_out(std::move(plan));
-  times_.reset();
+  record_.end_trace();
   expect_none();
   move_kept_gradients(old);
 }
@@ -422,29 +402,29 @@ const char* DdpReducer::state() const {
 
 DdpReducer::Stats DdpReducer::stats() const {
   std::lock_guard lock(mutex_);
-  return stats_;
+  return record_.stats();
 }
 
 at::Tensor DdpReducer::used_by() const {
   std::lock_guard lock(mutex_);
-  return used_by_any_.defined() ? used_by_any_.cpu() : at::zeros_like(used_);
+  return used_.on_ranks_here();
 }
 
 DdpReducer::Counts DdpReducer::counts() const {
   std::lock_guard lock(mutex_);
-  return counts_;
+  return record_.counts();
 }
 
 void DdpReducer::trace() {
   std::lock_guard lock(mutex_);
   HPCOMM_REQUIRE(communicator_->device().type == DeviceType::kCpu, "only host lanes are traced");
-  times_ = std::make_shared<std::vector<Times>>(slots_.size());
+  record_.trace(slots_.size());
 }
 
 std::vector<DdpReducer::Times> DdpReducer::times() const {
   const auto times = [this] {
     std::lock_guard lock(mutex_);
-    return times_;
+    return record_.times();
   }();
   communicator_->stream().synchronize();
   return times == nullptr ? std::vector<Times>{} : *times;
@@ -452,7 +432,7 @@ std::vector<DdpReducer::Times> DdpReducer::times() const {
 
 std::vector<std::pair<double, double>> DdpReducer::packs() const {
   std::lock_guard lock(mutex_);
-  return packs_;
+  return record_.packs();
 }
 
 }  // namespace hpcomm

@@ -21,7 +21,6 @@
 
 #include <ATen/ATen.h>
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -34,7 +33,9 @@
 #include "comm/communicator.h"
 #include "engine/bucket_reduction.h"
 #include "plan/bucket_plan.h"
+#include "torch/ddp_record.h"
 #include "torch/profiler_event.h"
+#include "torch/used_parameters.h"
 
 namespace hpcomm {
 
@@ -87,42 +88,21 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void replan(BucketPlan plan);
   [[nodiscard]] BucketPlan plan() const;
   [[nodiscard]] const char* state() const;
-  // Buckets issued since the backward began, and gradients that were packed, copied back and reduced in place: what
-  // tests and benchmarks look at.
-  struct Counts {
-    std::uint64_t issued = 0;
-    std::uint64_t packed = 0;
-    std::uint64_t copied_back = 0;
-    std::uint64_t in_place = 0;
-    std::uint64_t allocated = 0;  // buckets
-  };
+  // What tests and benchmarks look at.
+  using Counts = DdpRecord::Counts;
+  using Stats = DdpRecord::Stats;
+  using Times = DdpRecord::Times;
   [[nodiscard]] Counts counts() const;
   // What lies in a bucket: elements of its dtype, padding included; undefined before the first step.
   [[nodiscard]] at::Tensor memory(std::size_t bucket) const;
-  // Seconds of a steady clock, in the last backward that reduced.
-  struct Stats {
-    std::uint64_t backwards = 0;  // that reduced, up to now
-    double prepared = 0;
-    double first_ready = 0;
-    double first_issued = 0;
-    double computed = 0;
-    double finished = 0;
-  };
   [[nodiscard]] Stats stats() const;
   // Of the parameters, on how many ranks they received a gradient in the last backward; with `find_unused`.
   [[nodiscard]] at::Tensor used_by() const;
   // With `find_unused`: parameters have gradients that they received since the last reduction.
   [[nodiscard]] bool has_accumulated() const;
   // False once prepare() has found other unused parameters than the time before.
-  [[nodiscard]] bool graph_static() const noexcept { return graph_static_; }
-  // Seconds of a steady clock, by bucket, of the last backward: complete; begun on the lane; packed; reduced.
-  struct Times {
-    double complete = 0;
-    double begun = 0;
-    double packed = 0;
-    double reduced = 0;
-  };
-  // From now on; host lanes only, where it costs two small tasks a bucket.
+  [[nodiscard]] bool graph_static() const noexcept { return unused_.same_each_time(); }
+  // Takes times() from now on; host lanes only, where it costs two small tasks a bucket.
   void trace();
   [[nodiscard]] std::vector<Times> times() const;
   // Begin and end of each gradient that was packed in its hook, in the order of the hooks; traced as well.
@@ -214,11 +194,9 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   [[nodiscard]] std::shared_ptr<ProfilerEvent> begin_event(const char* operation, const at::Tensor& input) const;
   void end_on_lane(const std::shared_ptr<ProfilerEvent>& event) const;
   static void end_event(std::shared_ptr<ProfilerEvent>& event);
-  void search_unused(const std::vector<at::Tensor>& outputs);
+  [[nodiscard]] std::vector<int> search_unused(const std::vector<at::Tensor>& outputs) const;
   void agree_on_used(bool in_caller = false);
   void agree_on_used_of(std::size_t bucket);
-  void note_used_by(std::size_t bucket);
-  [[nodiscard]] WorkPtr sum_on_all(const at::Tensor& used, bool in_caller) const;
   void require_unchanged() const;
   void require_size(std::size_t param) const;
   void report_not_finite(std::size_t begin, std::size_t end);
@@ -248,23 +226,14 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   std::vector<Mark> marked_;
   int backward_ = -1;  // autograd's number of the one that has marked last, nested ones included
   std::size_t next_ = 0;
-  Meet meet_;                     // null when it has returned
-  bool at_end_ = false;           // what it returned
-  std::vector<int> order_;        // of the running backward
-  std::vector<int> first_order_;  // of the first whole one
-  std::vector<int> unused_;       // that prepare() found
-  std::vector<int> unused_before_;
-  std::uint64_t prepared_ = 0;
-  std::atomic<bool> graph_static_ = true;
-  bool reserved_ = false;   // room in the transport's memory for all buckets
-  at::Tensor used_;         // int32 per parameter: received a gradient since the last reduction
-  at::Tensor used_by_any_;  // of all ranks, where they were summed
+  Meet meet_;                // null when it has returned
+  bool at_end_ = false;      // what it returned
+  UnusedParameters unused_;  // with `find_unused`
+  UsedParameters used_;
   WorkPtr used_work_;
   std::shared_ptr<ProfilerEvent> used_event_;
-  Counts counts_;
-  Stats stats_;
-  std::shared_ptr<std::vector<Times>> times_;  // written on the lane; null when nothing is traced
-  std::vector<std::pair<double, double>> packs_;
+  DdpRecord record_;
+  bool reserved_ = false;  // room in the transport's memory for all buckets
 };
 
 }  // namespace hpcomm
