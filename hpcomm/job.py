@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import (
 )
 
 from hpcomm import _C, at_exit
-from hpcomm.communicator import gloo_group, over_shared_memory, start_control, while_they_stay
+from hpcomm.communicator import gloo_group, over_shared_memory, start_control, while_they_stay, while_waiting
 from hpcomm.errors import HpcommError, SchemaMismatch
 from hpcomm.rendezvous import Look, nothing, own_store, store_errors
 from hpcomm.settings import checks, cpu_transport, nccl_limits
@@ -40,7 +40,8 @@ def create_group(options: Any) -> Backend:
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     job = _job_of(options, ranks, transport, timeout)
     config = job.config(ranks, options.group_rank, options.group_id, timeout)
-    communicator = None if transport == "gloo" else job.communicator(config)
+    with while_waiting(f"{timeout:g} s for the other ranks of {ranks} to make group {options.group_id!r}"):
+        communicator = None if transport == "gloo" else job.communicator(config)
     if not options.global_ranks_in_group and (communicator is not None or _C.built_with_cuda()):
         job.native.anchor()
     if communicator is None:

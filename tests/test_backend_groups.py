@@ -24,6 +24,7 @@ from losing import interrupt
 from patience import with_patience
 from torch import nn
 
+import hpcomm
 from hpcomm import _C, _build, job
 from hpcomm.named_group import in_named_group
 
@@ -144,6 +145,23 @@ def grouped_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def test_groups_are_called_by_the_name_of_the_backend() -> None:
     ranks.run(2, called_hpcomm, timeout=90)
+
+
+def made_by_some(limit: float) -> str:
+    with world() as (rank, _):
+        told = ""
+        if rank == 0:
+            with pytest.raises(hpcomm.TimedOut) as caught:
+                dist.new_group([0, 1], timeout=timedelta(seconds=limit), use_local_synchronization=True)
+            told = str(caught.value)
+        dist.barrier()
+    return told
+
+
+def test_a_group_that_only_some_make_is_named_in_the_time_out() -> None:
+    told, _ = ranks.run(2, made_by_some, 1.0)
+    assert "waiting 1 s for the other ranks of [0, 1] to make group '" in told
+    assert "a message from rank 1" in told
 
 
 def _new_process_group_helper(backend: str, device_id: torch.device | None, made: Any, options: Any) -> Any:

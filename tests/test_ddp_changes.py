@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import hpcomm
+from hpcomm.ddp.choice import Under
 
 
 def layers() -> nn.Sequential:
@@ -170,3 +172,87 @@ def gradients_of_functional_collectives(options: dict[str, Any]) -> None:
 )
 def test_a_gradient_that_is_a_wrapper_without_memory_is_averaged(options: dict[str, Any]) -> None:
     ranks.run(2, gradients_of_functional_collectives, options)
+
+
+def derivative_of_gradients(options: dict[str, Any]) -> None:
+    """A gradient penalty on ``.grad``: torch's reducer divides its graph by the ranks."""
+    with hpcomm.init() as mesh:
+        x = torch.tensor([[mesh.rank + 1.0]])
+        stock = nn.parallel.DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=mesh.group("dp"))
+        ours = hpcomm.DistributedDataParallel(nn.Linear(1, 1, bias=False), mesh=mesh, **options)
+        found = []
+        for model in (stock, ours):
+            with torch.no_grad():
+                model.module.weight.fill_(1.0)
+            model(x).square().sum().backward(create_graph=True)
+            gradient = model.module.weight.grad
+            (second,) = torch.autograd.grad(gradient.sum(), model.module.weight)
+            found.append((gradient.item(), second.item()))
+            model.module.weight.grad = None  # or it and its graph would hold each other
+        mean = sum(2 * (r + 1.0) ** 2 for r in range(mesh.size)) / mesh.size
+        assert found == [(mean, 2 * x.item() ** 2 / mesh.size)] * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}])
+@pytest.mark.filterwarnings("ignore:.*create_graph:UserWarning")
+def test_what_is_derived_from_gradients_is_divided_as_by_torchs_reducer(options: dict[str, Any]) -> None:
+    ranks.run(2, derivative_of_gradients, options)
+
+
+def hung_in_after_the_wrapping(only_on_rank_0: bool) -> None:
+    with hpcomm.init() as mesh:
+        torch.manual_seed(0)
+        layer = nn.Linear(8, 8)
+        module = nn.Sequential(layer)
+        model = hpcomm.DistributedDataParallel(module, mesh=mesh)
+        if mesh.rank == 0 or not only_on_rank_0:
+            layer.average = copy.deepcopy(layer)  # of the weights, say: no part of the computation
+        for step in range(3):
+            module.zero_grad()
+            model(batch(mesh, step)).square().mean().backward()
+            require_equal_gradients(mesh, layer)
+        assert model.reduction.under is Under.NATIVE
+
+
+@pytest.mark.parametrize("only_on_rank_0", [True, False])
+def test_what_is_hung_in_after_the_wrapping_is_left_alone(only_on_rank_0: bool) -> None:
+    ranks.run(2, hung_in_after_the_wrapping, only_on_rank_0)
+
+
+def refused_hooks() -> None:
+    def annotated(state: object, bucket: int) -> None: ...
+
+    with hpcomm.init() as mesh:
+        torch.manual_seed(0)
+        module = nn.Linear(8, 8)
+        model = hpcomm.DistributedDataParallel(module, mesh=mesh)
+        model(batch(mesh, 0)).square().mean().backward()
+        for hook, error in ((5, TypeError), (annotated, ValueError)):
+            with pytest.raises(error):
+                model.register_comm_hook(None, hook)
+        with pytest.raises(TypeError):
+            model._register_builtin_comm_hook("fp16")
+        module.zero_grad()
+        model(batch(mesh, 1)).square().mean().backward()
+        require_equal_gradients(mesh, module)
+        assert model.reduction.under is Under.NATIVE
+
+
+def test_a_hook_that_torch_refuses_leaves_the_reducer_in_place() -> None:
+    ranks.run(2, refused_hooks)
+
+
+def copied_with_a_static_graph() -> None:
+    with hpcomm.init() as mesh:
+        torch.manual_seed(0)
+        model = hpcomm.DistributedDataParallel(nn.Linear(8, 8), mesh=mesh, static_graph=True)
+        model(batch(mesh, 0)).square().mean().backward()
+        other = copy.deepcopy(model)
+        for step in range(2):
+            other.zero_grad()
+            other(batch(mesh, step)).square().mean().backward()
+            require_equal_gradients(mesh, other.module)
+
+
+def test_a_copy_with_a_static_graph_is_reduced_from_its_first_step_on() -> None:
+    ranks.run(2, copied_with_a_static_graph)

@@ -19,8 +19,9 @@ namespace hpcomm {
 namespace control {
 namespace {
 
-// Connections beyond one per rank that may be open without having greeted.
-constexpr std::ptrdiff_t kMaxSilent = 64;
+// Connections beyond one per rank that may be open without a word, and as many that have said who they are and have not
+// proved it: each for itself. To say it takes no secret, and a peer whose word is under way has said nothing yet.
+constexpr std::ptrdiff_t kMaxUnproved = 64;
 // New connections per round: a flood must not keep us from those we have.
 constexpr int kAcceptsPerRound = 256;
 // A greeting takes two round trips. Never more than a quarter of the time that the start has.
@@ -139,12 +140,15 @@ class Rendezvous {
       }
     }
     std::vector<Pending> keep;
+    std::vector<Pending> youngest;  // of those who have said who they are, and had not before
     for (std::size_t i = 0; i < pending_.size(); ++i) {
+      const bool was_silent = silent(pending_[i]);
       if (fds[i + 1].revents == 0 ? in_time(pending_[i]) : advance(pending_[i])) {
-        keep.push_back(std::move(pending_[i]));
+        (was_silent && !silent(pending_[i]) ? youngest : keep).push_back(std::move(pending_[i]));
       }
     }
     pending_ = std::move(keep);
+    std::move(youngest.begin(), youngest.end(), std::back_inserter(pending_));
     accept_new();
     log_.tick();
   }
@@ -165,31 +169,35 @@ class Rendezvous {
         pending_.push_back(std::move(pending));
       }
     }
-    // Somebody who opens connections and says nothing must not use up our descriptors; our peers greet at once.
-    while (std::count_if(pending_.begin(), pending_.end(), accepted) > kMaxSilent + std::ssize(peers_)) {
-      drop_oldest();
+    // Who opens connections and goes no further must not use up our descriptors; our peers do at once.
+    for (const auto kind : {silent, unproved}) {
+      while (std::count_if(pending_.begin(), pending_.end(), kind) > kMaxUnproved + std::ssize(peers_)) {
+        drop_oldest(kind);
+      }
     }
   }
 
-  static bool accepted(const Pending& pending) { return pending.rank < 0; }
-  static bool silent(const Pending& pending) { return accepted(pending) && !pending.handshake.greeted(); }
+  // Of those that we accepted.
+  static bool silent(const Pending& pending) { return pending.rank < 0 && !pending.handshake.greeted(); }
+  static bool unproved(const Pending& pending) { return pending.rank < 0 && pending.handshake.greeted(); }
 
-  // Of those that we accepted; there is one.
-  void drop_oldest() {
-    auto oldest = std::find_if(pending_.begin(), pending_.end(), silent);
-    if (oldest == pending_.end()) {
-      oldest = std::find_if(pending_.begin(), pending_.end(), accepted);
-    }
-    (void)refuse(*oldest, Refusal::kTooMany, "too many connections wait without a greeting");
+  // There is one of this kind.
+  void drop_oldest(bool (*kind)(const Pending&)) {
+    const auto oldest = std::find_if(pending_.begin(), pending_.end(), kind);
+    (void)refuse(*oldest, Refusal::kTooMany,
+                 str("too many connections wait without a ", kind == silent ? "greeting" : "proof"));
     pending_.erase(oldest);
   }
 
-  // There is no descriptor for a connection that waits to be accepted. Strangers give theirs; who has greeted may be a
-  // peer, and is done with it soon.
+  // There is no descriptor for a connection that waits to be accepted. Strangers give theirs. Who has said who he is
+  // may be a peer, and is done with it soon; but there are no more peers than ranks.
   void make_room(int error) {
-    if (std::any_of(pending_.begin(), pending_.end(), silent)) {
-      drop_oldest();
-    } else if (std::none_of(pending_.begin(), pending_.end(), accepted)) {
+    const auto count = [this](const auto& kind) { return std::count_if(pending_.begin(), pending_.end(), kind); };
+    if (count(silent) > 0) {
+      drop_oldest(silent);
+    } else if (count(unproved) >= std::ssize(peers_)) {
+      drop_oldest(unproved);
+    } else if (count(unproved) == 0) {
       throw Error(ErrorKind::kTransport,
                   str("rank ", rank_, " can open no connection to ", missing_ranks(), ": ", std::strerror(error),
                       "; a rank needs a descriptor for each of the ", peers_.size(), " ranks: raise `ulimit -n`"),

@@ -27,9 +27,10 @@ using Deadline = Clock::time_point;
   return Deadline(std::chrono::seconds(now.tv_sec) + std::chrono::nanoseconds(now.tv_nsec)) + limit + kLongestTick;
 }
 
-// At most a year ahead: the longest limits that callers can write, added to a clock, would lie in its past.
+// At most a year ahead, or back: the longest limits that callers can write, added to a clock, would lie in its past.
 [[nodiscard]] inline Deadline deadline_after(std::chrono::milliseconds limit) noexcept {
-  limit = std::min(limit, std::chrono::milliseconds(std::chrono::hours(24 * 365)));
+  constexpr std::chrono::milliseconds kYear = std::chrono::hours(24 * 365);
+  limit = std::clamp(limit, -kYear, kYear);
   return limit >= std::chrono::seconds(1) ? roughly_after(limit) : Clock::now() + limit;
 }
 

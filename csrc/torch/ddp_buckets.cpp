@@ -188,6 +188,17 @@ at::Tensor DdpReducer::make_view(std::size_t index, std::size_t entry) const {
   return view;
 }
 
+// A gradient with a graph of its own becomes another one, whose graph divides by the ranks, as torch's reducer does it:
+// what is derived from it is then this rank's part of the average. The values are replaced by the average.
+void DdpReducer::divide_graph(at::Tensor& gradient) const {
+  if (gradient.requires_grad() && !gradient.is_leaf()) {
+    TORCH_WARN_ONCE("DistributedDataParallel with create_graph=True: gradients are averaged, and what is derived from ",
+                    "them is of this rank alone, divided by the number of ranks");
+    const at::AutoGradMode with_graph(true);
+    gradient = gradient.mul(1.0 / communicator_->size());
+  }
+}
+
 Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const at::Tensor& incoming, Storages& held,
                                     Storages& sources) {
   Slot& slot = slots_[index];
@@ -226,6 +237,10 @@ Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const 
     return {nullptr, nullptr, true};
   }
   ++record_.counts().packed;
+  const at::Tensor given = gradient;
+  if (!options_.shard && !slot.resting[entry].defined()) {
+    divide_graph(gradient);
+  }
   const bool becomes_view = (options_.bucket_views || options_.shard) && !casts && !gradient.requires_grad();
   // A wrapper without memory, as functional collectives return, is copied as torch does it.
   if (!has_memory(gradient) || !is_laid_out_as(gradient, param) || is_shared(number)) {
@@ -241,12 +256,12 @@ Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const 
     }
     slot.fates[entry] = Fate::kStaged;
     void* const copy = staged();
-    slot.staged[entry].copy_(gradient);
+    slot.staged[entry].copy_(given);
     ++record_.counts().copied_back;
     return {copy, options_.shard ? nullptr : copy, false};
   }
-  sources.push_back(gradient.storage());
-  void* const data = gradient.data_ptr();
+  sources.push_back(given.storage());
+  void* const data = given.data_ptr();
   const bool fresh = is_new(gradient, incoming, 2);
   if (becomes_view || (fresh && !casts && !gradient.requires_grad())) {
     slot.fates[entry] = Fate::kInBucket;
@@ -260,7 +275,7 @@ Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const 
   held.push_back(gradient.storage());
   slot.fates[entry] = Fate::kCopiedBack;
   ++record_.counts().copied_back;
-  return {data, options_.shard ? nullptr : data, false};
+  return {data, options_.shard ? nullptr : gradient.data_ptr(), false};
 }
 
 // Has any rank a gradient for it? On a GPU the host waits for the answer: not to be asked for what this rank knows.

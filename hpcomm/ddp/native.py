@@ -130,7 +130,7 @@ class NativeReducer:
             f"last bucket of {self._last_bytes} bytes",
             f"grad_dtype={self._wire}",
             *(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self.parameters),
-            str(self._native.plan.hash),
+            f"no more parameters, and buckets of hash {self._native.plan.hash}",
         ]
 
     def __getattr__(self, name: str) -> Any:

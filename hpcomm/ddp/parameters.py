@@ -18,19 +18,24 @@ Named = tuple[str, torch.nn.Parameter]
 def for_reducer(
     wrapper: torch.nn.parallel.DistributedDataParallel, own: Sequence[Named], trained: Sequence[Named]
 ) -> list[Named]:
-    """Those that torch's reducer would have, in the order of the module.
+    """Those that torch's reducer would have, in the order of the module: not what was hung into it after the wrapping.
 
     Args:
         own: the wrapper's when it was made.
         trained: of these, those that required a gradient then.
     """
-    now = list(wrapper.module.named_parameters())
+    names_then, then = {name for name, _ in own}, {id(parameter) for _, parameter in own}
+    now = [
+        (name, parameter)
+        for name, parameter in wrapper.module.named_parameters()
+        if name in names_then or id(parameter) in then
+    ]
     # In a forward of torch.func.functional_call the module has other tensors for a while; its own are reduced.
     if in_functional_call() or not all(isinstance(parameter, torch.nn.Parameter) for _, parameter in now):
         return [(name, parameter) for name, parameter in own if parameter.requires_grad]
     names = {id(parameter): name for name, parameter in now}
     parameters, _ = wrapper._build_params_for_reducer()  # type: ignore[no-untyped-call]
-    chosen = {id(parameter): names[id(parameter)] for parameter in parameters}
+    chosen = {id(parameter): names[id(parameter)] for parameter in parameters if id(parameter) in names}
     # Torch's reducer has what required a gradient when the wrapper was made: what is frozen now may not stay so, and
     # what a tensor-parallel module hands out as DTensors, after its first forward, is no parameter of it any more.
     for name, parameter in trained:

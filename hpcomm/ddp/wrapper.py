@@ -237,17 +237,15 @@ class DistributedDataParallel(_StockDDP):
             self._hpcomm_choice = choice
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """As torch's; the given hook replaces hpcomm's reduction."""
+        """As torch's; the given hook replaces hpcomm's reduction. One that torch refuses changes nothing."""
+        self._check_comm_hook(hook)  # type: ignore[no-untyped-call]
         self._leave_for_hook()
         super().register_comm_hook(state, hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        self._leave_for_hook()
+        if isinstance(comm_hook_type, dist.BuiltinCommHookType):  # else torch refuses it
+            self._leave_for_hook()
         super()._register_builtin_comm_hook(comm_hook_type)  # type: ignore[no-untyped-call]
-
-    def _register_fused_optim(self, optim: Any, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
-        self._leave_for_hook()
-        super()._register_fused_optim(optim, *args, optim_params=optim_params, **kwargs)
 
     def _leave_for_hook(self) -> None:
         if "_hpcomm_last" in self.__dict__:  # else torch's constructor registers one
@@ -304,6 +302,15 @@ class DistributedDataParallel(_StockDDP):
         self._hpcomm_last = None
         self._hpcomm_sharded = None
         self._hpcomm_on_mesh = False
+        self._static_graph_delay_allreduce_enqueued = False  # torch leaves it True, and a copy's first step unreduced
+        # A copy has what was hung into the module since, as torch's reducer of it.
+        known = {name for name, _ in self._hpcomm_own}
+        added = [
+            (name, parameter)
+            for name, parameter in self.module.named_parameters()
+            if name not in known and name not in self.parameters_to_ignore
+        ]
+        self._hpcomm_own = [*self._hpcomm_own, *added]
         # Copies of one wrapper find each other in the order of their first forwards, not in that of the copying: a rank
         # may have some of its own that it never trains. Copies of two wrappers never take each other's place.
         self._hpcomm_family += "'"

@@ -383,6 +383,34 @@ TEST(control_start_does_not_run_out_of_descriptors) {
   CHECK(captured.text().find("without a greeting") != std::string::npos);
 }
 
+// To say who one is takes no secret: those who have said it and stay there are no reason to drop a peer whose word is
+// still under way.
+TEST(control_start_waits_for_a_word_that_is_under_way_among_strangers_who_say_names) {
+  CapturedStderr captured;
+  ControlListener zero("127.0.0.1", 0, 2, JobToken{7});
+  std::shared_ptr<Control> control;
+  std::thread start([&] { control = zero.connect({zero.address(), "127.0.0.1:1"}, soon()); });
+  std::vector<std::unique_ptr<Stranger>> strangers;
+  const auto more = [&](int count) {
+    for (int i = 0; i < count; ++i) {
+      strangers.push_back(std::make_unique<Stranger>(zero.address()));
+      strangers.back()->say(control::Handshake::open(JobToken{9}, 1, 0).output());
+      if (i % 8 == 7) {
+        std::this_thread::sleep_for(1ms);
+      }
+    }
+  };
+  more(80);
+  const Stranger one(zero.address());  // says nothing yet
+  more(80);
+  CHECK(eventually([&] { return strangers[80]->hung_up_on(); }));  // and all that came before it
+  CHECK(one.greet(1, 0));
+  start.join();
+  one.say(encode(FrameKind::kMessage, 5, "from rank 1"));
+  CHECK_EQ(control->receive(1, 5, soon()), "from rank 1");
+  CHECK(captured.text().find("without a proof") != std::string::npos);
+}
+
 // While it lives, this process may open `more` files. Not under UBSan: it looks at objects through a pipe, and takes a
 // pipe that it cannot open for a broken object.
 class FewFiles {

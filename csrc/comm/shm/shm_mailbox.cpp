@@ -237,11 +237,10 @@ MailPump::Look ShmMailbox::wanted_look() const {
   if (!pending()) {
     return MailPump::Look::kNever;
   }
-  // What is half read, or not said yet, may belong to no mail.
-  const bool owes = std::any_of(pairs_.begin(), pairs_.end(), [](const auto& pair) {
-    return pair && (pair->in.owes_reading() || pair->out.owes_answers());
-  });
-  return owes || desk_.has_left_mails() ? MailPump::Look::kSoon : MailPump::Look::kLate;
+  // What is half read, or not said yet, may belong to no mail. Asked last: it goes through all messages under way.
+  const auto owes = [](const auto& pair) { return pair && (pair->in.owes_reading() || pair->out.owes_answers()); };
+  return desk_.has_left_mails() || std::any_of(pairs_.begin(), pairs_.end(), owes) ? MailPump::Look::kSoon
+                                                                                   : MailPump::Look::kLate;
 }
 
 void ShmMailbox::start() {
