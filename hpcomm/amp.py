@@ -38,7 +38,7 @@ def clip_grad_norm_(
         error_if_nonfinite: raise instead of scaling by a NaN or infinite norm.
 
     Returns:
-        The norm before clipping, a 0-dim tensor, float64 where this rank has such gradients, else float32:
+        The norm before clipping, a 0-dim tensor, float64 where the model has such parameters, else float32:
         per-parameter norms combined in model order, as ``torch.nn.utils.clip_grad_norm_`` does on the whole model, and
         the same number on every rank. It is 0 where there are no gradients yet, as that of torch's function.
 
@@ -89,8 +89,7 @@ def _of_stages(pipe: Any, norm_type: float) -> _Parts:
                 norms[place[name]] = torch.linalg.vector_norm(parameter.grad, norm_type)
     # Every entry comes from one rank and is zero elsewhere: the sum is exact.
     pipe.mesh.pp.all_reduce(norms)
-    wide = any(gradient.dtype == torch.float64 for gradient in gradients)
-    return norms if wide else norms.float(), gradients, pipe.mesh.rank
+    return norms if pipe.has_wide_gradients else norms.float(), gradients, pipe.mesh.rank
 
 
 class GradScaler(torch.amp.GradScaler):

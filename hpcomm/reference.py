@@ -22,7 +22,7 @@ from hpcomm.pipeline.randomness import generators_of, kept
 from hpcomm.tree import flatten, mapped, tensors_of, unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from hpcomm._C import Communicator
     from hpcomm.pipeline import Pipeline
@@ -104,7 +104,9 @@ def verify(
         if not difference <= tolerance:
             raise NumericsMismatch(
                 f"gradient of {parameter} differs from one process by {difference:.3g} relative to its largest value "
-                f"(tolerance {tolerance:.3g}); it is the first of {len(differences)} parameters that does",
+                f"(tolerance {tolerance:.3g}); it is the first of {len(differences)} parameters that does. (Within a "
+                "step gradients are those of weight x loss: what clips or adds to them there, a hook or an "
+                "autograd.Function, does not do what it does in one process)",
                 rank=pipe.mesh.rank,
             )
     return Comparison(loss, reference_loss, worst, name, len(differences))
@@ -180,6 +182,7 @@ def _reference_step(
     parameters = list(model.parameters())
     sums, weights, outputs, targets = [], [], [], []
     is_mean = True
+    unit = 0.0
     with kept(generators_of(pipe.mesh.device)):
         for replica, (shard, shard_target, shard_keywords) in enumerate(_gather((x, target, keywords), pipe.mesh.dp)):
             draws = pipe.draws(number, replica)
@@ -197,19 +200,30 @@ def _reference_step(
                 is_mean = is_mean and loss.is_mean
                 outputs.append(mapped(output, torch.Tensor.detach))
                 targets.append(part_target)
-                loss.weighted.backward()  # type: ignore[no-untyped-call]
+                unit = unit or _unit(parameters, loss.weight * parts * pipe.mesh.dp.size)
+                (loss.weighted / unit).backward()  # type: ignore[no-untyped-call]
                 _C.part_gradients(parameters)  # or what is added later would be added to both
                 sums.append(loss.weighted.detach())
                 weights.append(loss.weight)
     weight = sum(weights)
     for parameter in parameters:
         if parameter.grad is not None:
-            parameter.grad /= weight
+            parameter.grad /= weight / unit
     each = torch.stack(sums).double()
     total = float(each.sum()) / weight
     if is_mean:
         _require_mean(pipe, join(outputs), join(targets), total, float(each.abs().sum()) / weight, number)
     return total
+
+
+def _unit(parameters: Sequence[torch.nn.Parameter], weight: float) -> float:
+    """What backwards are divided by: near the weight of a batch, so that gradients are as large as those of the mean,
+    and not of the sum, as in the Pipeline. Where something on their way is not linear in them, the two differ, and that
+    is seen. A power of two, which changes no bit of anything else but small float16 numbers.
+    """
+    if weight <= 0 or any(parameter.dtype == torch.float16 for parameter in parameters):
+        return 1.0
+    return 2.0 ** round(math.log2(weight))
 
 
 def _require_mean(pipe: Pipeline, output: Any, target: Any, loss: float, size: float, step: int) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import BuiltinCommHookType
 
 from hpcomm.ddp.attached import install
 from hpcomm.ddp.choice import Choice, NativeOptions, Under, choose_lane, choose_reducer, has_sparse
@@ -243,7 +244,7 @@ class DistributedDataParallel(_StockDDP):
         super().register_comm_hook(state, hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        if isinstance(comm_hook_type, dist.BuiltinCommHookType):  # else torch refuses it
+        if isinstance(comm_hook_type, BuiltinCommHookType):  # else torch refuses it
             self._leave_for_hook()
         super()._register_builtin_comm_hook(comm_hook_type)  # type: ignore[no-untyped-call]
 

@@ -98,6 +98,17 @@ def require_names(**lists: Sequence[str | int] | None) -> None:
             raise InvalidArgument(f"Pipeline: {argument}={names!r} is a string; pass a list, [{names!r}]")
 
 
+def require_no_hooks_behind(model: torch.nn.Module) -> None:
+    """Raises InvalidArgument for hooks that would take a microbatch's part of a gradient for the whole."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter._post_accumulate_grad_hooks:
+            raise InvalidArgument(
+                f"Pipeline: parameter {name} has a hook behind the accumulation of its gradient "
+                "(register_post_accumulate_grad_hook), which would see the sum of some microbatches, neither divided "
+                "nor reduced: an optimizer in the backward, say, would step on that. Let it work after step()"
+            )
+
+
 def require_no_parameters(loss_fn: object) -> None:
     """Raises InvalidArgument for a loss function with parameters: their gradients would be nobody's to reduce."""
     for name, parameter in loss_fn.named_parameters() if isinstance(loss_fn, torch.nn.Module) else ():

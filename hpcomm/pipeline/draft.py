@@ -15,6 +15,7 @@ from hpcomm.pipeline.checks import (
     long_name,
     require_arguments,
     require_names,
+    require_no_hooks_behind,
     require_no_parameters,
     require_trainable,
     require_wire,
@@ -97,6 +98,7 @@ def draft(model: Model, mesh: Mesh, asked: Arguments) -> Draft:
     if schedule.trains and asked.loss_fn is not None:
         require_trainable(whole, stages, schedule.placement)
         require_no_parameters(asked.loss_fn)
+        require_no_hooks_behind(whole)
     require_initialisable(whole, asked.init_fn)
     if asked.balance is not None and split_at is not None:
         raise InvalidArgument("Pipeline: split_at says where to cut, balance asks for it; pass one of them")

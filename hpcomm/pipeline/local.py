@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from hpcomm.mesh import Mesh
+    from hpcomm.pipeline.homes import Home
     from hpcomm.pipeline.sharing import Owned
 
 __all__: list[str] = []
@@ -29,6 +30,8 @@ class LocalModel:
         owned: all parameters of the model, in its order.
         placement: the pipeline rank of every stage.
     """
+
+    _home: Home
 
     def __init__(
         self, mesh: Mesh, modules: Sequence[torch.nn.Module], owned: Sequence[Owned], placement: Sequence[int]
@@ -47,6 +50,10 @@ class LocalModel:
         self.stages = {stage: modules[stage].to(mesh.device) for stage in here}
         self.module = next(iter(self.stages.values())) if len(here) == 1 else chain.joined(list(self.stages.values()))
         # Of the local parameters: the name in the model, and the first stage that owns it.
+        # Gradients in float64, of whatever stage: what is computed of all has that dtype on every rank.
+        self.has_wide_gradients = any(
+            e.parameter.requires_grad and e.parameter.dtype.to_real() == torch.float64 for e in owned
+        )
         self._canonical = {id(e.parameter): (e.name, e.stages[0]) for e in owned if set(e.stages) & set(here)}
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -71,7 +78,12 @@ class LocalModel:
         return list(self._names)
 
     def state_dict(self) -> dict[str, Any]:
-        """The local stages' state under the plain model's names; the union over ``mesh.pp`` is the plain model's."""
+        """The local stages' state under the plain model's names; the union over ``mesh.pp`` is the plain model's.
+
+        Raises:
+            InvalidArgument: another Pipeline of the model has trained it since, on other ranks.
+        """
+        self._home.require_current("state_dict()")
         return self.module.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -94,6 +106,7 @@ class LocalModel:
                 "strict=False to load what fits"
             )
         self.module.load_state_dict({name: value for name, value in state.items() if name in mine}, strict=strict)
+        self._home.note_loaded()
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
         """The state of this rank's ``optimizer`` by the plain model's names of parameters, for checkpoints that any
@@ -145,8 +158,9 @@ class LocalModel:
 
         Raises:
             InvalidArgument: a layer has extra state (``get_extra_state()``); each rank's :meth:`state_dict` has its
-                own.
+                own. Or another Pipeline of the model has trained it since, on other ranks.
         """
+        self._home.require_current("full_state_dict()")
         whole: dict[str, torch.Tensor] = {}
         for stage, kinds in enumerate(self._shapes):
             mine = self.stages[stage].state_dict() if stage in self.stages else {}

@@ -97,9 +97,9 @@ def _sum(before: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
     return before + made if 0 in before.stride() else before.add_(made)
 
 
-def identity(parameters: Iterable[torch.nn.Parameter]) -> list[tuple[int, bool, torch.dtype]]:
+def identity(parameters: Iterable[torch.nn.Parameter]) -> list[tuple[int, bool, torch.dtype, bool]]:
     """What must not change between steps: buckets and hooks were made for it."""
-    return [(id(p), p.requires_grad, p.dtype) for p in parameters]
+    return [(id(p), p.requires_grad, p.dtype, bool(p._post_accumulate_grad_hooks)) for p in parameters]
 
 
 def start_equal(mesh: Mesh, module: torch.nn.Module, owned: Sequence[Owned], placement: Sequence[int]) -> None:

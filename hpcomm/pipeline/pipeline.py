@@ -20,6 +20,7 @@ from hpcomm.pipeline.adapt import as_chain
 from hpcomm.pipeline.checks import listed, require_no_gradient, require_scaler
 from hpcomm.pipeline.draft import Arguments, agreed, draft
 from hpcomm.pipeline.failure import TellPeers
+from hpcomm.pipeline.homes import move_in
 from hpcomm.pipeline.links import Messages, links_of, loaders_of
 from hpcomm.pipeline.local import LocalModel
 from hpcomm.pipeline.meta import materialize, materialize_together
@@ -139,8 +140,8 @@ class Pipeline(LocalModel):
             deterministic=deterministic,
             wire_dtype=wire_dtype,
         )
-        whole_model, plain, starts, modules, _ = agreed(mesh, lambda: draft(model, mesh, asked))
         layers: list[LayerProfile] = []
+        whole_model, plain, starts, modules, _ = agreed(mesh, lambda: draft(model, mesh, asked))
         if balance is not None:
             starts, layers = decide(whole_model, mesh, plain.placement, plain.table, balance, init_fn, seed)
             modules = stages_at(whole_model, starts)
@@ -149,11 +150,12 @@ class Pipeline(LocalModel):
         materialize_together(mesh, modules, here, seed, init_fn)
         owned = sharing.owners_of(modules)
         super().__init__(mesh, modules, owned, plain.placement)
+        calls = chain.calls_by_stage(modules, chain.skips_of(whole_model))
+        self._home = move_in(mesh, calls, plain.placement)
         self._asked = asked._replace(balance=None)  # whose sample may be large
         self._schedule = plain
         self._whole = frozenset(whole)
         self._promised = frozenset(keywords) if inputs == "first" else None
-        calls = chain.calls_by_stage(modules, chain.skips_of(whole_model))
         self._calls = [call for stage in calls for call in stage]
         self._links = links_of(calls, loaders_of(calls, keywords) if inputs == "first" else ())
         ties = sharing.ties_of(owned)
@@ -187,8 +189,7 @@ class Pipeline(LocalModel):
         # Of its random numbers, behind those of all layers; None where it draws none.
         self.loss_place = len(self._calls) if loss_may_draw(loss_fn) else None
         self._unit = Unit(mesh, plain.placement[-1], of_two=deterministic)
-        self._sums = Sums()
-        self.step_number = 0
+        self._sums, self.step_number = Sums(), 0
 
     def __getstate__(self) -> Any:
         # What copy and pickle ask for; they would end at the first native object, and name that.
@@ -228,14 +229,15 @@ class Pipeline(LocalModel):
 
         Raises:
             InvalidArgument: no input or target where one is needed, fewer samples than microbatches, a target of
-                another number of samples, ranks of a replica with batches of different sizes, arguments that no layer
-                takes; or parameters were replaced, frozen, unfrozen or converted since the Pipeline was made.
+                another number of samples, ranks of a replica with batches of different sizes, arguments no layer takes;
+                parameters were replaced, frozen, unfrozen or converted, or trained by another Pipeline on other ranks.
             PeerError, RankFailed, TimedOut: another rank raised, died, or did not come.
             Exception: of the model or of ``loss_fn``; the other ranks then raise PeerError. The pipeline cannot be used
                 after an error.
         """
         if not torch.is_grad_enabled():
             return self.eval_step(*inputs, target=target, return_outputs=return_outputs, **keywords)
+        self._home.require_current("step()")
         runner = self._runner
         with self._telling_peers(runner):
             if not self._schedule.trains:
@@ -246,8 +248,8 @@ class Pipeline(LocalModel):
             parameters = list(self.parameters())  # once a step: a model has thousands
             if identity(parameters) != self._identity:
                 raise InvalidArgument(
-                    "the stage's parameters changed since the Pipeline was made (replaced, frozen, unfrozen or "
-                    "converted); make a new Pipeline of the changed model"
+                    "the stage's parameters changed since the Pipeline was made (replaced, frozen, unfrozen, converted "
+                    "or given a hook behind the accumulation); make a new Pipeline of the changed model"
                 )
             require_no_gradient([("inputs", inputs), ("target", target), *keywords.items()])
             batch = self._batch(inputs, target, keywords, self._asked.loss_fn)
@@ -262,6 +264,7 @@ class Pipeline(LocalModel):
             if scaler is not None:
                 batch.scale = scaler.scale
             batch.keeps = self._sums.keeps(parameters)
+            self._home.note_training()
             with self._random_numbers(batch), self._sums.step(parameters, reduce=reduce):
                 result = runner.step(batch)
         self.step_number += 1
@@ -274,14 +277,14 @@ class Pipeline(LocalModel):
         Arguments, return value and errors as of :meth:`step`. Without a target the loss is computed only if
         ``return_outputs`` is False: to get outputs alone, no loss is needed. It is NaN then.
         """
+        self._home.require_current("eval_step()")
         with torch.no_grad():
-            if self._evaluation is None:
-                self._evaluation = self._evaluator()
+            self._evaluation = self._evaluation or self._evaluator()
             with self._telling_peers(self._evaluation):
                 wants_loss = target is not None or not return_outputs
                 if wants_loss and self._asked.loss_fn is None:
                     raise InvalidArgument(
-                        "eval_step(): the Pipeline was made with loss_fn=None: pass return_outputs=True, and no target"
+                        "eval_step(): made with loss_fn=None: pass return_outputs=True, and no target"
                     )
                 batch = self._batch(inputs, target, keywords, self._asked.loss_fn)
                 # Who has the target knows: with inputs="first" the last stage hears of it with the first message.

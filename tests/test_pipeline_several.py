@@ -1,0 +1,157 @@
+"""Several Pipelines of one model, on other ranks; and what a step refuses, or verify() finds, about its gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from torch import nn
+from torch.nn import functional
+
+import hpcomm
+
+
+def deep() -> nn.Sequential:
+    """Of 8 layers with a buffer that training changes."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(8)]
+    return nn.Sequential(*layers).double()
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(8, 8, dtype=torch.float64, generator=draw), torch.randn(
+        8, 8, dtype=torch.float64, generator=draw
+    )
+
+
+def trained(pipe: hpcomm.Pipeline, steps: int) -> None:
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
+    x, y = batch()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        pipe.step(x, target=y)
+        optimizer.step()
+
+
+def moved(dp: int, first: str, second: str) -> None:
+    x, y = batch()
+    with hpcomm.init(dp=dp, pp=2) as mesh:
+        model = deep()
+        options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 1, "loss_fn": functional.mse_loss}
+        one = hpcomm.Pipeline(model, schedule=first, **options)
+        trained(one, 2)
+        other = hpcomm.Pipeline(model, schedule=second, **options)
+        wanted = one.full_state_dict()
+        for name, value in other.full_state_dict().items():
+            assert torch.equal(value, wanted[name]), name
+        assert other.eval().eval_step(x, target=y) == one.eval().eval_step(x, target=y)
+        # The first goes on: what the second has is old, and it says so.
+        one.train()
+        trained(one, 1)
+        for what in (lambda: other.eval_step(x, target=y), other.state_dict, other.full_state_dict):
+            with pytest.raises(hpcomm.InvalidArgument, match="has trained them since: the values here are old"):
+                what()
+        third = hpcomm.Pipeline(model, schedule=second, **options)
+        wanted = one.full_state_dict()
+        for name, value in third.full_state_dict().items():
+            assert torch.equal(value, wanted[name]), name
+        other.load_state_dict(wanted)  # is as good
+        other.state_dict()
+        if second != "forward_only":
+            trained(third, 1)
+            with pytest.raises(hpcomm.InvalidArgument, match="Make a new Pipeline"):
+                one.step(x, target=y)
+
+
+@pytest.mark.parametrize(("first", "second"), [("zbv", "forward_only"), ("1f1b", "zbv"), ("zbv", "1f1b")])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_another_pipeline_of_the_model_gets_what_was_trained_elsewhere(dp: int, first: str, second: str) -> None:
+    ranks.run(2 * dp, moved, dp, first, second)
+
+
+def alike() -> None:
+    with hpcomm.init(pp=2) as mesh:
+        model = deep()
+        pipes = [
+            hpcomm.Pipeline(model, mesh=mesh, num_microbatches=count, loss_fn=functional.mse_loss) for count in (1, 2)
+        ]
+        for pipe in (*pipes, *pipes):
+            trained(pipe, 1)
+
+
+def test_pipelines_with_the_same_places_take_turns() -> None:
+    ranks.run(2, alike)
+
+
+def only_here() -> None:
+    with hpcomm.init(pp=2) as mesh:
+        model = deep()
+        hpcomm.Pipeline(model, mesh=mesh, num_microbatches=1, loss_fn=functional.mse_loss, schedule="zbv")
+        with pytest.raises(hpcomm.SchemaMismatch, match="layers that another Pipeline has elsewhere"):
+            hpcomm.Pipeline(
+                model if mesh.rank == 0 else deep(), mesh=mesh, num_microbatches=1, loss_fn=functional.mse_loss
+            )
+
+
+def test_a_model_that_was_in_a_pipeline_on_some_ranks_only_is_told() -> None:
+    ranks.run(2, only_here)
+
+
+def wide_in_one_stage() -> torch.Tensor:
+    with hpcomm.init(pp=2) as mesh:
+        model = deep()
+        model[:4].requires_grad_(False)
+        pipe = hpcomm.Pipeline(model, mesh=mesh, num_microbatches=2, loss_fn=functional.mse_loss)
+        x, y = batch()
+        pipe.step(x, target=y)
+        return hpcomm.clip_grad_norm_(pipe, 1.0)
+
+
+def test_the_clipped_norm_is_one_number_also_where_a_stage_is_frozen() -> None:
+    first, second = ranks.run(2, wide_in_one_stage)
+    assert first.dtype == second.dtype == torch.float64
+    assert first == second > 0
+
+
+def hooks_behind() -> None:
+    def look(parameter: torch.Tensor) -> None: ...
+
+    with hpcomm.init(pp=2) as mesh:
+        options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 2, "loss_fn": functional.mse_loss}
+        model = deep()
+        model[1][0].weight.register_post_accumulate_grad_hook(look)
+        with pytest.raises(hpcomm.InvalidArgument, match=r"parameter 1\.0\.weight has a hook behind the accumulation"):
+            hpcomm.Pipeline(model, **options)
+        model[1].requires_grad_(False)
+        pipe = hpcomm.Pipeline(model, **options)
+        x, y = batch()
+        pipe.step(x, target=y)
+        next(p for p in pipe.parameters() if p.requires_grad).register_post_accumulate_grad_hook(look)
+        with pytest.raises(hpcomm.InvalidArgument, match="given a hook behind the accumulation"):
+            pipe.step(x, target=y)
+
+
+def test_a_hook_that_would_see_parts_of_a_gradient_is_refused() -> None:
+    ranks.run(2, hooks_behind)
+
+
+def clamped_on_the_way() -> None:
+    with hpcomm.init(pp=2) as mesh:
+
+        def build() -> nn.Sequential:
+            torch.manual_seed(0)
+            model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]).double()
+            model[2].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+            return model
+
+        x, y = batch()
+        pipe = hpcomm.Pipeline(build(), mesh=mesh, num_microbatches=1, loss_fn=functional.mse_loss)
+        with pytest.raises(hpcomm.NumericsMismatch, match=r"2\.weight .* those of weight x loss"):
+            hpcomm.verify(pipe, build(), x, target=y)
+
+
+def test_verify_finds_what_is_not_linear_in_the_gradients() -> None:
+    ranks.run(2, clamped_on_the_way)
