@@ -324,9 +324,11 @@ def _gloo_device(store: Store, rank: int, size: int, timeout: float, look: Look)
     that other hosts cannot reach.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if interface:
-        return ProcessGroupGloo.create_device(interface=interface)
-    return ProcessGroupGloo.create_device(hostname=_listen_host(store, rank, size, timeout, look))
+    where = {"interface": interface} if interface else {"hostname": _listen_host(store, rank, size, timeout, look)}
+    try:
+        return ProcessGroupGloo.create_device(**where)
+    except RuntimeError as error:
+        raise TransportError(f"gloo cannot listen on {next(iter(where.values()))}: {error}", rank=rank) from error
 
 
 def gloo_group(

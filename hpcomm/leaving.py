@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 import sys
@@ -15,16 +16,20 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from hpcomm import at_exit
-from hpcomm.errors import PeerError, RankFailed
+from hpcomm.errors import PeerError, RankFailed, SchemaMismatch, TimedOut
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from hpcomm._C import Control
     from hpcomm.mesh import Mesh
 
 __all__: list[str] = []
 
 _PATIENCE = 3.0  # seconds for the rank that failed to end first
+_LONGEST_END = 20.0  # seconds from the last of hpcomm's exit handlers to the end of a process that has failed
 _exit_codes: dict[int, int] = {}  # by process: a fork of this one has its own
+_failed: set[int] = set()  # processes
 
 
 @at_exit.register
@@ -35,11 +40,31 @@ def _exit() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_exit_codes[os.getpid()])
+    if os.getpid() in _failed:
+        # A group of gloo waits, when it is destroyed, for what a rank that is stopped will never send. The only timer
+        # of Python's that still counts then; without its traceback.
+        silent = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        faulthandler.dump_traceback_later(_LONGEST_END, file=silent, exit=True)
 
 
 def describe(error: BaseException) -> str:
     """The traceback as the peers shall read it."""
     return "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
+
+
+@contextlib.contextmanager
+def told_of_errors(control: Control) -> Iterator[None]:
+    """The peers are told of what ends this rank's start inside, where they cannot know it; else they would hear that it
+    has left in order.
+    """
+    try:
+        yield
+    except (PeerError, RankFailed, SchemaMismatch, TimedOut):
+        raise
+    except BaseException as error:
+        with contextlib.suppress(Exception):
+            control.abort(describe(error))
+        raise
 
 
 class ExitWatch:
@@ -66,6 +91,7 @@ class ExitWatch:
 
     def _report(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._failed = True
+        _failed.add(os.getpid())
         mesh = self._mesh()
         with contextlib.suppress(Exception):  # whatever goes wrong here must not hide the program's own error
             if mesh is not None and not mesh._closed:

@@ -21,7 +21,7 @@ from hpcomm.channel import forget_parted, let_go
 from hpcomm.communicator import agree, first_communicator, start_control, while_they_stay
 from hpcomm.devices import pick_device
 from hpcomm.errors import Closed, HpcommError, InvalidArgument, TimedOut, TransportError
-from hpcomm.leaving import ExitWatch, describe
+from hpcomm.leaving import ExitWatch, describe, told_of_errors
 from hpcomm.rendezvous import interruptible, own_store
 from hpcomm.settings import checked_timeout, checking, cpu_transport, default_timeout, emulation
 
@@ -101,30 +101,35 @@ class Mesh:
         self.coordinate = _coordinate(rank, sizes)
         private, start = own_store(store, rank, world, timeout=timeout)
         self.control: Control = start_control(private, rank, world, timeout=timeout)
-        terms = [f"{axis}={size}" for axis, size in sizes.items()] + [f"device={device.type}"]
+        with told_of_errors(self.control):
+            self._meet(private, start, begin)
+        self._watch = ExitWatch(self, owns_group=owns_group)
+
+    def _meet(self, store: Store, start: str, begin: Callable[[], None] | None) -> None:
+        """Communicators and groups of all axes (collective)."""
+        terms = [f"{axis}={size}" for axis, size in self._sizes.items()] + [f"device={self.device.type}"]
         terms += emulation() + checking()
         terms.append(f"HPCOMM_CPU_TRANSPORT={cpu_transport()}")
-        agree(self.control, "mesh", terms, timeout=timeout)
+        agree(self.control, "mesh", terms, timeout=self._timeout)
         if begin is not None:
-            self._with_torch("torch's process group", range(world), begin)
+            self._with_torch("torch's process group", range(self.size), begin)
         self.world: Communicator = first_communicator(
-            private,
+            store,
             self.control,
-            range(world),
+            range(self.size),
             name=f"mesh {start}",
             lane="world",
-            timeout=timeout,
-            device=device,
+            timeout=self._timeout,
+            device=self.device,
             will_be_split=True,
         )
         self._lanes: dict[tuple[tuple[int, ...], str], Communicator] = {}
         # Every rank makes its rows in the same order of axes: no two ranks wait for each other on different rows.
-        self._rows = {axis: self._row(axis) for axis in sizes}
+        self._rows = {axis: self._row(axis) for axis in self._sizes}
         self._communicators = {axis: self._axis(axis, row) for axis, row in self._rows.items()}
         self._groups = {axis: self._new_group(row) for axis, row in self._rows.items()}
         # Others may still be connecting to this rank, and would fail if it left now.
-        agree(self.control, "groups of the mesh", [], timeout=timeout)
-        self._watch = ExitWatch(self, owns_group=owns_group)
+        agree(self.control, "groups of the mesh", [], timeout=self._timeout)
 
     @property
     def shape(self) -> dict[str, int]:

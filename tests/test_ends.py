@@ -6,6 +6,8 @@ import gc
 import os
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -222,3 +224,21 @@ def a_forked_child_lets_go() -> None:
 )
 def test_a_forked_child_that_lets_go_of_channels_ends(env: dict[str, str]) -> None:
     ranks.run(2, a_forked_child_lets_go, env=env, timeout=60)
+
+
+LATE = """
+import os, time
+from hpcomm import leaving
+
+class Late:
+    def __del__(self):
+        time.sleep(600)
+
+leaving._LONGEST_END = 0.5
+leaving._failed.add(os.getpid())
+late = Late()  # ends with the modules, behind the exit handlers, as torch's groups do
+"""
+
+
+def test_a_process_that_failed_ends_where_something_waits_behind_its_exit_handlers() -> None:
+    assert subprocess.run([sys.executable, "-c", LATE], check=False, timeout=60).returncode == 1

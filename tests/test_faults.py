@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -165,29 +166,71 @@ def test_a_rank_that_is_killed_while_torch_connects_is_named_at_once(where: str)
             assert "rank 1 is gone: its " in outcome.message
 
 
-def killed_where_torch_broadcasts(when: int) -> None:
-    """The module's state in the wrapper's constructor, and in each forward the statistics of a BatchNorm."""
-    mesh = hpcomm.init(dp=2)
-    if mesh.rank == 1:
-        torch.nn.parallel.distributed._sync_module_states = _killed_if(when == 0)
+def ended_in_a_broadcast(when: int, how: int) -> None:
+    """Of the module's state in the wrapper's constructor, or in a forward of the statistics of a BatchNorm."""
+    mesh = hpcomm.init(dp=3, timeout=300)
+    if mesh.rank == 1 and when == 0:
+        os.kill(os.getpid(), how)
     wrapped = hpcomm.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), mesh=mesh)
     for step in range(1, 100):
-        if mesh.rank == 1 and step == when:
-            _killed()
-        wrapped(torch.ones(4, 4)).sum().backward()
         mesh.world.barrier()
+        if mesh.rank == 1 and step == when:
+            os.kill(os.getpid(), how)
+        wrapped(torch.ones(4, 4)).sum().backward()
 
 
-def _killed_if(killed: bool) -> Callable[..., None]:
-    original = torch.nn.parallel.distributed._sync_module_states
-    return lambda *args, **kwargs: _killed() if killed else original(*args, **kwargs)
+@pytest.mark.parametrize("when", [0, 3])
+def test_a_rank_that_is_killed_where_the_state_is_broadcast_is_named(when: int) -> None:
+    outcomes = ranks.run(3, ended_in_a_broadcast, when, signal.SIGKILL, expect_failure=True)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.exception == "RankFailed", outcome
+        assert "rank 1 is gone: its " in outcome.message
 
 
-@pytest.mark.parametrize(("when", "words"), [(0, "DistributedDataParallel(): "), (3, "broadcast of buffers: ")])
-def test_a_rank_that_is_killed_while_torch_broadcasts_is_named(when: int, words: str) -> None:
-    outcome = ranks.run(2, killed_where_torch_broadcasts, when, expect_failure=True)[0]
-    assert outcome.exception == "RankFailed", outcome
-    assert outcome.message.startswith(f"{words}rank 1 is gone: its ")
+def stopped_in_a_broadcast(when: int) -> None:
+    """Who waits hears of it after the heartbeat's limit, and not at the end of the group's time."""
+    os.environ["HPCOMM_HEARTBEAT_TIMEOUT"] = "2"
+    if int(os.environ["RANK"]) == 1:
+        with stopped_later(6.0):
+            ended_in_a_broadcast(when, signal.SIGSTOP)
+    else:
+        ended_in_a_broadcast(when, signal.SIGSTOP)
+
+
+@contextlib.contextmanager
+def stopped_later(seconds: float) -> Iterator[None]:
+    """A process beside this one wakes it up again, so that it can end."""
+    script = f"import os, signal, time; time.sleep({seconds}); os.kill({os.getpid()}, signal.SIGCONT)"
+    waker = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        yield
+    finally:
+        waker.kill()
+        waker.wait()
+
+
+@pytest.mark.parametrize("when", [0, 3])
+def test_a_rank_that_is_stopped_where_the_state_is_broadcast_is_named(when: int) -> None:
+    outcomes = ranks.run(3, stopped_in_a_broadcast, when, expect_failure=True, timeout=60)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.exception == "RankFailed", outcome
+        assert "rank 1 is gone: no heartbeat for 2 s" in outcome.message
+
+
+def wrong_in_the_start() -> None:
+    if os.environ["RANK"] == "1":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hpcomm.Mesh, "_row", lambda *_: 1 / 0)
+            hpcomm.init(timeout=20)
+    hpcomm.init(timeout=20)
+
+
+def test_what_ends_the_start_of_a_rank_is_told_to_the_others() -> None:
+    for outcome in ranks.run(3, wrong_in_the_start, expect_failure=True):
+        if outcome.rank != 1:
+            assert outcome.exception == "PeerError", outcome
+            assert "rank 1 failed:" in outcome.message
+            assert "ZeroDivisionError" in outcome.message
 
 
 def killed_while_ranks_meet() -> None:

@@ -33,6 +33,8 @@ std::vector<std::int64_t> strides_of(const at::Tensor& param) {
   return strides;
 }
 
+bool has_graph(const at::Tensor& gradient) { return gradient.requires_grad() && !gradient.is_leaf(); }
+
 bool is_laid_out_as(const at::Tensor& gradient, const at::Tensor& param) {
   if (gradient.sizes() != param.sizes() || gradient.is_conj() || gradient.is_neg()) {
     return false;  // its bytes are not its values
@@ -190,13 +192,11 @@ at::Tensor DdpReducer::make_view(std::size_t index, std::size_t entry) const {
 
 // A gradient with a graph of its own becomes another one, whose graph divides by the ranks, as torch's reducer does it:
 // what is derived from it is then this rank's part of the average. The values are replaced by the average.
-void DdpReducer::divide_graph(at::Tensor& gradient) const {
-  if (gradient.requires_grad() && !gradient.is_leaf()) {
-    TORCH_WARN_ONCE("DistributedDataParallel with create_graph=True: gradients are averaged, and what is derived from ",
-                    "them is of this rank alone, divided by the number of ranks");
-    const at::AutoGradMode with_graph(true);
-    gradient = gradient.mul(1.0 / communicator_->size());
-  }
+at::Tensor DdpReducer::divided(const at::Tensor& gradient) const {
+  TORCH_WARN_ONCE("DistributedDataParallel with create_graph=True: gradients are averaged, and what is derived from ",
+                  "them is of this rank alone, divided by the number of ranks");
+  const at::AutoGradMode with_graph(true);
+  return gradient.mul(1.0 / communicator_->size());
 }
 
 Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const at::Tensor& incoming, Storages& held,
@@ -237,10 +237,12 @@ Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const 
     return {nullptr, nullptr, true};
   }
   ++record_.counts().packed;
-  const at::Tensor given = gradient;
-  if (!options_.shard && !slot.resting[entry].defined()) {
-    divide_graph(gradient);
+  at::Tensor given;  // where it becomes another one; else nothing holds it here, or it would not be new
+  if (has_graph(gradient) && !options_.shard && !slot.resting[entry].defined()) {
+    given = gradient;
+    gradient = divided(given);
   }
+  const at::Tensor& source = given.defined() ? given : gradient;
   const bool becomes_view = (options_.bucket_views || options_.shard) && !casts && !gradient.requires_grad();
   // A wrapper without memory, as functional collectives return, is copied as torch does it.
   if (!has_memory(gradient) || !is_laid_out_as(gradient, param) || is_shared(number)) {
@@ -256,12 +258,12 @@ Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const 
     }
     slot.fates[entry] = Fate::kStaged;
     void* const copy = staged();
-    slot.staged[entry].copy_(given);
+    slot.staged[entry].copy_(source);
     ++record_.counts().copied_back;
     return {copy, options_.shard ? nullptr : copy, false};
   }
-  sources.push_back(given.storage());
-  void* const data = given.data_ptr();
+  sources.push_back(source.storage());
+  void* const data = source.data_ptr();
   const bool fresh = is_new(gradient, incoming, 2);
   if (becomes_view || (fresh && !casts && !gradient.requires_grad())) {
     slot.fates[entry] = Fate::kInBucket;

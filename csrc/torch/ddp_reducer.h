@@ -172,7 +172,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void queue_end();
   void open(std::size_t index);
   void carry(int param, const at::Tensor& incoming);
-  void divide_graph(at::Tensor& gradient) const;
+  [[nodiscard]] at::Tensor divided(const at::Tensor& gradient) const;
   [[nodiscard]] Contribution contribute(std::size_t index, std::size_t entry, const at::Tensor& incoming,
                                         Storages& held, Storages& sources);
   [[nodiscard]] bool is_used(std::size_t index, std::size_t entry);

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,8 @@ from torch._C._distributed_c10d import PrefixStore
 
 from hpcomm.communicator import agree, first_communicator, start_control
 from hpcomm.control_channels import ControlChannel
-from hpcomm.errors import HpcommError, InvalidArgument, TimedOut
-from hpcomm.rendezvous import ask_once_more, own_store
+from hpcomm.errors import InvalidArgument, TimedOut
+from hpcomm.rendezvous import own_store
 from hpcomm.settings import checking, default_timeout, emulation, levels
 
 if TYPE_CHECKING:
@@ -147,23 +147,3 @@ def lane_over(group: dist.ProcessGroup, device: torch.device, family: str = "") 
         timeout=timeout,
         device=device,
     )
-
-
-@contextlib.contextmanager
-def told_by(lane: Communicator | None, what: str) -> Iterator[None]:
-    """Torch's error of its own group inside names no rank: where one is gone, or has failed, the lane's Control does.
-
-    Raises:
-        RankFailed, PeerError: instead of that error.
-    """
-    try:
-        yield
-    except HpcommError:
-        raise
-    except RuntimeError as error:
-        if lane is not None:
-            try:
-                ask_once_more(lane.control.check)
-            except HpcommError as why:
-                raise type(why)(f"{what}: {why}", rank=why.rank, peer=why.peer, operation=what) from error
-        raise

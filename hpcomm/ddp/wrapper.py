@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +15,16 @@ from torch._C._distributed_c10d import BuiltinCommHookType
 from hpcomm.ddp.attached import install
 from hpcomm.ddp.choice import Choice, NativeOptions, Under, choose_lane, choose_reducer, has_sparse
 from hpcomm.ddp.countdown import Countdown
-from hpcomm.ddp.lane import agree_among, backend_name, group_of, lane_of_copy, lane_over, next_wrapper_channel, told_by
+from hpcomm.ddp.divided import DividesOptimizer
+from hpcomm.ddp.lane import agree_among, backend_name, group_of, lane_of_copy, lane_over, next_wrapper_channel
 from hpcomm.ddp.meeting import Attendance, Meeting
 from hpcomm.ddp.module import describe_parameters, ignoring, require_initialized, require_on, to_ignore
 from hpcomm.ddp.native import NativeReducer
 from hpcomm.ddp.parameters import for_reducer, require_nothing_left_out, trained
 from hpcomm.ddp.sharded import ShardedParameters
 from hpcomm.ddp.sizes import require_cap, sizes_for
+from hpcomm.ddp.states import begin_equal, broadcast_all
+from hpcomm.ddp.told import Told, told_by
 from hpcomm.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ _STOCK_FORWARD = _StockDDP.forward
 _POSITIONS = list(inspect.signature(_StockDDP.__init__).parameters)[2:]  # after self and module
 
 
-class DistributedDataParallel(_StockDDP):
+class DistributedDataParallel(_StockDDP, DividesOptimizer):
     """``torch.nn.parallel.DistributedDataParallel`` with gradients reduced by hpcomm.
 
     All arguments of torch's class are accepted, and it is a subclass of it. Buckets are averaged on a lane of their
@@ -116,6 +119,8 @@ class DistributedDataParallel(_StockDDP):
             )
             if kwargs.get("init_sync", True):
                 agree_among(lane, "model", describe_parameters(module, ignored | delayed))
+                if begin_equal(lane, module, ignored, kwargs):
+                    kwargs["init_sync"] = False
         if kwargs.get("device_mesh") is None:
             kwargs["process_group"] = group
         if bucket_cap_mb == "auto":
@@ -268,10 +273,24 @@ class DistributedDataParallel(_StockDDP):
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         self._leave(Choice(Under.TORCH, "the process group was replaced, and the gradient lane is the old one's"))
         super()._update_process_group(new_process_group)  # type: ignore[no-untyped-call]
+        self._hpcomm_lane = None
 
-    def _sync_buffers(self) -> None:
+    def _distributed_broadcast_coalesced(self, tensors: Any, buffer_size: int, authoritative_rank: int = 0) -> None:
         with told_by(self._hpcomm_lane, "broadcast of buffers"):
-            super()._sync_buffers()  # type: ignore[no-untyped-call]
+            if not broadcast_all(self._hpcomm_lane, tensors, authoritative_rank):
+                super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)  # type: ignore[no-untyped-call]
+
+    def join(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, for uneven inputs. A rank that is gone is named; one that is stopped, at the group's time-out."""
+        return Told(super().join(*args, **kwargs), self._hpcomm_lane)
+
+    def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
+        with told_by(self._hpcomm_lane, "join()"):
+            return super()._find_common_rank(input_rank, rank_cond)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> Any:
+        with told_by(self._hpcomm_lane, "join()"):
+            return super()._check_global_requires_backward_grad_sync(is_joined_rank)  # type: ignore[no-untyped-call]
 
     def join_hook(self, **kwargs: Any) -> Any:
         """As torch's, for uneven inputs; a rank without any input takes part in hpcomm's reductions as well."""
@@ -389,67 +408,6 @@ class DistributedDataParallel(_StockDDP):
             self.reducer.require_finished(expected=True)
         else:
             self.reducer._check_reducer_finalized()
-
-    def make_optimizer(
-        self, optimizer: type[torch.optim.Optimizer], parameters: Iterable[Any] | None = None, **options: Any
-    ) -> torch.optim.Optimizer:
-        """An optimizer whose state is divided by the ranks, for a wrapper with ``shard_optimizer=True`` (collective).
-
-        It is of the given class, over this rank's pieces of the parameters, one-dimensional and with the options of
-        their groups. So the class must treat each number by itself: SGD, Adam, AdamW, RMSprop, not those that look at
-        a parameter's shape or norm. ``step()`` is collective: it ends with equal parameters everywhere.
-        ``state_dict()`` is this rank's part; ``gather_optimizer_state()`` has all of it.
-
-        Args:
-            parameters: of this wrapper, or groups of them, also with their names, as torch's optimizers take them; all
-                that require a gradient by default. Frozen ones keep their places in checkpoints.
-
-        Raises:
-            InvalidArgument: made without ``shard_optimizer``; parameters that are not this wrapper's; an optimizer of
-                torch's that needs whole parameters (Adafactor, LBFGS, Muon); in ``step()``: a parameter whose memory
-                became another kind, one that was frozen and has a gradient, or gradients that another optimizer of
-                this wrapper has stepped already.
-        """
-        sharded = self._sharded("make_optimizer()")
-        chosen = [p for p in self.parameters() if p.requires_grad] if parameters is None else parameters
-        return sharded.make(optimizer, chosen, **options)
-
-    def gather_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """What ``state_dict()`` of an optimizer over the whole parameters would be, on the CPU, on all ranks
-        (collective): for a checkpoint that any number of ranks may go on from, also without ``shard_optimizer``.
-
-        Args:
-            optimizer: made by ``make_optimizer()``.
-
-        Raises:
-            InvalidArgument: it was not, or has a state that is neither a number nor one for each element.
-        """
-        return self._sharded("gather_optimizer_state()").whole_state(optimizer)
-
-    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Loads this rank's part of what ``gather_optimizer_state()``, or ``state_dict()`` of an optimizer over whole
-        parameters, has given.
-
-        Args:
-            optimizer: made by ``make_optimizer()``, with the same groups.
-
-        Raises:
-            InvalidArgument: it was not; other groups; parameters of another shape.
-        """
-        self._sharded("load_optimizer_state()").load_whole_state(optimizer, state)
-
-    def _gradient_norms(self, norm_type: float) -> tuple[torch.Tensor, list[torch.Tensor], int]:
-        """For ``hpcomm.clip_grad_norm_``: the norm of each gradient, this rank's parts of them, and this rank."""
-        sharded = self._sharded("clip_grad_norm_()")
-        return *sharded.norms(norm_type), 0 if self._hpcomm_lane is None else self._hpcomm_lane.control.rank
-
-    def _sharded(self, what: str) -> ShardedParameters:
-        self._choose()
-        if self._hpcomm_options.shard_optimizer and self._hpcomm_choice is None:
-            raise InvalidArgument(f"{what}: no parameter requires a gradient")
-        if self._hpcomm_sharded is None:
-            raise InvalidArgument(f"{what} needs shard_optimizer=True")
-        return self._hpcomm_sharded
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         super()._set_ddp_runtime_logging_sample_rate(sample_rate)  # type: ignore[no-untyped-call]
