@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
+import multiprocessing
 import os
 import sys
 import time
@@ -40,11 +41,16 @@ def _exit() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_exit_codes[os.getpid()])
-    if os.getpid() in _failed:
+    if os.getpid() in _failed and dist.is_initialized() and not _has_children():
         # A group of gloo waits, when it is destroyed, for what a rank that is stopped will never send. The only timer
         # of Python's that still counts then; without its traceback.
         silent = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         faulthandler.dump_traceback_later(_LONGEST_END, file=silent, exit=True)
+
+
+def _has_children() -> bool:
+    """That Python waits for behind this; they may need longer."""
+    return any(not child.daemon for child in multiprocessing.active_children())
 
 
 def describe(error: BaseException) -> str:

@@ -200,7 +200,7 @@ def _reference_step(
                 is_mean = is_mean and loss.is_mean
                 outputs.append(mapped(output, torch.Tensor.detach))
                 targets.append(part_target)
-                unit = unit or _unit(parameters, loss.weight * parts * pipe.mesh.dp.size)
+                unit = unit or _unit([*parameters, *tensors_of(output)], loss.weight * parts * pipe.mesh.dp.size)
                 (loss.weighted / unit).backward()  # type: ignore[no-untyped-call]
                 _C.part_gradients(parameters)  # or what is added later would be added to both
                 sums.append(loss.weighted.detach())
@@ -216,12 +216,13 @@ def _reference_step(
     return total
 
 
-def _unit(parameters: Sequence[torch.nn.Parameter], weight: float) -> float:
+def _unit(tensors: Sequence[torch.Tensor], weight: float) -> float:
     """What backwards are divided by: near the weight of a batch, so that gradients are as large as those of the mean,
     and not of the sum, as in the Pipeline. Where something on their way is not linear in them, the two differ, and that
-    is seen. A power of two, which changes no bit of anything else but small float16 numbers.
+    is seen. A power of two, which changes no bit of anything else but small float16 numbers: where there are such
+    ``tensors``, it is 1.
     """
-    if weight <= 0 or any(parameter.dtype == torch.float16 for parameter in parameters):
+    if not 0 < weight < math.inf or any(tensor.dtype == torch.float16 for tensor in tensors):
         return 1.0
     return 2.0 ** round(math.log2(weight))
 

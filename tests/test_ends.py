@@ -227,7 +227,8 @@ def test_a_forked_child_that_lets_go_of_channels_ends(env: dict[str, str]) -> No
 
 
 LATE = """
-import os, time
+import time
+import hpcomm
 from hpcomm import leaving
 
 class Late:
@@ -235,10 +236,13 @@ class Late:
         time.sleep(600)
 
 leaving._LONGEST_END = 0.5
-leaving._failed.add(os.getpid())
+mesh = hpcomm.init()
 late = Late()  # ends with the modules, behind the exit handlers, as torch's groups do
+raise ValueError("of the program")
 """
 
 
 def test_a_process_that_failed_ends_where_something_waits_behind_its_exit_handlers() -> None:
-    assert subprocess.run([sys.executable, "-c", LATE], check=False, timeout=60).returncode == 1
+    ended = subprocess.run([sys.executable, "-c", LATE], check=False, timeout=60, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "of the program" in ended.stderr

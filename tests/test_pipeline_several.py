@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -52,7 +53,9 @@ def moved(dp: int, first: str, second: str) -> None:
         one.train()
         trained(one, 1)
         for what in (lambda: other.eval_step(x, target=y), other.state_dict, other.full_state_dict):
-            with pytest.raises(hpcomm.InvalidArgument, match="has trained them since: the values here are old"):
+            with pytest.raises(
+                hpcomm.InvalidArgument, match="has trained or loaded them since: the values here are old"
+            ):
                 what()
         third = hpcomm.Pipeline(model, schedule=second, **options)
         wanted = one.full_state_dict()
@@ -62,7 +65,7 @@ def moved(dp: int, first: str, second: str) -> None:
         other.state_dict()
         if second != "forward_only":
             trained(third, 1)
-            with pytest.raises(hpcomm.InvalidArgument, match="Make a new Pipeline"):
+            with pytest.raises(hpcomm.InvalidArgument, match="make a new Pipeline"):
                 one.step(x, target=y)
 
 
@@ -70,6 +73,87 @@ def moved(dp: int, first: str, second: str) -> None:
 @pytest.mark.parametrize("dp", [1, 2])
 def test_another_pipeline_of_the_model_gets_what_was_trained_elsewhere(dp: int, first: str, second: str) -> None:
     ranks.run(2 * dp, moved, dp, first, second)
+
+
+def made_anew_for_each_evaluation() -> None:
+    """Nothing keeps the Pipeline that evaluates."""
+    x, y = batch()
+    with hpcomm.init(pp=2) as mesh:
+        model = deep()
+        options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 1, "loss_fn": functional.mse_loss}
+        pipe = hpcomm.Pipeline(model, schedule="zbv", **options)
+        for _ in range(3):
+            trained(pipe.train(), 1)
+            other = hpcomm.Pipeline(model, schedule="forward_only", **options)
+            assert other.eval().eval_step(x, target=y) == pipe.eval().eval_step(x, target=y)
+            del other
+            gc.collect()
+
+
+def test_a_pipeline_that_is_made_for_each_evaluation_has_the_newest_values() -> None:
+    ranks.run(2, made_anew_for_each_evaluation)
+
+
+def loaded() -> None:
+    x, y = batch()
+    with hpcomm.init(pp=2) as mesh:
+        model = deep()
+        options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 1, "loss_fn": functional.mse_loss}
+        one = hpcomm.Pipeline(model, schedule="zbv", **options)
+        other = hpcomm.Pipeline(model, **options)
+        torch.manual_seed(1)
+        state = {name: torch.rand_like(value.double()).to(value.dtype) for name, value in one.full_state_dict().items()}
+        one.load_state_dict(state)
+        with pytest.raises(hpcomm.InvalidArgument, match="trained or loaded them since"):
+            other.eval_step(x, target=y)
+        other.load_state_dict(state)
+        assert other.eval().eval_step(x, target=y) == one.eval().eval_step(x, target=y)
+        trained(other.train(), 1)
+        one.load_state_dict(state)
+        again = hpcomm.Pipeline(model, schedule="zbv", **options)  # where it was loaded: nothing is overwritten
+        for name, value in again.full_state_dict().items():
+            assert torch.equal(value, state[name]), name
+
+
+def test_what_is_loaded_counts_as_trained() -> None:
+    ranks.run(2, loaded)
+
+
+class Wrapped(nn.Module):
+    """Made for one Pipeline, as those of a decoder's layers are; with a buffer that no state has."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += 1
+        return x + self.seen
+
+
+def in_wrappers_of_their_own() -> None:
+    x, y = batch()
+    with hpcomm.init(pp=2) as mesh:
+        layers = [nn.Sequential(layer, Counts()) for layer in deep()]
+        options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 1, "loss_fn": functional.mse_loss}
+        one = hpcomm.Pipeline(nn.Sequential(*map(Wrapped, layers)), schedule="zbv", **options)
+        trained(one, 2)
+        other = hpcomm.Pipeline(nn.Sequential(*map(Wrapped, layers)), **options)
+        assert other.eval().eval_step(x, target=y) == one.eval().eval_step(x, target=y)
+
+
+def test_what_counts_is_whose_parameters_the_layers_have() -> None:
+    ranks.run(2, in_wrappers_of_their_own)
 
 
 def alike() -> None:
@@ -129,6 +213,7 @@ def hooks_behind() -> None:
         pipe = hpcomm.Pipeline(model, **options)
         x, y = batch()
         pipe.step(x, target=y)
+        mesh.barrier()  # a rank that raises would end the others' step
         next(p for p in pipe.parameters() if p.requires_grad).register_post_accumulate_grad_hook(look)
         with pytest.raises(hpcomm.InvalidArgument, match="given a hook behind the accumulation"):
             pipe.step(x, target=y)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpcomm.communicator import agree
+from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import InvalidArgument
-from hpcomm.pipeline.checks import is_extra
 from hpcomm.pipeline.parameters import broadcast
 
 if TYPE_CHECKING:
@@ -26,59 +27,76 @@ class Home:
     """Where one Pipeline has its layers.
 
     Args:
-        ranks: of the job, by layer.
+        ranks: of the job, by module with parameters or buffers of its own.
     """
 
     def __init__(self, ranks: Mapping[torch.nn.Module, frozenset[int]]) -> None:
         self._ranks = weakref.WeakKeyDictionary(ranks)
-        self._others: weakref.WeakSet[Home] = weakref.WeakSet()  # that have some of these layers elsewhere
+        self._others: weakref.WeakSet[Home] = weakref.WeakSet()  # that have some of these modules elsewhere
         self._is_behind = False
+        self._sole_since = -1  # of the changes: only the values here are current
 
     def know(self, other: Home) -> None:
-        """Both have some layer, on different ranks."""
+        """Both have some module, on different ranks."""
         self._others.add(other)
         other._others.add(self)
 
     def note_training(self) -> None:
         """From now on only the values here are current."""
-        behind = [other for other in self._others if not other._is_behind]
-        for other in behind:
-            other._is_behind = True
-        if behind:
-            for layer, ranks in self._ranks.items():
-                _places[layer].ranks = ranks
+        if self._sole_since != _changes.number:  # else nothing has happened since the last step
+            self._take_over()
+            for other in self._others:
+                other._is_behind = True
+            self._sole_since = _changes.number
 
     def note_loaded(self) -> None:
-        """The values here are new."""
+        """The values here are new. Where they were old, they may be those that another one has: both are current."""
+        if not self._is_behind:
+            self.note_training()
+            return
         self._is_behind = False
+        _changes.number += 1
+        self._take_over()
 
     def require_current(self, what: str) -> None:
-        """Raises InvalidArgument where another Pipeline has trained these layers since, on other ranks."""
+        """Raises InvalidArgument where another Pipeline has changed these layers since, on other ranks."""
         if self._is_behind:
             raise InvalidArgument(
-                f"{what}: another Pipeline of the same model, which places its layers on other ranks, has trained them "
-                "since: the values here are old. Make a new Pipeline, which fetches them"
+                f"{what}: another Pipeline of the same model, which places its layers on other ranks, has trained or "
+                "loaded them since: the values here are old. Load them here too, or make a new Pipeline, which fetches "
+                "them"
             )
+
+    def _take_over(self) -> None:
+        for module, ranks in self._ranks.items():
+            _places[module].ranks = ranks
+
+
+@dataclass
+class _Changes:
+    number: int = 0  # of changes to what is current where, but by training
 
 
 @dataclass
 class _Place:
-    ranks: frozenset[int]  # of the job: their values of the layer are current
+    ranks: frozenset[int]  # of the job: their values of the module are current
     homes: weakref.WeakSet[Home]
 
 
+# By what keeps a parameter: the layers of a Pipeline may be wrappers that were made for it.
 _places: weakref.WeakKeyDictionary[torch.nn.Module, _Place] = weakref.WeakKeyDictionary()
+_changes = _Changes()
 
 
 def move_in(mesh: Mesh, calls: Sequence[Sequence[Call]], placement: Sequence[int]) -> Home:
-    """Layers that another Pipeline has trained on other ranks get their values from there (collective over the mesh).
+    """What another Pipeline has trained on other ranks gets its values from there (collective over the mesh).
 
     Args:
         calls: the layers of every stage; those of this rank are on the mesh's device.
         placement: the pipeline rank of every stage.
 
     Raises:
-        InvalidArgument: the values are on ranks that this mesh does not have.
+        InvalidArgument: the values are on ranks that this mesh does not have, or among them is extra state.
         SchemaMismatch: on some ranks the model is one that was not in a Pipeline, say.
     """
     ranks: dict[torch.nn.Module, frozenset[int]] = {}
@@ -86,35 +104,54 @@ def move_in(mesh: Mesh, calls: Sequence[Sequence[Call]], placement: Sequence[int
     for stage, stage_calls in enumerate(calls):
         replicas = range(placement[stage] * mesh.dp.size, (placement[stage] + 1) * mesh.dp.size)
         for call in stage_calls:
-            ranks[call.layer] = ranks.get(call.layer, frozenset()) | set(replicas)
-            names.setdefault(call.layer, call.name)
+            for inner, module in call.layer.named_modules():
+                if module._parameters or module._buffers or _has_extra_state(module):
+                    ranks[module] = ranks.get(module, frozenset()) | set(replicas)
+                    names.setdefault(module, f"{call.name}.{inner}".rstrip("."))
     home = Home(ranks)
-    apart = [layer for layer in ranks if layer in _places and not ranks[layer] <= _places[layer].ranks]
+    apart = [module for module in ranks if module in _places and not ranks[module] <= _places[module].ranks]
     lines = [f"{names[one]} from ranks {sorted(_places[one].ranks)} to {sorted(ranks[one])}" for one in apart]
     agree(mesh.control, "layers that another Pipeline has elsewhere", lines, timeout=mesh.timeout)
-    for layer in apart:
-        place = _places[layer]
-        if max(place.ranks) >= mesh.size:
+    for module in apart:
+        if _has_extra_state(module):
             raise InvalidArgument(
-                f"Pipeline: another one has trained {names[layer]} on ranks {sorted(place.ranks)}, and this mesh has "
-                f"{mesh.size}; take its full_state_dict() there, and load it into the model"
+                f"Pipeline: {names[module]} has extra state (get_extra_state()), which another Pipeline of the model "
+                "may have changed on other ranks, and which is not fetched; take that one's state_dict() there"
             )
-        here = sorted(place.ranks | ranks[layer])
+        if max(_places[module].ranks) >= mesh.size:
+            raise InvalidArgument(
+                f"Pipeline: another one has trained {names[module]} on ranks {sorted(_places[module].ranks)}, and this "
+                f"mesh has {mesh.size}; take its full_state_dict() there, and load it into the model"
+            )
+    for module in apart:
+        place = _places[module]
+        here = sorted(place.ranks | ranks[module])
         if mesh.rank in here:
-            _fetch(mesh, layer, here, here.index(min(place.ranks)))
-        place.ranks |= ranks[layer]
-    for layer, own in ranks.items():
-        place = _places.setdefault(layer, _Place(own, weakref.WeakSet()))
+            _fetch(mesh, module, here, here.index(min(place.ranks)))
+        place.ranks |= ranks[module]
+    for module, own in ranks.items():
+        place = _places.setdefault(module, _Place(own, weakref.WeakSet()))
         for other in place.homes:
-            if other._ranks[layer] != own:
+            if other._ranks[module] != own:
                 home.know(other)
         place.homes.add(home)
+    _changes.number += 1
     return home
 
 
-def _fetch(mesh: Mesh, layer: torch.nn.Module, ranks: Sequence[int], root: int) -> None:
+def _has_extra_state(module: torch.nn.Module) -> bool:
+    return type(module).get_extra_state is not torch.nn.Module.get_extra_state
+
+
+def _fetch(mesh: Mesh, module: torch.nn.Module, ranks: Sequence[int], root: int) -> None:
     lane = mesh.lane(ranks, "gradient")
+    unsaved = {name: module._buffers[name] for name in sorted(module._non_persistent_buffers_set)}
+    alike = set(unsaved)
+    if unsaved:  # a cache may have another size elsewhere
+        kinds = {name: None if b is None else [str(b.dtype), *b.shape] for name, b in unsaved.items()}
+        told = mesh.control.exchange(list(ranks), ControlChannel.BUFFERS, json.dumps(kinds).encode(), mesh.timeout)
+        alike = {name for name in unsaved if all(json.loads(body).get(name) == kinds[name] for body in told)}
     with torch.no_grad():
-        for name, value in layer.state_dict().items():
-            if not is_extra(name, value):
+        for name, value in sorted({**module._parameters, **module._buffers}.items()):
+            if value is not None and (name not in unsaved or name in alike):
                 broadcast(lane, value, root)

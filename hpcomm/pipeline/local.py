@@ -49,11 +49,11 @@ class LocalModel:
         ]
         self.stages = {stage: modules[stage].to(mesh.device) for stage in here}
         self.module = next(iter(self.stages.values())) if len(here) == 1 else chain.joined(list(self.stages.values()))
-        # Of the local parameters: the name in the model, and the first stage that owns it.
         # Gradients in float64, of whatever stage: what is computed of all has that dtype on every rank.
         self.has_wide_gradients = any(
             e.parameter.requires_grad and e.parameter.dtype.to_real() == torch.float64 for e in owned
         )
+        # Of the local parameters: the name in the model, and the first stage that owns it.
         self._canonical = {id(e.parameter): (e.name, e.stages[0]) for e in owned if set(e.stages) & set(here)}
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
