@@ -28,6 +28,7 @@ from losing import (
 from torch import nn
 
 import hpcomm
+from hpcomm.ddp import wrapper
 
 # What hangs here hangs for the operation's time-out, 600 s, and ranks.run() gives it 30.
 
@@ -169,8 +170,8 @@ def test_a_rank_that_is_killed_while_torch_connects_is_named_at_once(where: str)
 def ended_in_a_broadcast(when: int, how: int) -> None:
     """Of the module's state in the wrapper's constructor, or in a forward of the statistics of a BatchNorm."""
     mesh = hpcomm.init(dp=3, timeout=300)
-    if mesh.rank == 1 and when == 0:
-        os.kill(os.getpid(), how)
+    if mesh.rank == 1 and when == 0:  # behind the comparison of models
+        wrapper.begin_equal = lambda *_: os.kill(os.getpid(), how)
     wrapped = hpcomm.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), mesh=mesh)
     for step in range(1, 100):
         mesh.world.barrier()
@@ -187,20 +188,29 @@ def test_a_rank_that_is_killed_where_the_state_is_broadcast_is_named(when: int) 
         assert "rank 1 is gone: its " in outcome.message
 
 
-def stopped_in_a_broadcast(when: int) -> None:
-    """Who waits hears of it after the heartbeat's limit, and not at the end of the group's time."""
+def stopped_in_a_broadcast(when: int, folder: str) -> None:
+    """Who waits hears of it after the heartbeat's limit; only then is the stopped rank woken, so that it can end."""
     os.environ["HPCOMM_HEARTBEAT_TIMEOUT"] = "2"
+    heard = [Path(folder, str(rank)) for rank in (0, 2)]
     if int(os.environ["RANK"]) == 1:
-        with stopped_later(6.0):
+        with woken_behind(heard):
             ended_in_a_broadcast(when, signal.SIGSTOP)
-    else:
+        return
+    try:
         ended_in_a_broadcast(when, signal.SIGSTOP)
+    finally:
+        Path(folder, os.environ["RANK"]).touch()
 
 
 @contextlib.contextmanager
-def stopped_later(seconds: float) -> Iterator[None]:
-    """A process beside this one wakes it up again, so that it can end."""
-    script = f"import os, signal, time; time.sleep({seconds}); os.kill({os.getpid()}, signal.SIGCONT)"
+def woken_behind(files: list[Path]) -> Iterator[None]:
+    """A process beside this one wakes it when all of ``files`` are there."""
+    script = (
+        "import os, signal, time\n"
+        f"while not all(map(os.path.exists, {[str(file) for file in files]})):\n"
+        "    time.sleep(0.05)\n"
+        f"os.kill({os.getpid()}, signal.SIGCONT)\n"
+    )
     waker = subprocess.Popen([sys.executable, "-c", script])
     try:
         yield
@@ -210,8 +220,8 @@ def stopped_later(seconds: float) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("when", [0, 3])
-def test_a_rank_that_is_stopped_where_the_state_is_broadcast_is_named(when: int) -> None:
-    outcomes = ranks.run(3, stopped_in_a_broadcast, when, expect_failure=True, timeout=60)
+def test_a_rank_that_is_stopped_where_the_state_is_broadcast_is_named(when: int, tmp_path: Path) -> None:
+    outcomes = ranks.run(3, stopped_in_a_broadcast, when, str(tmp_path), expect_failure=True)
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.exception == "RankFailed", outcome
         assert "rank 1 is gone: no heartbeat for 2 s" in outcome.message

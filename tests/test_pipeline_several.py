@@ -131,11 +131,15 @@ class Wrapped(nn.Module):
 
 
 class Counts(nn.Module):
+    """And a cache that only who has computed has."""
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros((), dtype=torch.float64), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "cache"):
+            self.register_buffer("cache", torch.ones(x.shape[0]), persistent=False)
         if self.training:
             self.seen += 1
         return x + self.seen

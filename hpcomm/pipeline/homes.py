@@ -123,12 +123,10 @@ def move_in(mesh: Mesh, calls: Sequence[Sequence[Call]], placement: Sequence[int
                 f"Pipeline: another one has trained {names[module]} on ranks {sorted(_places[module].ranks)}, and this "
                 f"mesh has {mesh.size}; take its full_state_dict() there, and load it into the model"
             )
+    if apart:
+        _fetch(mesh, {names[module]: (module, _places[module].ranks, ranks[module]) for module in apart})
     for module in apart:
-        place = _places[module]
-        here = sorted(place.ranks | ranks[module])
-        if mesh.rank in here:
-            _fetch(mesh, module, here, here.index(min(place.ranks)))
-        place.ranks |= ranks[module]
+        _places[module].ranks |= ranks[module]
     for module, own in ranks.items():
         place = _places.setdefault(module, _Place(own, weakref.WeakSet()))
         for other in place.homes:
@@ -143,15 +141,31 @@ def _has_extra_state(module: torch.nn.Module) -> bool:
     return type(module).get_extra_state is not torch.nn.Module.get_extra_state
 
 
-def _fetch(mesh: Mesh, module: torch.nn.Module, ranks: Sequence[int], root: int) -> None:
-    lane = mesh.lane(ranks, "gradient")
-    unsaved = {name: module._buffers[name] for name in sorted(module._non_persistent_buffers_set)}
-    alike = set(unsaved)
-    if unsaved:  # a cache may have another size elsewhere
-        kinds = {name: None if b is None else [str(b.dtype), *b.shape] for name, b in unsaved.items()}
-        told = mesh.control.exchange(list(ranks), ControlChannel.BUFFERS, json.dumps(kinds).encode(), mesh.timeout)
-        alike = {name for name in unsaved if all(json.loads(body).get(name) == kinds[name] for body in told)}
+def _fetch(mesh: Mesh, moved: Mapping[str, tuple[torch.nn.Module, frozenset[int], frozenset[int]]]) -> None:
+    """From the first of the ranks that have current values to those that need them (collective over the mesh)."""
+    body = json.dumps({name: _kinds(module) for name, (module, _, _) in moved.items()}).encode()
+    told = [*map(json.loads, mesh.control.exchange(range(mesh.size), ControlChannel.BUFFERS, body, mesh.timeout))]
     with torch.no_grad():
-        for name, value in sorted({**module._parameters, **module._buffers}.items()):
-            if value is not None and (name not in unsaved or name in alike):
-                broadcast(lane, value, root)
+        for name, (module, current, needing) in moved.items():
+            here = sorted(current | needing)
+            if mesh.rank in here:
+                own = _tensors(module)
+                lane, root = mesh.lane(here, "gradient"), min(current)
+                for last, kind in told[root][name].items():
+                    if all(told[rank][name].get(last) == kind for rank in here):  # a cache may have another size
+                        broadcast(lane, own[last], here.index(root))
+
+
+def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Its own, not those of modules in it."""
+    own = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in sorted(own.items()) if tensor is not None}
+
+
+def _kinds(module: torch.nn.Module) -> dict[str, list[str | int]]:
+    unsaved = module._non_persistent_buffers_set
+    return {
+        name: [str(tensor.dtype), *tensor.shape]
+        for name, tensor in _tensors(module).items()
+        if name not in unsaved or (tensor.layout is torch.strided and 0 not in tensor.stride())  # as unsaved_buffers()
+    }
