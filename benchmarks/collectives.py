@@ -40,7 +40,7 @@ from typing import Any
 from benchmarks import collectives_table as report
 from benchmarks.launch import JobFailed, find_mpiexec, link_rate, require_hosts, result_file, run_ranks
 from benchmarks.operations import DTYPES, OPERATIONS, REDOPS
-from benchmarks.peers import NO_MPI, PEERS
+from benchmarks.peers import INSTALL_MPI, NO_MPI, PEERS
 
 ALIASES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}  # float32 is float
 
@@ -137,7 +137,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def run(arguments: argparse.Namespace) -> int:
     """All jobs, the summary and the JSON; returns the exit code."""
     if importlib.util.find_spec("numpy") is None:
-        print("benchmarks.collectives: needs numpy, whose copies are the memory's limit", file=sys.stderr)
+        print(f"benchmarks.collectives: there is no numpy, which it needs; {INSTALL_MPI}", file=sys.stderr)
         return 2
     deadline = time.time() + arguments.timeout
     notes = []
