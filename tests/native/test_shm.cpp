@@ -328,6 +328,96 @@ TEST(shm_a_wait_whose_yields_are_vain_sleeps) {
   CHECK(how == shm::Waited::kReady);
 }
 
+TEST(shm_a_wait_on_a_core_that_nobody_wants_goes_on_yielding) {
+  std::vector<shm::Bell> bells(3);
+  static std::atomic<int> questions{0};
+  questions = 0;
+  shm::WaitPolicy policy;
+  policy.yields = 1h;
+  policy.vain_yields = 4;
+  policy.vain = 1h;
+  policy.bells = bells.data();
+  policy.ranks = bells.size();
+  policy.others = [](Deadline) noexcept { return ++questions == 3; };
+  bells[1].core = bells[2].core = 100000;
+  int looks = 0;
+  bool slept = false;
+  const auto look = [&] {
+    ++looks;
+    const bool sleeps = bells[0].sleepers.load(std::memory_order_seq_cst) > 0;
+    slept = slept || sleeps;
+    return sleeps;
+  };
+  CHECK(shm::wait_on(bells[0], policy, {Clock::now() + 60s}, look) == shm::Waited::kReady);
+  CHECK(slept && questions == 3);  // once somebody was seen
+  CHECK(looks > 3 * policy.vain_yields);
+  CHECK(bells[0].core != 0);
+}
+
+TEST(shm_a_core_is_wanted_by_the_ranks_that_were_last_there) {
+  std::vector<shm::Bell> bells(3);
+  shm::WaitPolicy policy;
+  policy.others = [](Deadline) noexcept { return false; };
+  const auto wanted = [&] { return shm::is_wanted(policy, bells[0], Clock::now()); };
+  CHECK(wanted());  // by anybody
+  policy.bells = bells.data();
+  policy.ranks = bells.size();
+  bells[1].core = 100000;
+  CHECK(wanted());  // nobody knows where rank 2 is
+  bells[2].core = 100001;
+  CHECK(!wanted());
+  policy.others = [](Deadline) noexcept { return true; };
+  CHECK(wanted());
+  policy.others = [](Deadline) noexcept { return false; };
+  const auto wanted_by_a_neighbour = [&] {  // unless this thread is moved in between
+    shm::note_core(bells[2]);
+    return wanted();
+  };
+  CHECK(eventually(wanted_by_a_neighbour));
+}
+
+// Which is what sleeping ranks do for the kernel's balance.
+TEST(shm_a_core_is_wanted_now_and_then_by_ranks_that_crowd_on_another) {
+  std::vector<shm::Bell> bells(4);
+  shm::WaitPolicy policy;
+  policy.others = [](Deadline) noexcept { return false; };
+  policy.bells = bells.data();
+  policy.ranks = bells.size();
+  bells[1].core = bells[2].core = 100000;
+  bells[3].core = 100001;
+  const Deadline start = Clock::now();
+  const auto wanted = [&](milliseconds after) { return shm::is_wanted(policy, bells[0], start + after); };
+  CHECK(!wanted(1ms));
+  bells[3].core = 100000;
+  CHECK(wanted(2ms));
+  CHECK(!wanted(3ms));
+  CHECK(!wanted(4ms));
+  CHECK(wanted(6ms));
+}
+
+TEST(shm_a_thread_sees_that_others_run_on_its_core) {
+  cpu_set_t before;
+  CHECK_EQ(::sched_getaffinity(0, sizeof before, &before), 0);
+  cpu_set_t one;
+  CPU_ZERO(&one);
+  CPU_SET(static_cast<std::size_t>(::sched_getcpu()), &one);
+  CHECK_EQ(::sched_setaffinity(0, sizeof one, &one), 0);
+  std::atomic<bool> stop{false};
+  std::thread other([&] {  // it inherits the core
+    while (!stop.load(std::memory_order_relaxed)) {
+    }
+  });
+  const auto seen = [] {
+    ::sched_yield();
+    return shm::others_ran_here(Clock::now());
+  };
+  CHECK(eventually(seen, 60s));
+  stop.store(true, std::memory_order_relaxed);
+  other.join();
+  CHECK_EQ(::sched_setaffinity(0, sizeof before, &before), 0);
+  CHECK(eventually([] { return !shm::others_ran_here(Clock::now()); }, 60s));
+}
+
 // Of a message whose pieces come: whoever slept before each would be woken for each.
 TEST(shm_a_wait_that_gets_on_does_not_sleep) {
   // With patience: where this thread is stopped for as long, nothing gets on.

@@ -2,6 +2,7 @@
 #include "comm/shm/bell.h"
 
 #include <linux/futex.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -31,6 +32,57 @@ void sleep_on(Bell& bell, std::uint32_t rings, Deadline until) noexcept {
 void ring_always(Bell& bell) noexcept {
   bell.rings.fetch_add(1, std::memory_order_seq_cst);
   (void)::syscall(SYS_futex, &bell.rings, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+void note_core(Bell& own) noexcept {
+  const auto here = static_cast<std::uint32_t>(::sched_getcpu() + 1);
+  if (own.core.load(std::memory_order_relaxed) != here) {
+    own.core.store(here, std::memory_order_relaxed);
+  }
+}
+
+bool others_ran_here(Deadline now) noexcept {
+  constexpr auto kLately = std::chrono::milliseconds(1);
+  thread_local long seen = 0;
+  thread_local Deadline until{};
+  rusage usage{};
+  (void)::getrusage(RUSAGE_THREAD, &usage);
+  if (usage.ru_nivcsw != seen) {
+    seen = usage.ru_nivcsw;
+    until = now + kLately;
+  }
+  return now < until;
+}
+
+namespace {
+
+std::size_t ranks_on(std::uint32_t core, const WaitPolicy& policy) noexcept {
+  return static_cast<std::size_t>(std::count_if(policy.bells, policy.bells + policy.ranks, [core](const Bell& bell) {
+    return bell.core.load(std::memory_order_relaxed) == core;
+  }));
+}
+
+}  // namespace
+
+bool is_wanted(const WaitPolicy& policy, Bell& own, Deadline now) noexcept {
+  constexpr auto kNaps = std::chrono::milliseconds(3);
+  thread_local Deadline next_nap{};
+  note_core(own);  // anew: it may have been moved
+  const std::uint32_t here = own.core.load(std::memory_order_relaxed);
+  const std::size_t together = ranks_on(here, policy);
+  if (together != 1 || ranks_on(0, policy) > 0 || policy.others(now)) {
+    return true;
+  }
+  // The kernel brings others to a core that falls idle, and may leave them where they are if none does: of four ranks
+  // on two cores, three stay together for as long as the fourth is never asleep.
+  const auto crowded = [&](const Bell& bell) {
+    return ranks_on(bell.core.load(std::memory_order_relaxed), policy) >= together + 2;
+  };
+  if (now < next_nap || std::none_of(policy.bells, policy.bells + policy.ranks, crowded)) {
+    return false;
+  }
+  next_nap = now + kNaps;
+  return true;
 }
 
 const char* to_string(Gone why) noexcept {

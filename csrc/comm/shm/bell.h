@@ -6,9 +6,9 @@
 //
 // A yield gives the core away only within a group of the scheduler. Linux makes a group of every session, and torchrun
 // a session of every rank: who waits for a rank on the same core would burn the time that this one needs. So a rank
-// that shares its core with ranks of other groups sleeps as soon as a few of its yields came back at once. Where all
-// are of one group, a yield that came back at once found nobody who wants the core: to wake from a sleep would take
-// longer.
+// that shares its core with ranks of other groups sleeps as soon as a few of its yields came back at once. Whose core
+// nobody else wants does not: to wake from a sleep takes longer, on a virtual machine whose core was halted as long as
+// a whole collective of a few bytes. Where all are of one group, a yield that came back at once found nobody.
 #pragma once
 
 #include <sched.h>
@@ -44,6 +44,8 @@ struct alignas(64) Bell {
   std::atomic<Gone> gone{Gone::kNo};
   // How often its rank has come to a meeting of all; see Steps::meet().
   std::atomic<std::uint32_t> meetings{0};
+  // One more than the number of the core where its rank was last, of those of this host; 0 before it was anywhere.
+  std::atomic<std::uint32_t> core{0};
 };
 
 // Sleeps until the bell rings or `until`. `rings` is what was read before the last look at the condition.
@@ -70,18 +72,34 @@ class Sleeper {
   Bell& bell_;
 };
 
+// Writes down where this thread is. Called with each operation: a migration is rare, and nothing is written without
+// one.
+void note_core(Bell& own) noexcept;
+// Did the kernel give this thread's core to anybody else, in this thread's stead, within the last millisecond of those
+// in which it asked? It counts that (ru_nivcsw), yields that reached somebody among them.
+[[nodiscard]] bool others_ran_here(Deadline now) noexcept;
+
 // How long each phase lasts.
 struct WaitPolicy {
   int spins = 0;
   std::chrono::microseconds yields{150};
-  // So many vain yields end the second phase. Where every rank has a core, most are vain.
+  // So many vain yields end the second phase where somebody wants the core. Where every rank has one, most are vain.
   int vain_yields = std::numeric_limits<int>::max();
   // A yield that comes back within this was vain: it takes half of it, and two switches to others and back more.
   std::chrono::nanoseconds vain{1000};
+  // Somebody is one of these ranks that was last on this core, and whoever else is seen at it. Without any, anybody.
+  const Bell* bells = nullptr;
+  std::size_t ranks = 0;
+  bool (*others)(Deadline now) noexcept = &others_ran_here;
+
+  [[nodiscard]] bool may_sleep_early() const noexcept { return vain_yields != std::numeric_limits<int>::max(); }
 };
 // Where `ranks` of all communicators share `cores`, those of this host that one of them may use. `yields_reach`: they
 // are all of one scheduler_group().
 [[nodiscard]] WaitPolicy policy_for(std::size_t ranks, std::size_t cores, bool yields_reach) noexcept;
+
+// Does anybody want the core of this thread, whose bell is `own`? Those who crowd on another one do every now and then.
+[[nodiscard]] bool is_wanted(const WaitPolicy& policy, Bell& own, Deadline now) noexcept;
 
 // What the scheduler shares cores by before it looks at the processes in it: equal texts, one group. Different ones may
 // be one as well (a cgroup without a CPU controller).
@@ -125,6 +143,9 @@ template <typename Ready>
     return is_set(patience.interrupted) || is_set(patience.departed) ||
            (patience.gone != nullptr && patience.gone->load(std::memory_order_seq_cst) != Gone::kNo);
   };
+  if (policy.may_sleep_early()) {
+    note_core(bell);
+  }
   std::uint64_t done = 0;
   const auto has_progressed = [&] {
     return patience.progress != nullptr &&
@@ -148,6 +169,9 @@ template <typename Ready>
       ::sched_yield();
       now = Clock::now();
       vain += now - before < policy.vain ? 1 : 0;
+      if (vain == policy.vain_yields && !is_wanted(policy, bell, now)) {
+        vain = 0;
+      }
       yields_end = has_progressed() ? now + policy.yields : yields_end;
     }
     bool now_ready = false;

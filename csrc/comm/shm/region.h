@@ -76,6 +76,12 @@ class Region {
 
   [[nodiscard]] const Geometry& geometry() const noexcept { return geometry_; }
   [[nodiscard]] Bell& bell(std::size_t rank) const noexcept { return bells_[rank]; }
+  // `policy` for those who wait here, and may be on one core.
+  [[nodiscard]] WaitPolicy among_ranks(WaitPolicy policy) const noexcept {
+    policy.bells = bells_;
+    policy.ranks = geometry_.ranks;
+    return policy;
+  }
   [[nodiscard]] Line& line(std::size_t rank, std::uint64_t step) const noexcept {
     return lines_[rank * 2 + (step & 1)];
   }

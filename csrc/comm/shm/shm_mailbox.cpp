@@ -25,7 +25,7 @@ ShmMailbox::Turn::~Turn() {
 
 ShmMailbox::ShmMailbox(MailSetup setup)
     : generation_(fork_generation()),
-      policy_(setup.neighbourhood->wait_policy()),
+      policy_(setup.region->among_ranks(setup.neighbourhood->wait_policy())),
       desk_(std::move(setup)),
       bell_(desk_.own_bell()),
       owner_failed_(desk_.setup().broken) {
@@ -72,6 +72,9 @@ Held ShmMailbox::make(const char* operation, const BufferView& view, int peer, s
   auto mail = std::make_shared<Mail>(shared_from_this(), context(operation, peer, options.number_or(sequence)), view,
                                      peer, tag, options, deadline_after(limit));
   desk_.open(*mail);
+  if (policy_.may_sleep_early()) {
+    note_core(bell_);
+  }
   return mail;
 }
 

@@ -6,7 +6,10 @@
 namespace hpcomm::shm {
 
 Steps::Steps(std::shared_ptr<Region> region, std::size_t rank, WaitPolicy policy)
-    : region_(std::move(region)), rank_(rank), policy_(policy), departed_(region_->geometry().ranks) {}
+    : region_(std::move(region)),
+      rank_(rank),
+      policy_(region_->among_ranks(policy)),
+      departed_(region_->geometry().ranks) {}
 
 void Steps::begin(const Patience& patience) {
   for (std::size_t r = 0; r < ranks(); ++r) {
@@ -16,6 +19,9 @@ void Steps::begin(const Patience& patience) {
 }
 
 void Steps::publish() {
+  if (policy_.may_sleep_early()) {
+    note_core(region_->bell(rank_));
+  }
   region_->line(rank_, step_).step.store(step_, std::memory_order_seq_cst);
   for (std::size_t r = 0; r < ranks(); ++r) {
     if (r != rank_) {
