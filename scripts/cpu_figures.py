@@ -92,7 +92,7 @@ FILES = (
          cpu_tables.collectives),
     File("collectives-cpu-4-ranks", "Collectives, 4 ranks on 2 cores",
          f"{COLLECTIVES} --ranks 4 --ops all_reduce,all_gather,broadcast -b 4 -e 25M -f 2560 --vs c10d-hpcomm,gloo "
-         "--rounds 15", cpu_tables.collectives),
+         "--rounds 7", cpu_tables.collectives),
     File("collectives-mpich-cpu-4-ranks", "Collectives against MPICH, 4 ranks on 2 cores",
          f"{COLLECTIVES} --ranks 4 --ops all_reduce,all_gather,reduce_scatter,broadcast,sendrecv -b 4 -e 4M -f 1024 "
          "-w 1 --vs mpich --rounds 3", cpu_tables.collectives),
