@@ -17,6 +17,9 @@
 
 #include "base/error.h"
 #include "comm/shm/bell.h"
+#include "comm/shm/region.h"
+#include "comm/shm/segment.h"
+#include "comm/shm/steps.h"
 #include "native/check.h"
 #include "native/patience.h"
 #include "native/shm_job.h"
@@ -338,7 +341,7 @@ TEST(shm_a_wait_on_a_core_that_nobody_wants_goes_on_yielding) {
   policy.vain = 1h;
   policy.bells = bells.data();
   policy.ranks = bells.size();
-  policy.others = [](Deadline) noexcept { return ++questions == 3; };
+  policy.others = [](Deadline, Deadline) noexcept { return ++questions == 3; };
   bells[1].core = bells[2].core = 100000;
   int looks = 0;
   bool slept = false;
@@ -357,8 +360,8 @@ TEST(shm_a_wait_on_a_core_that_nobody_wants_goes_on_yielding) {
 TEST(shm_a_core_is_wanted_by_the_ranks_that_were_last_there) {
   std::vector<shm::Bell> bells(3);
   shm::WaitPolicy policy;
-  policy.others = [](Deadline) noexcept { return false; };
-  const auto wanted = [&] { return shm::is_wanted(policy, bells[0], Clock::now()); };
+  policy.others = [](Deadline, Deadline) noexcept { return false; };
+  const auto wanted = [&] { return shm::is_wanted(policy, bells[0], Clock::now(), Clock::now()); };
   CHECK(wanted());  // by anybody
   policy.bells = bells.data();
   policy.ranks = bells.size();
@@ -366,9 +369,9 @@ TEST(shm_a_core_is_wanted_by_the_ranks_that_were_last_there) {
   CHECK(wanted());  // nobody knows where rank 2 is
   bells[2].core = 100001;
   CHECK(!wanted());
-  policy.others = [](Deadline) noexcept { return true; };
+  policy.others = [](Deadline, Deadline) noexcept { return true; };
   CHECK(wanted());
-  policy.others = [](Deadline) noexcept { return false; };
+  policy.others = [](Deadline, Deadline) noexcept { return false; };
   const auto wanted_by_a_neighbour = [&] {  // unless this thread is moved in between
     shm::note_core(bells[2]);
     return wanted();
@@ -380,19 +383,71 @@ TEST(shm_a_core_is_wanted_by_the_ranks_that_were_last_there) {
 TEST(shm_a_core_is_wanted_now_and_then_by_ranks_that_crowd_on_another) {
   std::vector<shm::Bell> bells(4);
   shm::WaitPolicy policy;
-  policy.others = [](Deadline) noexcept { return false; };
+  policy.others = [](Deadline, Deadline) noexcept { return false; };
   policy.bells = bells.data();
   policy.ranks = bells.size();
   bells[1].core = bells[2].core = 100000;
   bells[3].core = 100001;
-  const Deadline start = Clock::now();
-  const auto wanted = [&](milliseconds after) { return shm::is_wanted(policy, bells[0], start + after); };
-  CHECK(!wanted(1ms));
-  bells[3].core = 100000;
-  CHECK(wanted(2ms));
-  CHECK(!wanted(3ms));
-  CHECK(!wanted(4ms));
-  CHECK(wanted(6ms));
+  std::vector<bool> answers;
+  std::thread waiter([&] {  // of its own: a thread remembers when it looked last
+    const Deadline start = Clock::now();
+    const auto ask = [&](milliseconds after) {
+      answers.push_back(shm::is_wanted(policy, bells[0], start + after, start + after));
+    };
+    ask(0ms);
+    bells[3].core = 100000;
+    for (const milliseconds after : {1ms, 2ms, 3ms, 4ms, 5ms, 6ms}) {
+      ask(after);
+    }
+  });
+  waiter.join();
+  CHECK(answers == std::vector<bool>({false, false, false, true, false, false, true}));
+}
+
+// Else it would sleep before each piece that is still to come, once it was wanted.
+TEST(shm_a_wait_that_gets_on_asks_again_whether_its_core_is_wanted) {
+  std::vector<shm::Bell> bells(2);
+  static std::atomic<int> questions{0};
+  questions = 0;
+  shm::WaitPolicy policy;
+  policy.yields = 1h;
+  policy.vain_yields = 4;
+  policy.vain = 1h;
+  policy.bells = bells.data();
+  policy.ranks = bells.size();
+  policy.others = [](Deadline, Deadline) noexcept { return ++questions == 1; };
+  bells[1].core = 100000;
+  std::atomic<std::uint64_t> progress{0};
+  int looks = 0;
+  int asleep = 0;
+  const auto look = [&] {  // a piece comes at each look, also at the one before it would sleep, and wakes it
+    progress.fetch_add(1, std::memory_order_relaxed);
+    if (bells[0].sleepers.load(std::memory_order_seq_cst) > 0) {
+      ++asleep;
+      shm::ring_always(bells[0]);
+    }
+    return ++looks == 1000;
+  };
+  const shm::Patience patience{Clock::now() + 60s, nullptr, nullptr, nullptr, nullptr, nullptr, &progress};
+  CHECK(shm::wait_on(bells[0], policy, patience, look) == shm::Waited::kReady);
+  CHECK_EQ(asleep, 1);
+  CHECK(questions > 100);
+}
+
+TEST(shm_ranks_say_where_they_are_and_wait_for_those_who_are_there) {
+  const auto geometry = shm::Geometry::for_ranks(2);
+  const auto region = std::make_shared<shm::Region>(shm::Segment::create("test", geometry.bytes()), geometry);
+  shm::WaitPolicy policy;
+  policy.vain_yields = 4;
+  const shm::WaitPolicy here = region->among_ranks(policy);
+  CHECK(here.bells == &region->bell(0) && here.ranks == 2);
+  CHECK_EQ(here.vain_yields, 4);
+  for (const bool crowded : {false, true}) {
+    shm::Steps steps(region, crowded ? 1 : 0, crowded ? policy : shm::WaitPolicy());
+    steps.begin({Clock::now() + 60s});
+    steps.publish();
+    CHECK_EQ(region->bell(steps.rank()).core != 0, crowded);
+  }
 }
 
 TEST(shm_a_thread_sees_that_others_run_on_its_core) {
@@ -402,20 +457,30 @@ TEST(shm_a_thread_sees_that_others_run_on_its_core) {
   CPU_ZERO(&one);
   CPU_SET(static_cast<std::size_t>(::sched_getcpu()), &one);
   CHECK_EQ(::sched_setaffinity(0, sizeof one, &one), 0);
+  const auto seen = [] {
+    const Deadline now = Clock::now();
+    return shm::others_ran_here(now, now);
+  };
+  const auto unseen = [&] { return !seen(); };
+  CHECK(eventually(unseen, 60s));
   std::atomic<bool> stop{false};
   std::thread other([&] {  // it inherits the core
     while (!stop.load(std::memory_order_relaxed)) {
     }
   });
-  const auto seen = [] {
-    ::sched_yield();
-    return shm::others_ran_here(Clock::now());
-  };
-  CHECK(eventually(seen, 60s));
+  CHECK(eventually(
+      [&] {
+        (void)seen();
+        const Deadline end = Clock::now() + 20ms;  // for longer than the scheduler lets one run
+        while (Clock::now() < end) {
+        }
+        return shm::others_ran_here(end - 20ms, Clock::now());
+      },
+      60s));
   stop.store(true, std::memory_order_relaxed);
   other.join();
+  CHECK(eventually(unseen, 60s));
   CHECK_EQ(::sched_setaffinity(0, sizeof before, &before), 0);
-  CHECK(eventually([] { return !shm::others_ran_here(Clock::now()); }, 60s));
 }
 
 // Of a message whose pieces come: whoever slept before each would be woken for each.
@@ -428,7 +493,8 @@ TEST(shm_a_wait_that_gets_on_does_not_sleep) {
                              shm::WaitPolicy policy;
                              policy.yields = limit;
                              std::atomic<std::uint64_t> progress{0};
-                             const Deadline end = Clock::now() + policy.yields + limit * 3 / 10;
+                             // Before it looks for signals, asleep or not.
+                             const Deadline end = Clock::now() + policy.yields + 5ms;
                              bool slept = false;
                              const auto look = [&] {
                                slept = slept || bell.sleepers.load(std::memory_order_seq_cst) > 0;

@@ -41,16 +41,18 @@ void note_core(Bell& own) noexcept {
   }
 }
 
-bool others_ran_here(Deadline now) noexcept {
+bool others_ran_here(Deadline began, Deadline now) noexcept {
   constexpr auto kLately = std::chrono::milliseconds(1);
   thread_local long seen = 0;
+  thread_local Deadline asked{};
   thread_local Deadline until{};
   rusage usage{};
   (void)::getrusage(RUSAGE_THREAD, &usage);
-  if (usage.ru_nivcsw != seen) {
-    seen = usage.ru_nivcsw;
+  if (usage.ru_nivcsw != seen && began - asked <= kLately) {
     until = now + kLately;
   }
+  seen = usage.ru_nivcsw;
+  asked = now;
   return now < until;
 }
 
@@ -64,25 +66,27 @@ std::size_t ranks_on(std::uint32_t core, const WaitPolicy& policy) noexcept {
 
 }  // namespace
 
-bool is_wanted(const WaitPolicy& policy, Bell& own, Deadline now) noexcept {
+bool is_wanted(const WaitPolicy& policy, Bell& own, Deadline began, Deadline now) noexcept {
   constexpr auto kNaps = std::chrono::milliseconds(3);
   thread_local Deadline next_nap{};
+  if (policy.ranks == 0) {
+    return true;
+  }
   note_core(own);  // anew: it may have been moved
   const std::uint32_t here = own.core.load(std::memory_order_relaxed);
   const std::size_t together = ranks_on(here, policy);
-  if (together != 1 || ranks_on(0, policy) > 0 || policy.others(now)) {
+  if (together != 1 || ranks_on(0, policy) > 0 || policy.others(began, now)) {
     return true;
   }
   // The kernel brings others to a core that falls idle, and may leave them where they are if none does: of four ranks
   // on two cores, three stay together for as long as the fourth is never asleep.
-  const auto crowded = [&](const Bell& bell) {
-    return ranks_on(bell.core.load(std::memory_order_relaxed), policy) >= together + 2;
-  };
-  if (now < next_nap || std::none_of(policy.bells, policy.bells + policy.ranks, crowded)) {
+  if (now < next_nap) {
     return false;
   }
-  next_nap = now + kNaps;
-  return true;
+  next_nap = now + kNaps;  // also where none crowd: to look takes the square of their number
+  return std::any_of(policy.bells, policy.bells + policy.ranks, [&](const Bell& bell) {
+    return ranks_on(bell.core.load(std::memory_order_relaxed), policy) >= together + 2;
+  });
 }
 
 const char* to_string(Gone why) noexcept {

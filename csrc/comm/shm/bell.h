@@ -75,9 +75,10 @@ class Sleeper {
 // Writes down where this thread is. Called with each operation: a migration is rare, and nothing is written without
 // one.
 void note_core(Bell& own) noexcept;
-// Did the kernel give this thread's core to anybody else, in this thread's stead, within the last millisecond of those
-// in which it asked? It counts that (ru_nivcsw), yields that reached somebody among them.
-[[nodiscard]] bool others_ran_here(Deadline now) noexcept;
+// Did the kernel give this thread's core to anybody else, in this thread's stead, within the last millisecond? It
+// counts that (ru_nivcsw), yields that reached somebody among them. What it counted before a wait that `began` counts
+// only if this thread had asked within a millisecond of that: else it may be from any time.
+[[nodiscard]] bool others_ran_here(Deadline began, Deadline now) noexcept;
 
 // How long each phase lasts.
 struct WaitPolicy {
@@ -90,7 +91,7 @@ struct WaitPolicy {
   // Somebody is one of these ranks that was last on this core, and whoever else is seen at it. Without any, anybody.
   const Bell* bells = nullptr;
   std::size_t ranks = 0;
-  bool (*others)(Deadline now) noexcept = &others_ran_here;
+  bool (*others)(Deadline began, Deadline now) noexcept = &others_ran_here;
 
   [[nodiscard]] bool may_sleep_early() const noexcept { return vain_yields != std::numeric_limits<int>::max(); }
 };
@@ -98,8 +99,9 @@ struct WaitPolicy {
 // are all of one scheduler_group().
 [[nodiscard]] WaitPolicy policy_for(std::size_t ranks, std::size_t cores, bool yields_reach) noexcept;
 
-// Does anybody want the core of this thread, whose bell is `own`? Those who crowd on another one do every now and then.
-[[nodiscard]] bool is_wanted(const WaitPolicy& policy, Bell& own, Deadline now) noexcept;
+// Does anybody want the core of this thread, whose bell is `own`, in a wait that `began`? Those who crowd on another
+// core do every now and then.
+[[nodiscard]] bool is_wanted(const WaitPolicy& policy, Bell& own, Deadline began, Deadline now) noexcept;
 
 // What the scheduler shares cores by before it looks at the processes in it: equal texts, one group. Different ones may
 // be one as well (a cgroup without a CPU controller).
@@ -143,7 +145,7 @@ template <typename Ready>
     return is_set(patience.interrupted) || is_set(patience.departed) ||
            (patience.gone != nullptr && patience.gone->load(std::memory_order_seq_cst) != Gone::kNo);
   };
-  if (policy.may_sleep_early()) {
+  if (policy.may_sleep_early() && policy.ranks > 0) {
     note_core(bell);
   }
   std::uint64_t done = 0;
@@ -152,7 +154,8 @@ template <typename Ready>
            std::exchange(done, patience.progress->load(std::memory_order_relaxed)) != done;
   };
   (void)has_progressed();
-  Deadline now = Clock::now();
+  const Deadline began = Clock::now();
+  Deadline now = began;
   Deadline yields_end = now + policy.yields;
   constexpr auto kSlice = std::chrono::milliseconds(50);
   Deadline next_poll = yields_end + kSlice;
@@ -169,7 +172,7 @@ template <typename Ready>
       ::sched_yield();
       now = Clock::now();
       vain += now - before < policy.vain ? 1 : 0;
-      if (vain == policy.vain_yields && !is_wanted(policy, bell, now)) {
+      if (vain == policy.vain_yields && !is_wanted(policy, bell, began, now)) {
         vain = 0;
       }
       yields_end = has_progressed() ? now + policy.yields : yields_end;
@@ -193,7 +196,13 @@ template <typename Ready>
       return Waited::kInterrupted;
     }
     now = Clock::now();
-    yields_end = has_progressed() ? now + policy.yields : yields_end;
+    if (has_progressed()) {
+      yields_end = now + policy.yields;
+      // Whoever was wanted for a moment would otherwise sleep before each piece that is still to come.
+      if (policy.may_sleep_early() && !is_wanted(policy, bell, began, now)) {
+        vain = 0;
+      }
+    }
     if (now >= patience.deadline) {
       return Waited::kTimedOut;
     }

@@ -324,7 +324,7 @@ void MailIn::deliver(const std::shared_ptr<Early>& early, const Held& mail) {
       }
     }
   }
-  early_.remove(early);
+  early_.erase(std::find(early_.begin(), early_.end(), early));  // most often the first: not remove(), which goes on
 }
 
 // --- ends ------------------------------------------------------------------------------------------------------------
