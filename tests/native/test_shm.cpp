@@ -379,31 +379,6 @@ TEST(shm_a_core_is_wanted_by_the_ranks_that_were_last_there) {
   CHECK(eventually(wanted_by_a_neighbour));
 }
 
-// Which is what sleeping ranks do for the kernel's balance.
-TEST(shm_a_core_is_wanted_now_and_then_by_ranks_that_crowd_on_another) {
-  std::vector<shm::Bell> bells(4);
-  shm::WaitPolicy policy;
-  policy.others = [](Deadline, Deadline) noexcept { return false; };
-  policy.bells = bells.data();
-  policy.ranks = bells.size();
-  bells[1].core = bells[2].core = 100000;
-  bells[3].core = 100001;
-  std::vector<bool> answers;
-  std::thread waiter([&] {  // of its own: a thread remembers when it looked last
-    const Deadline start = Clock::now();
-    const auto ask = [&](milliseconds after) {
-      answers.push_back(shm::is_wanted(policy, bells[0], start + after, start + after));
-    };
-    ask(0ms);
-    bells[3].core = 100000;
-    for (const milliseconds after : {1ms, 2ms, 3ms, 4ms, 5ms, 6ms}) {
-      ask(after);
-    }
-  });
-  waiter.join();
-  CHECK(answers == std::vector<bool>({false, false, false, true, false, false, true}));
-}
-
 // Else it would sleep before each piece that is still to come, once it was wanted.
 TEST(shm_a_wait_that_gets_on_asks_again_whether_its_core_is_wanted) {
   std::vector<shm::Bell> bells(2);

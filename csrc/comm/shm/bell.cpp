@@ -56,37 +56,17 @@ bool others_ran_here(Deadline began, Deadline now) noexcept {
   return now < until;
 }
 
-namespace {
-
-std::size_t ranks_on(std::uint32_t core, const WaitPolicy& policy) noexcept {
-  return static_cast<std::size_t>(std::count_if(policy.bells, policy.bells + policy.ranks, [core](const Bell& bell) {
-    return bell.core.load(std::memory_order_relaxed) == core;
-  }));
-}
-
-}  // namespace
-
 bool is_wanted(const WaitPolicy& policy, Bell& own, Deadline began, Deadline now) noexcept {
-  constexpr auto kNaps = std::chrono::milliseconds(3);
-  thread_local Deadline next_nap{};
   if (policy.ranks == 0) {
     return true;
   }
   note_core(own);  // anew: it may have been moved
   const std::uint32_t here = own.core.load(std::memory_order_relaxed);
-  const std::size_t together = ranks_on(here, policy);
-  if (together != 1 || ranks_on(0, policy) > 0 || policy.others(began, now)) {
-    return true;
-  }
-  // The kernel brings others to a core that falls idle, and may leave them where they are if none does: of four ranks
-  // on two cores, three stay together for as long as the fourth is never asleep.
-  if (now < next_nap) {
-    return false;
-  }
-  next_nap = now + kNaps;  // also where none crowd: to look takes the square of their number
-  return std::any_of(policy.bells, policy.bells + policy.ranks, [&](const Bell& bell) {
-    return ranks_on(bell.core.load(std::memory_order_relaxed), policy) >= together + 2;
-  });
+  const auto may_be_here = [&](const Bell& bell) {
+    const std::uint32_t core = bell.core.load(std::memory_order_relaxed);
+    return &bell != &own && (core == here || core == 0);
+  };
+  return std::any_of(policy.bells, policy.bells + policy.ranks, may_be_here) || policy.others(began, now);
 }
 
 const char* to_string(Gone why) noexcept {
