@@ -309,12 +309,18 @@ TEST(shm_a_late_rank_is_named_by_the_time_out) {
            "");
 }
 
-TEST(shm_a_wait_whose_yields_are_vain_sleeps) {
-  shm::Bell bell;
+// Four of them end the second phase, which would last for an hour.
+shm::WaitPolicy of_vain_yields() {
   shm::WaitPolicy policy;
   policy.yields = 1h;
   policy.vain_yields = 4;
   policy.vain = 1h;  // all of them, whatever the scheduler does
+  return policy;
+}
+
+TEST(shm_a_wait_whose_yields_are_vain_sleeps) {
+  shm::Bell bell;
+  const shm::WaitPolicy policy = of_vain_yields();
   std::atomic<bool> ready{false};
   shm::Waited how{};
   std::thread waiter([&] {
@@ -335,10 +341,7 @@ TEST(shm_a_wait_on_a_core_that_nobody_wants_goes_on_yielding) {
   std::vector<shm::Bell> bells(3);
   static std::atomic<int> questions{0};
   questions = 0;
-  shm::WaitPolicy policy;
-  policy.yields = 1h;
-  policy.vain_yields = 4;
-  policy.vain = 1h;
+  shm::WaitPolicy policy = of_vain_yields();
   policy.bells = bells.data();
   policy.ranks = bells.size();
   policy.others = [](Deadline, Deadline) noexcept { return ++questions == 3; };
@@ -384,10 +387,7 @@ TEST(shm_a_wait_that_gets_on_asks_again_whether_its_core_is_wanted) {
   std::vector<shm::Bell> bells(2);
   static std::atomic<int> questions{0};
   questions = 0;
-  shm::WaitPolicy policy;
-  policy.yields = 1h;
-  policy.vain_yields = 4;
-  policy.vain = 1h;
+  shm::WaitPolicy policy = of_vain_yields();
   policy.bells = bells.data();
   policy.ranks = bells.size();
   policy.others = [](Deadline, Deadline) noexcept { return ++questions == 1; };

@@ -99,8 +99,7 @@ struct WaitPolicy {
 // are all of one scheduler_group().
 [[nodiscard]] WaitPolicy policy_for(std::size_t ranks, std::size_t cores, bool yields_reach) noexcept;
 
-// Does anybody want the core of this thread, whose bell is `own`, in a wait that `began`? Those who crowd on another
-// core do every now and then.
+// Does anybody want the core of this thread, whose bell is `own`, in a wait that `began`?
 [[nodiscard]] bool is_wanted(const WaitPolicy& policy, Bell& own, Deadline began, Deadline now) noexcept;
 
 // What the scheduler shares cores by before it looks at the processes in it: equal texts, one group. Different ones may

@@ -324,7 +324,10 @@ void MailIn::deliver(const std::shared_ptr<Early>& early, const Held& mail) {
       }
     }
   }
-  early_.erase(std::find(early_.begin(), early_.end(), early));  // most often the first: not remove(), which goes on
+  // Most often the first: remove() would go through all others.
+  if (const auto at = std::find(early_.begin(), early_.end(), early); at != early_.end()) {
+    early_.erase(at);
+  }
 }
 
 // --- ends ------------------------------------------------------------------------------------------------------------
