@@ -100,6 +100,59 @@ TEST(shm_more_small_mail_than_there_are_frames) {
   });
 }
 
+TEST(shm_many_tags_at_once_in_the_reverse_order) {
+  // Of two senders, to receives posted before or behind their messages, some of them from anybody.
+  constexpr std::uint64_t kTags = 500;
+  ShmJob(3).run([](Communicator& world) {
+    const auto mailbox = world.mailbox();
+    for (const bool posts_first : {true, false}) {
+      std::vector<std::vector<std::int64_t>> letters;
+      std::vector<MailPtr> mails;
+      if (world.rank() == 0) {
+        letters.assign(2 * kTags, std::vector<std::int64_t>(3, -1));
+        if (!posts_first) {
+          world.barrier()->wait();
+        }
+        for (std::uint64_t tag = kTags; tag-- > 0;) {
+          for (const int from : {1, 2}) {
+            std::vector<std::int64_t>& in = letters[2 * tag + static_cast<std::uint64_t>(from) - 1];
+            mails.push_back(mailbox->recv(view_of(in), tag % 3 == 0 ? Mailbox::kAnySource : from, tag));
+          }
+        }
+        if (posts_first) {
+          world.barrier()->wait();
+        }
+      } else {
+        for (std::uint64_t tag = 0; tag < kTags; ++tag) {
+          letters.push_back(letter(world.rank(), tag, 3));
+        }
+        if (posts_first) {
+          world.barrier()->wait();
+        }
+        for (std::uint64_t tag = 0; tag < kTags; ++tag) {
+          mails.push_back(mailbox->send(view_of(letters[tag]), 0, tag));
+        }
+        if (!posts_first) {
+          world.barrier()->wait();
+        }
+      }
+      for (const MailPtr& mail : mails) {
+        mail->wait();
+      }
+      for (std::uint64_t tag = 0; world.rank() == 0 && tag < kTags; ++tag) {
+        for (const int from : {1, 2}) {
+          const auto& in = letters[2 * tag + static_cast<std::uint64_t>(from) - 1];
+          const auto& other = letters[2 * tag + 2 - static_cast<std::uint64_t>(from)];
+          // From anybody: either order.
+          check_letter(in, tag % 3 == 0 && in[0] != letter(from, tag, 1)[0] ? 3 - from : from, tag);
+          CHECK(in != other);
+        }
+      }
+      world.barrier()->wait();
+    }
+  });
+}
+
 TEST(shm_mail_is_matched_by_tag_whatever_the_order) {
   ShmJob(2).run([](Communicator& world) {
     const auto mailbox = world.mailbox();

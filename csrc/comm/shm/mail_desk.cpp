@@ -1,7 +1,6 @@
-// Counting, matching and ending mails.
+// Counting and ending mails.
 #include "comm/shm/mail_desk.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "base/error.h"
@@ -56,23 +55,6 @@ void MailDesk::break_by(const Mail& mail) {
   if (!broken) {
     broken = late(mail);
   }
-}
-
-Held MailDesk::match(int from, std::uint64_t tag) {
-  const auto found = std::find_if(posted.begin(), posted.end(), [from, tag](const Held& mail) {
-    return (mail->peer == from || mail->peer == Mailbox::kAnySource) && mail->tag == tag;
-  });
-  if (found == posted.end()) {
-    return nullptr;
-  }
-  Held mail = std::move(*found);
-  posted.erase(found);
-  return mail;
-}
-
-bool MailDesk::expects(int from) const noexcept {
-  return std::any_of(posted.begin(), posted.end(),
-                     [from](const Held& mail) { return mail->peer == from || mail->peer == Mailbox::kAnySource; });
 }
 
 }  // namespace hpcomm::shm

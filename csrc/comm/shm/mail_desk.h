@@ -8,7 +8,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <list>
 #include <memory>
 #include <optional>
 #include <string>
@@ -17,6 +16,7 @@
 
 #include "comm/shm/mail.h"
 #include "comm/shm/neighbourhood.h"
+#include "comm/shm/posted.h"
 #include "comm/shm/region.h"
 
 namespace hpcomm::shm {
@@ -36,7 +36,8 @@ struct MailSetup {
 
 class MailDesk {
  public:
-  explicit MailDesk(MailSetup setup) : setup_(std::move(setup)), asked_(setup_.members.size(), false) {}
+  explicit MailDesk(MailSetup setup)
+      : posted(setup.members.size()), setup_(std::move(setup)), asked_(setup_.members.size(), false) {}
 
   [[nodiscard]] const MailSetup& setup() const noexcept { return setup_; }
   [[nodiscard]] Neighbourhood& neighbourhood() const noexcept { return *setup_.neighbourhood; }
@@ -71,11 +72,7 @@ class MailDesk {
   void break_by(const Mail& mail);
   std::optional<Error> broken;
 
-  // Receives that no message has matched, oldest first.
-  std::list<Held> posted;
-  // Takes the oldest that waits for a message of `from` with `tag`; null if there is none.
-  [[nodiscard]] Held match(int from, std::uint64_t tag);
-  [[nodiscard]] bool expects(int from) const noexcept;
+  Posted posted;
   // Numbers messages that come before their receive.
   [[nodiscard]] std::uint64_t next_arrival() noexcept { return arrivals_++; }
 

@@ -24,7 +24,7 @@ MailIn::MailIn(MailDesk& desk, int from, MailOut& out)
 // the sender is held back.
 bool MailIn::is_wanted() const {
   // What ends these may come behind it.
-  return out_.awaits_answers() || !promises_.empty() || desk_.expects(from_);
+  return out_.awaits_answers() || !promises_.empty() || desk_.posted.expects(from_);
 }
 
 void MailIn::pull() {
@@ -90,7 +90,7 @@ bool MailIn::pull_frame() {
     case FrameKind::kOffer:
       break;
   }
-  if (const Held mail = desk_.match(from_, frame.tag)) {
+  if (const Held mail = desk_.posted.match(from_, frame.tag)) {
     take_matched(mail, frame);
   } else if (is_wanted()) {
     set_aside(frame);
@@ -130,7 +130,7 @@ void MailIn::set_aside(const Frame& frame) {
     early->bytes.resize(bytes_behind(frame));
   }
   early->arrival = desk_.next_arrival();
-  early_.push_back(early);
+  early_.push(frame.tag, early);
   if (frame.kind == FrameKind::kReference) {
     early->complete = true;
     frames_.take();
@@ -140,7 +140,7 @@ void MailIn::set_aside(const Frame& frame) {
 }
 
 void MailIn::name_unasked(std::vector<std::string>& names) const {
-  for (const auto& early : early_) {
+  for (const auto& early : early_.all()) {
     const Frame& frame = early->frame;
     if (early->taker == nullptr && frame.tag < Mailbox::kTagsOfPrograms) {
       names.push_back(
@@ -288,17 +288,13 @@ bool MailIn::read_open(char* target) {
 // --- messages that came before their receive -------------------------------------------------------------------------
 
 std::optional<std::uint64_t> MailIn::oldest(std::uint64_t tag) const {
-  const auto found = std::find_if(early_.begin(), early_.end(), [tag](const std::shared_ptr<Early>& early) {
-    return early->frame.tag == tag && early->taker == nullptr;
-  });
-  return found != early_.end() ? std::optional((*found)->arrival) : std::nullopt;
+  const auto* const found = early_.find(tag, Early::is_free);
+  return found != nullptr ? std::optional((*found)->arrival) : std::nullopt;
 }
 
 void MailIn::take_oldest(const Held& mail) {
-  const auto found = std::find_if(early_.begin(), early_.end(), [&mail](const std::shared_ptr<Early>& early) {
-    return early->frame.tag == mail->tag && early->taker == nullptr;
-  });
-  HPCOMM_ASSERT(found != early_.end(), "no message of this tag came before its receive");
+  const auto* const found = early_.find(mail->tag, Early::is_free);
+  HPCOMM_ASSERT(found != nullptr, "no message of this tag came before its receive");
   const std::shared_ptr<Early> early = *found;
   mail->peer = from_;
   if (early->complete) {
@@ -324,10 +320,11 @@ void MailIn::deliver(const std::shared_ptr<Early>& early, const Held& mail) {
       }
     }
   }
-  // Most often the first: remove() would go through all others.
-  if (const auto at = std::find(early_.begin(), early_.end(), early); at != early_.end()) {
-    early_.erase(at);
-  }
+  drop(early);
+}
+
+void MailIn::drop(const std::shared_ptr<Early>& early) {
+  (void)early_.take(early->frame.tag, [&early](const std::shared_ptr<Early>& other) { return other == early; });
 }
 
 // --- ends ------------------------------------------------------------------------------------------------------------
@@ -346,10 +343,7 @@ void MailIn::expire(Deadline now) {
     break_by(promise.mail);
   }
   if (incoming_) {
-    break_by(incoming_->mail);
-  }
-  for (const auto& early : early_) {
-    break_by(early->taker);
+    break_by(incoming_->early ? incoming_->early->taker : incoming_->mail);
   }
   unmapped_.remove_if([this, now](const Unmapped& message) {
     const bool late = message.mail->deadline <= now;
@@ -387,7 +381,7 @@ void MailIn::end_half(std::vector<Held>& gone) {
     if (half->taker) {
       gone.push_back(std::move(half->taker));
     }
-    early_.remove(half);
+    drop(half);
   }
   incoming_.reset();
   frames_.take();
@@ -395,12 +389,7 @@ void MailIn::end_half(std::vector<Held>& gone) {
 
 void MailIn::forget(std::vector<Held>& gone) {
   end_half(gone);
-  for (const auto& early : early_) {
-    if (early->taker) {
-      gone.push_back(std::move(early->taker));
-    }
-  }
-  early_.clear();
+  early_ = {};
   gone.insert(gone.end(), cut_.begin(), cut_.end());
   cut_.clear();
 }

@@ -32,6 +32,7 @@
 #include "comm/shm/mail_desk.h"
 #include "comm/shm/mail_out.h"
 #include "comm/shm/ring.h"
+#include "comm/shm/tag_queue.h"
 
 namespace hpcomm::shm {
 
@@ -72,8 +73,10 @@ class MailIn {
     Frame frame;
     std::vector<char> bytes;
     std::uint64_t arrival = 0;
-    bool complete = false;
-    Held taker;  // a receive that waits for the rest of it
+    bool complete = false;  // at most one is not: what is incoming
+    Held taker;             // a receive that waits for the rest of it
+
+    [[nodiscard]] static bool is_free(const std::shared_ptr<Early>& early) noexcept { return early->taker == nullptr; }
   };
   // Large messages of a size, which may be read, or come through the ring.
   struct LargeClass {
@@ -112,6 +115,7 @@ class MailIn {
   void take_rest(const Frame& frame);
   [[nodiscard]] bool fits(const Held& mail, const Frame& frame);
   void deliver(const std::shared_ptr<Early>& early, const Held& mail);
+  void drop(const std::shared_ptr<Early>& early);
   void learn(const Incoming& message);
   void learn(const LargeClass& about, std::uint32_t shown, bool read);
   [[nodiscard]] bool read_open(char* target);
@@ -147,7 +151,7 @@ class MailIn {
   FrameReader frames_;
   RingReader ring_;
   std::optional<Incoming> incoming_;
-  std::list<std::shared_ptr<Early>> early_;
+  TagQueue<std::shared_ptr<Early>> early_;
   std::map<std::uint64_t, Promise> promises_;
   std::list<Unmapped> unmapped_;
   struct Placed {

@@ -112,7 +112,7 @@ Held ShmMailbox::post(const BufferView& buffer, int peer, std::uint64_t tag, con
   Held mail = make("recv", buffer, peer, tag, options, receives_++);
   mail->at_most = at_most;
   if (!take_early(mail)) {
-    desk_.posted.push_back(mail);
+    desk_.posted.post(mail);
     progress();
   }
   if (std::any_of(pairs_.begin(), pairs_.end(), [](const auto& pair) { return pair && pair->is_over(); })) {

@@ -1,6 +1,5 @@
 // How the messages of a rank end, and the mailbox: too late, without their peer, by an error.
 #include <algorithm>
-#include <iterator>
 #include <thread>
 #include <utility>
 
@@ -36,21 +35,11 @@ std::string ShmMailbox::unasked_beside(const Mail& mail) const {
 
 void ShmMailbox::expire() {
   const Deadline now = Clock::now();
-  for (auto at = desk_.posted.begin(); at != desk_.posted.end();) {
-    const Held& mail = *at;
-    if (mail->deadline > now) {
-      ++at;
-      continue;
-    }
-    const auto would_take_its_message = [&](const Held& other) {
-      const bool of_same = other->peer == mail->peer || other->peer == kAnySource || mail->peer == kAnySource;
-      return other->tag == mail->tag && of_same && other->deadline > now;
-    };
-    if (mail->must_precede && std::any_of(std::next(at), desk_.posted.end(), would_take_its_message)) {
+  for (const auto& [mail, has_next] : desk_.posted.take_late(now)) {
+    if (mail->must_precede && has_next) {
       desk_.break_by(*mail);
     }
     desk_.end(mail, std::make_exception_ptr(desk_.late(*mail, unasked_beside(*mail))));
-    at = desk_.posted.erase(at);
   }
   for (const auto& pair : pairs_) {
     if (pair) {
@@ -108,16 +97,10 @@ Error ShmMailbox::gone(const Mail& mail) const {
 }
 
 void ShmMailbox::bury() {
-  std::vector<Held> ended;
   const bool alone =
       std::all_of(pairs_.begin(), pairs_.end(), [](const auto& pair) { return !pair || pair->is_over(); });
-  desk_.posted.remove_if([&](const Held& mail) {
-    const bool over = mail->peer == kAnySource ? alone : pair_with(mail->peer).is_over();
-    if (over) {
-      ended.push_back(mail);
-    }
-    return over;
-  });
+  std::vector<Held> ended = desk_.posted.take_all(
+      [this, alone](const Mail& mail) { return mail.peer == kAnySource ? alone : pair_with(mail.peer).is_over(); });
   for (const auto& pair : pairs_) {
     if (pair && pair->is_over()) {
       pair->out.forget(ended);
@@ -156,8 +139,7 @@ void ShmMailbox::fail(const Error& why) noexcept {
     if (!failed_) {
       failed_ = why;
     }
-    ended.assign(desk_.posted.begin(), desk_.posted.end());
-    desk_.posted.clear();
+    ended = desk_.posted.take_all([](const Mail&) { return true; });
     for (const auto& pair : pairs_) {
       if (pair) {
         pair->out.forget(ended);
