@@ -28,6 +28,8 @@ class Mail final : public MailWork, public std::enable_shared_from_this<Mail> {
   [[nodiscard]] std::size_t bytes() const noexcept override { return view.bytes; }
 
   [[nodiscard]] bool is_receive() const noexcept { return number == 0; }
+  // Has a program chosen its tag?
+  [[nodiscard]] bool is_of_program() const noexcept { return tag < Mailbox::kTagsOfPrograms; }
   // It has ended; the memory is its caller's again, who may let go of `keepalive`.
   void end(std::exception_ptr why);
   // Throws what went wrong with it. It has ended.

@@ -26,11 +26,11 @@ void MailDesk::end(const Held& mail, std::exception_ptr error) {
 
 Error MailDesk::late(const Mail& mail, const std::string& beside) const {
   const ErrorContext& what = mail.what();
-  const bool is_named = mail.tag < Mailbox::kTagsOfPrograms;
   return {ErrorKind::kTimedOut,
           str(title_of(what, setup_.lane), what.peer < 0 ? str(" from any rank") : str(" with rank ", what.peer),
               " took longer than its time-out; is the other end running, and did it issue the matching ",
-              what.operation == "send" ? "recv" : "send", is_named ? str(" with tag ", mail.tag) : "", "?", beside),
+              what.operation == "send" ? "recv" : "send", mail.is_of_program() ? str(" with tag ", mail.tag) : "", "?",
+              beside),
           what};
 }
 

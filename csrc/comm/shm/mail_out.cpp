@@ -209,7 +209,10 @@ void MailOut::finish(const Outgoing& message) {
     case FrameKind::kDeposited:
       // Not before: a rank whose sends have ended may leave, and what it has not said is never said.
       if (const auto offer = offers_.find(number); offer != offers_.end()) {  // or it was refused meanwhile
-        offer->second.rest_sent = offer->second.through_ring == (message.frame.kind == FrameKind::kRest);
+        Rest& rest = offer->second.rest;  // through the ring after all, where the receiver could not read its part
+        if (rest == (message.frame.kind == FrameKind::kRest ? Rest::kRing : Rest::kWord)) {
+          rest = Rest::kNothing;
+        }
         settle(number);
       }
       break;
@@ -269,7 +272,9 @@ void MailOut::take_answer(const Frame& answer) {
       if (offer != offers_.end()) {
         // Of a part, the other one is there when this rank has said so.
         const bool in_part = std::exchange(offer->second.being_read, false);
-        offer->second.rest_sent = offer->second.rest_sent || !(in_part || offer->second.owes_word);
+        if (!in_part && offer->second.rest == Rest::kUnanswered) {
+          offer->second.rest = Rest::kNothing;
+        }
         settle(answer.number);
       }
       break;
@@ -303,7 +308,7 @@ void MailOut::take_refusal(const Frame& frame) {
     references_.erase(reference);
   } else if (of_large != offers_.end()) {
     of_large->second.mail->error = std::make_exception_ptr(error);
-    of_large->second.rest_sent = true;  // nobody wants it
+    of_large->second.rest = Rest::kNothing;  // nobody wants it
     of_large->second.being_read = false;
     settle(frame.number);
   } else if (!outgoing_.empty() && outgoing_.front().begun && outgoing_.front().mail &&
@@ -334,7 +339,7 @@ void MailOut::deposit(std::uint64_t number, const Frame& place) {
         return;  // it ends with the mailbox
       }
       if (*wrote == 0) {
-        offer.rest_sent = true;  // the receiver reads all of it
+        offer.rest = Rest::kNothing;  // the receiver reads all of it
         return;
       }
       offer.being_read = *wrote < chunks_of(mail.view.bytes);
@@ -348,7 +353,7 @@ void MailOut::deposit(std::uint64_t number, const Frame& place) {
     if (!place.attached) {
       return send_rest(number);
     }
-    offer.rest_sent = true;
+    offer.rest = Rest::kNothing;
     return;
   }
   if (desk_.gone(to_) == Gone::kGivenUp) {
@@ -363,11 +368,11 @@ void MailOut::deposit(std::uint64_t number, const Frame& place) {
       error = desk_.ended_by(mail, why);
     }
     mail.error = std::make_exception_ptr(error);
-    offer.rest_sent = true;
+    offer.rest = Rest::kNothing;
     offer.being_read = false;
     return settle(number);
   }
-  offer.owes_word = true;
+  offer.rest = Rest::kWord;
   Outgoing done;
   done.frame.kind = FrameKind::kDeposited;
   done.frame.number = number;
@@ -395,8 +400,8 @@ std::optional<std::size_t> MailOut::deposit_part(const Mail& mail, char* target)
 
 void MailOut::send_rest(std::uint64_t number) {
   Offer& offer = offers_.at(number);
-  offer.through_ring = true;
-  offer.rest_sent = offer.being_read = false;  // the receiver could not read its part
+  offer.rest = Rest::kRing;
+  offer.being_read = false;  // the receiver could not read its part
   Outgoing rest;
   rest.frame.kind = FrameKind::kRest;
   rest.frame.number = number;
@@ -409,7 +414,8 @@ void MailOut::send_rest(std::uint64_t number) {
 // An offer ends when no part of it is needed any more; with its error when it was refused.
 void MailOut::settle(std::uint64_t number) {
   const auto found = offers_.find(number);
-  if (found != offers_.end() && found->second.head_sent && found->second.rest_sent && !found->second.being_read) {
+  if (found != offers_.end() && found->second.head_sent && found->second.rest == Rest::kNothing &&
+      !found->second.being_read) {
     const Held mail = found->second.mail;
     offers_.erase(found);
     --desk_.offers;

@@ -97,15 +97,20 @@ class MailOut {
     bool open = false;      // the receiver may be reading it
     bool extended = false;  // it was sending when the first patience ended
   };
+  // What this rank has to do yet for the rest of an offer.
+  enum class Rest : std::uint8_t {
+    kUnanswered,  // its receiver has not said where it wants it
+    kWord,        // it is written: a frame is to say so
+    kRing,        // it goes through the ring
+    kNothing,     // all is done, or the receiver does it
+  };
   // A large message: it has ended when its head is in the ring and the rest where the receiver wanted it.
   struct Offer {
     Held mail;
     bool attached = false;  // the receiver may read the mail's memory at any time
     bool head_sent = false;
-    bool rest_sent = false;
-    bool being_read = false;    // by its receiver, which copies a part
-    bool through_ring = false;  // its rest
-    bool owes_word = false;     // that this rank has written its part
+    bool being_read = false;  // by its receiver, which copies a part or all
+    Rest rest = Rest::kUnanswered;
   };
   using Offers = std::map<std::uint64_t, Offer>;
 

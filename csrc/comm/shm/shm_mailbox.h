@@ -105,11 +105,12 @@ class ShmMailbox final : public Mailbox, public std::enable_shared_from_this<Shm
   [[nodiscard]] Deadline next_close() const;
   // Is there anything left to do? Also without a mail: the rest of a refused message, answers that found no room.
   [[nodiscard]] bool pending() const;
-  [[nodiscard]] std::string unasked_beside(const Mail& mail) const;
+  [[nodiscard]] std::string unasked() const;
   void expire();
   // Ends what a rank that has left cannot end any more.
   void bury();
-  [[nodiscard]] Error gone(const Mail& mail) const;
+  // `beside`: unasked().
+  [[nodiscard]] Error gone(const Mail& mail, const std::string& beside) const;
   // Is `rank`, or any for kAnySource, known to have gone by what it wrote on its bell? Then bury().
   void miss(int rank);
 

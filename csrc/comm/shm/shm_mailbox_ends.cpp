@@ -16,13 +16,14 @@ constexpr auto kLastAnswers = std::chrono::seconds(2);  // for peers that take n
 
 }  // namespace
 
-// A receive that waits in vain beside a message that nobody takes: one of the two has the wrong tag, or source.
-std::string ShmMailbox::unasked_beside(const Mail& mail) const {
+// A receive that waits in vain beside a message that nobody takes: one of the two has the wrong tag, or source. Goes
+// through all of those messages: once for all receives that end together.
+std::string ShmMailbox::unasked() const {
   constexpr std::size_t kMostNamed = 4;
   std::vector<std::string> names;
-  for (std::size_t r = 0; r < pairs_.size() && mail.tag < kTagsOfPrograms; ++r) {
-    if (pairs_[r]) {
-      pairs_[r]->in.name_unasked(names);
+  for (const auto& pair : pairs_) {
+    if (pair) {
+      pair->in.name_unasked(names);
     }
   }
   std::string text;
@@ -35,11 +36,13 @@ std::string ShmMailbox::unasked_beside(const Mail& mail) const {
 
 void ShmMailbox::expire() {
   const Deadline now = Clock::now();
-  for (const auto& [mail, has_next] : desk_.posted.take_late(now)) {
+  const std::vector<Posted::Late> late = desk_.posted.take_late(now);
+  const std::string beside = late.empty() ? "" : unasked();
+  for (const auto& [mail, has_next] : late) {
     if (mail->must_precede && has_next) {
       desk_.break_by(*mail);
     }
-    desk_.end(mail, std::make_exception_ptr(desk_.late(*mail, unasked_beside(*mail))));
+    desk_.end(mail, std::make_exception_ptr(desk_.late(*mail, mail->is_of_program() ? beside : "")));
   }
   for (const auto& pair : pairs_) {
     if (pair) {
@@ -83,7 +86,7 @@ void ShmMailbox::miss(int rank) {
   }
 }
 
-Error ShmMailbox::gone(const Mail& mail) const {
+Error ShmMailbox::gone(const Mail& mail, const std::string& beside) const {
   const ErrorContext& what = mail.what();
   const Pair* pair = mail.peer == kAnySource ? nullptr : pairs_[index(mail.peer)].get();
   const bool left = pair == nullptr || pair->departed;
@@ -92,7 +95,7 @@ Error ShmMailbox::gone(const Mail& mail) const {
               pair == nullptr ? std::string("all other ranks have left the job")
               : left          ? str("rank ", what.peer, " has left the job")
                               : str("rank ", what.peer, " ", to_string(desk_.gone(mail.peer))),
-              what.operation == "recv" ? unasked_beside(mail) : ""),
+              mail.is_receive() && mail.is_of_program() ? beside : ""),
           what};
 }
 
@@ -107,8 +110,9 @@ void ShmMailbox::bury() {
       pair->in.end_half(ended);
     }
   }
+  const std::string beside = ended.empty() ? "" : unasked();
   for (const Held& mail : ended) {
-    desk_.end(mail, std::make_exception_ptr(gone(*mail)));
+    desk_.end(mail, std::make_exception_ptr(gone(*mail, beside)));
   }
 }
 
