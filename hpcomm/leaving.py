@@ -53,9 +53,12 @@ def _has_children() -> bool:
     return any(not child.daemon for child in multiprocessing.active_children())
 
 
-def describe(error: BaseException) -> str:
-    """The traceback as the peers shall read it."""
-    return "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
+def describe(error: BaseException, where: str = "") -> str:
+    """As the peers shall read it: what it is in one line, and the traceback."""
+    lines = "".join(traceback.format_exception_only(type(error), error)).splitlines()
+    what = next((line for line in lines if not line.startswith(" ")), "")  # a syntax error begins with its place
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
+    return f"{what}{', ' if where else ''}{where}\n{trace}"
 
 
 @contextlib.contextmanager

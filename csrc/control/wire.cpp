@@ -147,7 +147,7 @@ std::string news_of(std::string_view text) {
 
 Error reported_error(const Frame& frame, int rank, int from) {
   if (frame.channel == 0) {
-    return {ErrorKind::kPeerError, str("rank ", from, " failed:\n", frame.body), {rank, from, -1, "abort"}};
+    return {ErrorKind::kPeerError, str("rank ", from, " failed: ", frame.body), {rank, from, -1, "abort"}};
   }
   if (frame.channel >= kOfAnother) {
     return {ErrorKind::kPeerError, frame.body, {rank, static_cast<int>(frame.channel - kOfAnother), -1, "abort"}};

@@ -44,5 +44,5 @@ class TellPeers:
         if where and hasattr(error, "add_note"):  # Python 3.11
             error.add_note(where)
         tell_failure()  # what a GPU lost of this step is no news
-        self._mesh.control.abort(f"{where}: {describe(error)}" if where else describe(error))
+        self._mesh.control.abort(describe(error, where))
         runner.clear()

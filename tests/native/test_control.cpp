@@ -189,7 +189,7 @@ TEST(wire_a_lost_rank_stays_one_whoever_reports_it) {
   CHECK_EQ(lost.context().peer, 5);
   CHECK_EQ(lost.context().rank, 2);
   const Error late = told(Error(ErrorKind::kTimedOut, "nobody came", {0, -1, -1, "init"}));
-  check_kind(late, ErrorKind::kPeerError, "rank 0 failed:\nnobody came");
+  check_kind(late, ErrorKind::kPeerError, "rank 0 failed: nobody came");
   CHECK_EQ(late.context().peer, 0);
 }
 

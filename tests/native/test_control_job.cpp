@@ -163,7 +163,7 @@ BOTH(abort_reaches_everybody_with_its_message) {
       return;
     }
     const auto error = error_from([&] { (void)mine.receive(3 - rank, 0, soon()); });
-    check_kind(error, ErrorKind::kPeerError, "rank 2 failed:\nValueError: no such luck");
+    check_kind(error, ErrorKind::kPeerError, "rank 2 failed: ValueError: no such luck");
     CHECK_EQ(error->context().peer, 2);
     CHECK_EQ(error->context().rank, rank);
     check_kind(mine.failure(), ErrorKind::kPeerError, "no such luck");
@@ -189,7 +189,7 @@ BOTH(a_long_abort_reaches_everybody_with_its_begin_and_its_end) {
       return;
     }
     const auto error = error_from([&] { (void)mine.receive(0, 0, soon()); });
-    check_kind(error, ErrorKind::kPeerError, "rank 0 failed:\nTraceback: first line");
+    check_kind(error, ErrorKind::kPeerError, "rank 0 failed: Traceback: first line");
     const std::string told = error->what();
     CHECK(contains(told, " bytes more ...\n"));
     CHECK(contains(told, "\nValueError: last line"));

@@ -333,7 +333,7 @@ TEST(control_passes_on_the_loss_of_a_rank) {
 TEST(control_passes_on_an_error_before_it_leaves) {
   // Rank 2 has not heard of it yet: a goodbye alone would make rank 0 the one that it misses.
   const std::vector<std::pair<Error, std::string>> cases = {
-      {Error(ErrorKind::kTransport, "it broke", {1, -1, -1, ""}), "rank 1 failed:\nit broke"},
+      {Error(ErrorKind::kTransport, "it broke", {1, -1, -1, ""}), "rank 1 failed: it broke"},
       {Error(ErrorKind::kRankFailed, "rank 1 is gone: it died", {2, 1, -1, "heartbeat"}), "rank 1 is gone: it died"}};
   for (const auto& [error, told] : cases) {
     ControlListener listener("127.0.0.1", 0, 3, JobToken{7});
@@ -421,7 +421,7 @@ TEST(control_start_believes_what_a_rank_that_is_done_says) {
                one.say(encode(FrameKind::kMessage, 0, "x") + encode(FrameKind::kAbort, 0, "ValueError: no"));
                CHECK(eventually([&] { return one.hung_up_on(); }, 10000ms));
              }),
-             ErrorKind::kPeerError, "rank 1 failed:\nValueError: no");
+             ErrorKind::kPeerError, "rank 1 failed: ValueError: no");
   check_kind(start_with([](const Stranger&) {}), ErrorKind::kRankFailed,
              "rank 1 is gone: its process ended while the job was starting");
   check_kind(start_with([](const Stranger& one) {
