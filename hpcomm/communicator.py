@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import ipaddress
 import itertools
 import os
 import secrets
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-from hpcomm import _C
+from hpcomm import _C, interfaces
 from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import HpcommError, InvalidArgument, RankFailed, SchemaMismatch, TimedOut, TransportError
 from hpcomm.nccl_variables import warn_of_registration
@@ -69,6 +68,7 @@ def start_control(store: Store, rank: int, size: int, *, timeout: float, names: 
         # Who can read the store still cannot join; what comes from there keeps jobs with the same secret apart.
         token = hmac.digest(secret, b"hpcomm job" + token, "sha256")
     host = _listen_host(store, rank, size, timeout)
+    interfaces.lead_gloo_to(host)
     called = list(range(size)) if names is None else list(names)
     rank, size = called[rank], called[-1] + 1
     listener = _C.ControlListener(host, rank, size, token)
@@ -254,11 +254,11 @@ def _listen_host(store: Store, rank: int, size: int, timeout: float, look: Look 
     master = _meeting_place(store)
     mine = _interface_to(master)
     store.set(f"host/{rank}", f"{mine} {_network()}")
-    if not _is_loopback(mine):
+    if not interfaces.is_loopback(mine):
         return mine
     hosts = [awaited(store, f"host/{r}", f"rank {r}", timeout, look).decode().split() for r in range(size)]
     for address, _ in hosts:
-        if not _is_loopback(address):
+        if not interfaces.is_loopback(address):
             return _interface_to(address)
     for r, (_, network) in enumerate(hosts):
         if network != hosts[rank][1]:
@@ -284,10 +284,6 @@ def _interface_to(host: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise InvalidArgument(f"{host!r}, where ranks meet, cannot be resolved or reached: {error}") from error
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.split("%", maxsplit=1)[0]).is_loopback
 
 
 def _network() -> str:
@@ -323,7 +319,7 @@ def _gloo_device(store: Store, rank: int, size: int, timeout: float, look: Look)
     """The interface that torch's own groups would use, or that of Control: the host's name may resolve to an address
     that other hosts cannot reach.
     """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    interface = interfaces.chosen()  # the same on all ranks of a host; not what this one has set itself
     where = {"interface": interface} if interface else {"hostname": _listen_host(store, rank, size, timeout, look)}
     try:
         return ProcessGroupGloo.create_device(**where)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from hpcomm import _C
+from hpcomm import _C, interfaces
 from hpcomm.channel import forget_parted, let_go
 from hpcomm.communicator import agree, first_communicator, start_control, while_they_stay
 from hpcomm.devices import pick_device
@@ -314,7 +314,9 @@ class Mesh:
                 f"{what}: not all ranks came within {self._timeout:g} s: {error}", rank=self.rank, operation="init"
             ) from error
         except RuntimeError as error:  # of gloo
-            raise TransportError(f"{what}: {error}", rank=self.rank, operation="init") from error
+            raise TransportError(
+                f"{what}: {error}{interfaces.told_of_gloo()}", rank=self.rank, operation="init"
+            ) from error
 
 
 def init(

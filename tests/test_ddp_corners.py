@@ -263,3 +263,46 @@ def test_a_bucket_cannot_be_negative() -> None:
         for cap in (-1, float("nan"), float("inf")):
             with pytest.raises(hpcomm.InvalidArgument, match=f"bucket_cap_mb={cap}"):
                 hpcomm.DistributedDataParallel(nn.Linear(4, 4), mesh=mesh, bucket_cap_mb=cap)
+
+
+def clears_of_another(bucket_cap_mb: float, divides: bool, in_16_bits: bool) -> None:
+    """The hook of a parameter whose gradient comes last clears that of the first one."""
+    with hpcomm.init() as mesh:
+        dtype = torch.bfloat16 if in_16_bits else None
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).requires_grad_()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.arange(16).reshape(4, 4) / 16)
+        wrapped = hpcomm.DistributedDataParallel(
+            model, mesh=mesh, bucket_cap_mb=bucket_cap_mb, grad_dtype=dtype, gradient_as_bucket_view=divides
+        )
+        clears = False
+
+        def clear(_: torch.Tensor) -> None:
+            if clears:
+                model[1].weight.grad = None
+
+        model[0].weight.register_post_accumulate_grad_hook(clear)
+        x = torch.full((2, 4), 1.0 + mesh.rank)
+        wrapped(x).sum().backward()
+        expected = [parameter.grad.clone() for parameter in model.parameters()]
+        clears = True
+        for _ in range(2):
+            wrapped.zero_grad()
+            if bucket_cap_mb > 1:  # both in one bucket, which waits for the one whose hook clears the other
+                with pytest.raises(hpcomm.InvalidArgument, match=r"of parameter 1.weight was cleared while"):
+                    wrapped(x).sum().backward()
+                return
+            wrapped(x).sum().backward()
+            for parameter, whole in zip(model.parameters(), expected, strict=True):
+                torch.testing.assert_close(parameter.grad, whole, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("bucket_cap_mb", "divides", "in_16_bits"),
+    [(25, False, False), (1e-5, False, False), (1e-5, True, False), (1e-5, False, True)],
+)
+def test_a_gradient_that_a_hook_of_another_clears_is_not_lost(
+    bucket_cap_mb: float, divides: bool, in_16_bits: bool
+) -> None:
+    ranks.run(2, clears_of_another, bucket_cap_mb, divides, in_16_bits)

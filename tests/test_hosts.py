@@ -146,6 +146,41 @@ def met_by_name(folder: Path, transport: str) -> tuple[list[float], set[str]]:
     return found, listening
 
 
+def made_by_name(folder: Path) -> tuple[str, float, str]:
+    """The same of a mesh, whose process groups are torch's."""
+    rank = at_home(folder)
+    own = "127.0.1.1" if rank != 1 else hosts.address(0)
+    hosts.know("first.test", own, folder / f"names{rank}")
+    os.environ.update(MASTER_ADDR="first.test")
+    del os.environ["GLOO_SOCKET_IFNAME"]
+    with hpcomm.init(dp=-1) as mesh:
+        number = torch.tensor([10.0**rank])
+        dist.all_reduce(number, group=mesh.group("dp"))
+        group = dist.new_group(backend="gloo")
+        dist.barrier(group)
+        wrapped = hpcomm.DistributedDataParallel(torch.nn.Linear(4, 4), mesh=mesh)
+        wrapped(torch.ones(2, 4)).sum().backward()
+        return mesh.world.transport, number.item(), os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def test_a_mesh_over_hosts_whose_own_names_lead_to_their_loopbacks(tmp_path: Path) -> None:
+    assert ranks.run(WORLD, made_by_name, tmp_path) == [("c10d", 111.0, hosts.INTERFACE)] * WORLD
+
+
+def late_bytes(folder: Path) -> tuple[str, float]:
+    """What rank 0 sends goes into its kernel's memory, and over a slow cable for seconds after it has left."""
+    rank = int(os.environ["RANK"])
+    hosts.enter(folder, rank, rank, first=True, rate="2000kbit")
+    with hpcomm.init(dp=-1) as mesh:
+        numbers = torch.full((400_000,), 1.0 + rank)
+        mesh.world.broadcast(numbers, 0)
+        return mesh.world.transport, numbers.max().item()
+
+
+def test_a_rank_that_has_sent_its_part_may_leave_before_it_arrives(tmp_path: Path) -> None:
+    assert ranks.run(2, late_bytes, tmp_path) == [("c10d", 1.0)] * 2
+
+
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 def test_a_host_whose_own_name_leads_to_its_loopback_is_reached(transport: str, tmp_path: Path) -> None:
     seen = ranks.run(WORLD, met_by_name, tmp_path, transport)

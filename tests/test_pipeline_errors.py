@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from pathlib import Path
 
+import pytest
 import ranks
 import torch
 import torch.utils.checkpoint
+from losing import interrupt
 from patience import with_patience
 from torch import nn
 
@@ -121,3 +124,33 @@ def test_of_a_rank_that_cannot_be_seen_nothing_is_said() -> None:
     assert "all that it needs has been issued" not in text
     text = report(plan, {0: 0})  # its first forward needs nobody
     assert "computes: all that it needs has been issued" in text
+
+
+def interrupted_behind_its_backwards(path: Path) -> None:
+    """Rank 1 is late in its last backward; the other waits for all reductions."""
+    mesh = hpcomm.init(dp=2)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    mse = nn.functional.mse_loss
+    pipe = hpcomm.Pipeline(model, mesh=mesh, num_microbatches=2, loss_fn=mse, schedule="gpipe", bucket_cap_mb=0.01)
+    assert len(pipe.bucket_plan.buckets) > 2
+    x = torch.ones(4, 64)
+    pipe.step(x, target=x)
+    if mesh.rank == 0:
+        interrupt(lambda: pipe.step(x, target=x), once=path / "late")
+        return
+    backwards = 0
+
+    def be_late(_: torch.Tensor) -> None:
+        nonlocal backwards
+        backwards += 1
+        if backwards == 2:
+            (path / "late").touch()
+            mesh.control.receive(0, 99, 20.0)  # until rank 0 has ended the job
+
+    model[-1].bias.register_hook(be_late)
+    with pytest.raises(hpcomm.PeerError, match="rank 0 failed: KeyboardInterrupt"):
+        pipe.step(x, target=x)
+
+
+def test_one_ctrl_c_ends_the_wait_for_all_reductions(tmp_path: Path) -> None:
+    ranks.run(2, interrupted_behind_its_backwards, tmp_path)

@@ -30,6 +30,7 @@ MODULES = (
     "_C",
     "tree",
     "devices",
+    "interfaces",
     "seats",
     "control_channels",
     "rendezvous",

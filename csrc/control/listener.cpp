@@ -64,8 +64,9 @@ class Rendezvous {
       while (!missing_ranks().empty()) {
         if (Clock::now() >= deadline_) {
           throw Error(ErrorKind::kTimedOut,
-                      str("rank ", rank_, " did not hear from ", missing_ranks(),
-                          " while the job was starting; see whether they run and can be reached"),
+                      str("rank ", rank_, " did not hear from ", missing_ranks(), " while the job was starting",
+                          where_missed(), "; see whether they run, and whether ports that the kernel chooses can be ",
+                          "reached from host to host"),
                       {rank_, -1, -1, "init"});
         }
         poll_once();
@@ -110,6 +111,25 @@ class Rendezvous {
       }
     }
     return names;
+  }
+
+  // What was tried with those that are missing.
+  [[nodiscard]] std::string where_missed() const {
+    std::string unanswered;
+    std::string silent;
+    for (const Pending& pending : pending_) {
+      if (pending.rank >= 0) {
+        std::string& places = pending.connecting ? unanswered : silent;
+        places += str(places.empty() ? "" : ", ", addresses_[static_cast<std::size_t>(pending.rank)]);
+      }
+    }
+    bool awaits = false;
+    for (std::size_t r = static_cast<std::size_t>(rank_) + 1; r < peers_.size(); ++r) {
+      awaits = awaits || (expects(r) && !peers_[r].fd.valid());
+    }
+    return str(unanswered.empty() ? "" : ": nothing answers at " + unanswered,
+               silent.empty() ? "" : ": no word from " + silent,
+               awaits ? ": higher ranks come to " + addresses_[static_cast<std::size_t>(rank_)] : "");
   }
 
   [[nodiscard]] Pending open(int lower, int attempt) const {

@@ -47,16 +47,30 @@ class MailRecv final : public RecvRoute {
       if (called && meanwhile->ordered != nullptr) {
         meanwhile->ordered();
       }
-      edge->poll = called ? poll : nullptr;
-      edge->patience = patience;
       static const Meanwhile kNothing;
-      edge->run(sequence, microbatch, *message, deadline, called ? *meanwhile : kNothing);
+      Receiving receiving{
+          sequence, microbatch, *message, deadline, patience, called ? poll : nullptr, called ? *meanwhile : kNothing};
+      if (patience.count() > 0) {
+        receiving.deadline = deadline_after(patience);
+      }
+      edge->run(receiving);
     };
     WorkPtr work = host_.run_in_order(std::move(what), std::move(body), how);
     return {std::move(work), std::move(message), sequence};
   }
 
  private:
+  // What one call asks for, and how long it may take.
+  struct Receiving {
+    const std::uint64_t sequence;
+    int microbatch;
+    Incoming& message;
+    Deadline deadline;
+    std::chrono::milliseconds patience;  // until the message begins; 0: the communicator's
+    void (*poll)();
+    const Meanwhile& meanwhile;
+  };
+
   struct State {
     State(const EdgeConfig& config, Means means, std::shared_ptr<Allocator> allocator, std::shared_ptr<Inbound> edge)
         : mailbox(std::move(means.mailbox)),
@@ -66,36 +80,32 @@ class MailRecv final : public RecvRoute {
           filled(std::make_shared<SharedFirst>(memory, allocator), config.slots),
           most_kept(static_cast<int>(config.slots / 2)) {}
 
-    void run(std::uint64_t sequence, int microbatch, Incoming& message, Deadline deadline, const Meanwhile& meanwhile) {
+    void run(Receiving& one) {
       if (inbound->broken) {
         std::rethrow_exception(inbound->broken);
       }
       try {
-        receive(sequence, microbatch, message, deadline, meanwhile);
+        receive(one);
       } catch (const Error& why) {
         inbound->fail(std::make_exception_ptr(
-            inbound->communicator.ended_by(why, inbound->communicator.context("recv", inbound->peer, sequence))));
+            inbound->communicator.ended_by(why, inbound->communicator.context("recv", inbound->peer, one.sequence))));
         std::rethrow_exception(inbound->broken);
       } catch (...) {
         // The caller's poll() threw: a signal, most likely. The sender may have gone on without us.
         const Error ended(ErrorKind::kClosed,
-                          str(inbound->name(), ": recv #", sequence, " was interrupted on this rank"),
-                          inbound->communicator.context("recv", inbound->peer, sequence));
+                          str(inbound->name(), ": recv #", one.sequence, " was interrupted on this rank"),
+                          inbound->communicator.context("recv", inbound->peer, one.sequence));
         inbound->fail(std::make_exception_ptr(ended));
         inbound->communicator.abort(ended);
         throw;
       }
     }
 
-    void receive(std::uint64_t sequence, int microbatch, Incoming& message, Deadline deadline,
-                 const Meanwhile& meanwhile) {
-      if (patience.count() > 0) {
-        deadline = deadline_after(patience);
-      }
+    void receive(Receiving& one) {
+      Incoming& message = one.message;
       std::optional<MessageHeader> header;
-      if (inbound->needs_header(sequence) || is_lent(inbound->current->parcel)) {
-        header = next_header(sequence, microbatch, deadline, meanwhile);
-        deadline = has_begun(deadline);
+      if (inbound->needs_header(one.sequence) || is_lent(inbound->current->parcel)) {
+        header = next_header(one);
         message.microbatch = header->microbatch;
       }
       message.known = inbound->current;
@@ -114,22 +124,22 @@ class MailRecv final : public RecvRoute {
       std::vector<MailPtr> mails;  // all at once: none waits for another
       std::optional<Borrowed> block;
       if (header && header->lent) {
-        block = borrow(*header->lent, message, deadline);
+        block = borrow(*header->lent, one);
       } else if (parcel.packed.bytes() > 0) {
         message.packed = filled.acquire(parcel.packed.bytes()).buffer;
-        mails.push_back(post(message.packed, 0, parcel.packed.bytes(), sequence));
+        mails.push_back(post(message.packed, 0, parcel.packed.bytes(), one));
       }
       if (parcel.direct_bytes > 0) {
         message.direct = filled.acquire(parcel.direct_bytes).buffer;
-        for (const Parcel::Direct& one : parcel.direct) {
-          mails.push_back(post(message.direct, one.offset, one.bytes, sequence));
+        for (const Parcel::Direct& direct : parcel.direct) {
+          mails.push_back(post(message.direct, direct.offset, direct.bytes, one));
         }
       }
-      if (meanwhile.placed != nullptr) {
-        meanwhile.placed(message);
+      if (one.meanwhile.placed != nullptr) {
+        one.meanwhile.placed(message);
       }
       if (block) {
-        wait_for(*block, sequence, deadline);
+        wait_for(*block, one);
         // Not before: while the sender fills it, the flag's line is the sender's.
         block->flag->lent.store(LoanFlag::kFound, std::memory_order_relaxed);
         if (block->copied) {
@@ -139,7 +149,7 @@ class MailRecv final : public RecvRoute {
         }
       }
       for (const MailPtr& mail : mails) {
-        wait(*mail, sequence, deadline);
+        wait(*mail, one);
       }
       cast_back(message);
     }
@@ -154,31 +164,32 @@ class MailRecv final : public RecvRoute {
       }
     }
 
-    MessageHeader next_header(std::uint64_t sequence, int microbatch, Deadline deadline, const Meanwhile& meanwhile) {
+    MessageHeader next_header(Receiving& one) {
       head = nullptr;
       head = free_envelope();
       const MailPtr mail = mailbox->recv_at_most(bytes_at(head->data(), head->size()), inbound->peer, inbound->id,
-                                                 mail_options(head, sequence));
-      if (repeats && meanwhile.idle != nullptr && !mail->done()) {
-        meanwhile.idle(inbound->current);
+                                                 mail_options(head, one));
+      if (repeats && one.meanwhile.idle != nullptr && !mail->done()) {
+        one.meanwhile.idle(inbound->current);
       }
-      wait(*mail, sequence, deadline);
-      deadline = has_begun(deadline);
-      const MessageHeader header = inbound->header_in({head->data(), std::min(mail->bytes(), kHeaderBytes)}, sequence);
-      inbound->require_due(header, sequence);  // or there may be no schema behind it to wait for
+      wait(*mail, one);
+      note_begun(one);
+      const MessageHeader header =
+          inbound->header_in({head->data(), std::min(mail->bytes(), kHeaderBytes)}, one.sequence);
+      inbound->require_due(header, one.sequence);  // or there may be no schema behind it to wait for
       std::string_view schema;
       Buffer body;
       if (header.schema_bytes > 0) {
         body = slots.acquire(header.schema_bytes).buffer;
-        take(body, 0, header.schema_bytes, sequence, deadline);
+        take(body, 0, header.schema_bytes, one);
         schema = {static_cast<const char*>(body.view.data), header.schema_bytes};
       }
       const KnownPtr last = inbound->current;
-      const KnownPtr known = inbound->accept(header, schema, sequence, microbatch);
+      const KnownPtr known = inbound->accept(header, schema, one.sequence, one.microbatch);
       repeats = known == last || (last != nullptr && same_but_shapes(known->schema, last->schema));
       if (mail->bytes() != envelope_bytes(known->parcel)) {
-        throw Error(ErrorKind::kProtocol, str(inbound->name(), ": message #", sequence, " came with ", mail->bytes(),
-                                              " bytes in place of ", envelope_bytes(known->parcel)));
+        throw Error(ErrorKind::kProtocol, str(inbound->name(), ": message #", one.sequence, " came with ",
+                                              mail->bytes(), " bytes in place of ", envelope_bytes(known->parcel)));
       }
       return header;
     }
@@ -205,13 +216,13 @@ class MailRecv final : public RecvRoute {
       bool copied;  // this rank keeps many blocks already: a program that keeps its messages must not stop the sender
     };
 
-    Borrowed borrow(const MessageHeader::Lent& lent, Incoming& message, Deadline deadline) {
-      const std::size_t bytes = message.known->parcel.packed.bytes();
+    Borrowed borrow(const MessageHeader::Lent& lent, Receiving& one) {
+      const std::size_t bytes = one.message.known->parcel.packed.bytes();
       if (lent.offset % alignof(LoanFlag) != 0) {
         throw Error(ErrorKind::kProtocol, inbound->name() + ": lent memory is not aligned");
       }
       const auto mapped =
-          memory->map(inbound->peer, {lent.segment, lent.offset}, sizeof(LoanFlag) + bytes, deadline, poll);
+          memory->map(inbound->peer, {lent.segment, lent.offset}, sizeof(LoanFlag) + bytes, one.deadline, one.poll);
       auto* const flag = reinterpret_cast<LoanFlag*>(mapped.get());
       char* const payload = mapped.get() + sizeof(LoanFlag);
       Borrowed block{flag, payload, nullptr, kept->fetch_add(1, std::memory_order_relaxed) >= most_kept};
@@ -223,20 +234,20 @@ class MailRecv final : public RecvRoute {
           flag->lent.store(0, std::memory_order_release);
         }
       });
-      message.packed = block.copied ? slots.acquire(bytes).buffer : Buffer{bytes_at(payload, bytes), block.owner};
+      one.message.packed = block.copied ? slots.acquire(bytes).buffer : Buffer{bytes_at(payload, bytes), block.owner};
       return block;
     }
 
     // Until the sender has packed. It is at it: the header came from the same call.
-    void wait_for(const Borrowed& block, std::uint64_t sequence, Deadline deadline) {
+    void wait_for(const Borrowed& block, const Receiving& one) {
       const auto is_filled = [&] { return block.flag->filled.load(std::memory_order_acquire) != 0; };
       for (const Deadline spun = Clock::now() + kSpin; !is_filled() && Clock::now() < spun;) {
       }
       Deadline look = Clock::now() + kLook;
       for (auto nap = kShortestNap; !is_filled(); nap = std::min(2 * nap, kLongestNap)) {
-        inbound->check(sequence, deadline);
-        if (poll != nullptr && Clock::now() >= look) {
-          poll();
+        inbound->check(one.sequence, one.deadline);
+        if (one.poll != nullptr && Clock::now() >= look) {
+          one.poll();
           look = Clock::now() + kLook;
         }
         std::this_thread::sleep_for(nap);
@@ -249,39 +260,40 @@ class MailRecv final : public RecvRoute {
                         [](const TensorSchema& t) { return t.is_cast() && t.count() > 0; }));
     }
 
-    MailPtr post(const Buffer& buffer, std::size_t offset, std::size_t bytes, std::uint64_t sequence) {
+    MailPtr post(const Buffer& buffer, std::size_t offset, std::size_t bytes, const Receiving& one) {
       return mailbox->recv(bytes_at(static_cast<char*>(buffer.view.data) + offset, bytes), inbound->peer, inbound->id,
-                           mail_options(buffer.owner, sequence));
+                           mail_options(buffer.owner, one));
     }
 
     // The rest of a message has the communicator's time-out, however patient its receiver was.
-    [[nodiscard]] Deadline has_begun(Deadline deadline) noexcept {
-      const bool was_patient = std::exchange(patience, std::chrono::milliseconds(0)).count() > 0;
-      return was_patient ? deadline_after(inbound->communicator.timeout()) : deadline;
+    void note_begun(Receiving& one) const noexcept {
+      if (std::exchange(one.patience, std::chrono::milliseconds(0)).count() > 0) {
+        one.deadline = deadline_after(inbound->communicator.timeout());
+      }
     }
 
     // Errors of a mail name the message that it is a part of.
-    [[nodiscard]] MailOptions mail_options(Keepalive owner, std::uint64_t sequence) const {
+    [[nodiscard]] MailOptions mail_options(Keepalive owner, const Receiving& one) const {
       MailOptions options;
-      options.number = static_cast<std::int64_t>(sequence);
+      options.number = static_cast<std::int64_t>(one.sequence);
       options.awaited = true;
       options.keepalive = std::move(owner);
-      options.timeout = (patience.count() > 0 ? patience : inbound->communicator.timeout()) + kGrace;
+      options.timeout = (one.patience.count() > 0 ? one.patience : inbound->communicator.timeout()) + kGrace;
       return options;
     }
 
-    void wait(const Work& mail, std::uint64_t sequence, Deadline deadline) {
-      while (!mail.wait_until(std::min(deadline, roughly_after(kLook)))) {
-        inbound->check(sequence, deadline);
-        if (poll != nullptr) {
-          poll();
+    void wait(const Work& mail, const Receiving& one) {
+      while (!mail.wait_until(std::min(one.deadline, roughly_after(kLook)))) {
+        inbound->check(one.sequence, one.deadline);
+        if (one.poll != nullptr) {
+          one.poll();
         }
       }
     }
 
-    void take(const Buffer& buffer, std::size_t offset, std::size_t bytes, std::uint64_t sequence, Deadline deadline) {
-      const MailPtr mail = post(buffer, offset, bytes, sequence);
-      wait(*mail, sequence, deadline);
+    void take(const Buffer& buffer, std::size_t offset, std::size_t bytes, const Receiving& one) {
+      const MailPtr mail = post(buffer, offset, bytes, one);
+      wait(*mail, one);
     }
 
     const std::shared_ptr<Mailbox> mailbox;
@@ -297,8 +309,6 @@ class MailRecv final : public RecvRoute {
     std::size_t oldest = 0;
     std::shared_ptr<Envelope> head;  // of the newest message
     bool repeats = false;            // the last message was like the one before, but for shapes
-    void (*poll)() = nullptr;
-    std::chrono::milliseconds patience{0};  // of the receipt at hand, until its message begins; 0: the communicator's
   };
 
   HostCommunicator& host_;

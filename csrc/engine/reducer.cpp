@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "engine/wait_all.h"
 
 namespace hpcomm {
 
@@ -160,17 +161,12 @@ std::vector<WorkPtr> Reducer::issue_rest(std::vector<std::shared_ptr<Held>>& hel
 }
 
 void Reducer::finish(const std::function<void(const Work&)>& wait) {
-  // All of them, also behind a failed one: the caller gets its gradients back, so nothing may still write them.
-  std::exception_ptr first;
+  WaitAll all(wait);
   std::vector<std::shared_ptr<Held>> held;
   for (const WorkPtr& work : issue_rest(held)) {
-    try {
-      wait(*work);
-    } catch (...) {
-      first = first ? first : std::current_exception();
-    }
+    all.add(work);
   }
-  if (first) {
+  if (const auto first = all.first()) {
     std::rethrow_exception(first);
   }
   // Tasks of the lane let go of them at its next record, which on a GPU may be most of a step away: a set of gradients

@@ -11,6 +11,7 @@
 
 #include "comm/absent.h"
 #include "comm/agreement.h"
+#include "comm/farewell.h"
 #include "comm/host_communicator.h"
 #include "comm/issued.h"
 #include "comm/solo/solo_communicator.h"
@@ -30,8 +31,6 @@ constexpr auto kBlameWait = std::chrono::milliseconds(200);
 constexpr std::size_t kInControl = std::size_t{1} << 20;
 // Of a sum that every rank forms of what all have: two calls of the backend would take longer than the bytes.
 constexpr std::size_t kShort = std::size_t{8} << 10;
-// What a rank sent before it left in order may still be on its way for this long.
-constexpr auto kFarewell = std::chrono::seconds(2);
 
 // Set by a future's callback on the backend's thread.
 struct Settled {
@@ -60,6 +59,13 @@ class C10dCommunicator final : public HostCommunicator {
       // A thread of the backend still waits for a peer; its destructor would join that thread for as long as the
       // backend's own time-out. The process is about to report an error: let it. A forked child has no such thread.
       (void)backend_.release();
+    }
+  }
+
+  void close() override {
+    HostCommunicator::close();
+    if (!forked() && !in_operation()) {
+      farewell_.say();
     }
   }
 
@@ -115,6 +121,9 @@ class C10dCommunicator final : public HostCommunicator {
   }
 
   void execute(const Operation& operation, Deadline deadline) override {
+    if (!is_message(operation.kind)) {
+      farewell_.note_begun();
+    }
     if (agreement_ && !is_message(operation.kind)) {
       if (const auto differs = agreement_->meet(issued_by(operation), deadline, operation.options.poll).front()) {
         throw Error(*differs);
@@ -389,10 +398,7 @@ class C10dCommunicator final : public HostCommunicator {
 
   // A rank that closed its Control and lives on takes part in nothing more, but keeps gloo's connections open.
   void watch_departures(const Operation& operation) {
-    const std::optional<int> gone = first_left(control(), ranks());
-    if (gone && !farewell_) {
-      farewell_ = Clock::now() + kFarewell;
-    } else if (gone && Clock::now() >= *farewell_) {
+    if (const std::optional<int> gone = farewell_.missing()) {
       abandoned_ = true;
       fail_without(*gone, operation);
     }
@@ -460,11 +466,11 @@ class C10dCommunicator final : public HostCommunicator {
       fail_late(operation, "");
     }
     const Deadline patience = Clock::now() + kBlameWait;
-    while (Clock::now() < patience && !aborted() && !first_left(control(), ranks())) {
+    while (Clock::now() < patience && !aborted() && !farewell_.first_left()) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     throw_if_aborted(what);
-    if (const std::optional<int> gone = first_left(control(), ranks())) {
+    if (const std::optional<int> gone = farewell_.first_left()) {
       fail_without(*gone, operation);  // its end closed the connection
     }
     throw Error(ErrorKind::kTransport, str(where, ": ", error), what);
@@ -475,7 +481,7 @@ class C10dCommunicator final : public HostCommunicator {
   std::optional<Agreement> agreement_;  // with HPCOMM_CHECK=1
   std::mutex mutex_;
   std::vector<Message> transfers_;  // that the lane waits for, under mutex_
-  std::optional<Deadline> farewell_;
+  Farewell farewell_{*this};
   bool interrupted_ = false;
   bool abandoned_ = false;  // written on the lane, read after shut_down()
 };

@@ -215,6 +215,9 @@ Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const 
   };
   require_size(number);
   if (!gradient.defined()) {
+    HPCOMM_REQUIRE(slot.started || marked_[number] != kMarkedWithGradient, "the gradient of parameter ", names_[number],
+                   " was cleared while its reduction waited for others of its bucket, by a hook of ",
+                   "another parameter perhaps; clear gradients behind the backward");
     slot.fates[entry] = Fate::kMissing;
     return {nullptr, casts ? staged() : nullptr, false};
   }
@@ -275,6 +278,7 @@ Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const 
     return {data, nullptr, false};
   }
   held.push_back(gradient.storage());
+  slot.staged[entry] = gradient;  // if it is cleared meanwhile
   slot.fates[entry] = Fate::kCopiedBack;
   ++record_.counts().copied_back;
   return {data, options_.shard ? nullptr : gradient.data_ptr(), false};
@@ -339,12 +343,22 @@ void DdpReducer::hand_out(std::size_t index) {
         }
         break;
       case Fate::kInBucket:
+        if (!gradient.defined()) {  // cleared meanwhile
+          gradient = make_view(index, e);
+        }
         break;
       case Fate::kCopiedBack:
+        if (!gradient.defined()) {
+          gradient = std::move(slot.staged[e]);
+        }
         gradient.unsafeGetTensorImpl()->bump_version();
         break;
       case Fate::kStaged:
-        gradient.copy_(slot.staged[e]);
+        if (gradient.defined()) {
+          gradient.copy_(slot.staged[e]);
+        } else {
+          gradient = std::move(slot.staged[e]);
+        }
         break;
     }
   }

@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "comm/waiting.h"
+#include "engine/wait_all.h"
 #include "torch/device.h"
 #include "torch/gil.h"
 #include "torch/tensor.h"
@@ -263,38 +264,23 @@ void DdpReducer::issue_at_end() {
   state_ = State::kDraining;
 }
 
-// Waits for all of them, also behind a failed one: nothing may still write what the caller gets back. But Ctrl-C ends
-// the wait for all: what is under way then is settled before the next step.
+// What Ctrl-C leaves under way is settled before the next step.
 void DdpReducer::drain() {
   if (!at_end_) {
     record_.note_computed();
   }
-  std::exception_ptr first;
-  bool interrupted = false;
-  const auto attempt = [&](const WorkPtr work) {
-    if (work == nullptr || (interrupted && !work->done())) {
-      return;
-    }
-    try {
-      wait(*work);
-    } catch (const Error&) {
-      first = first ? first : std::current_exception();
-    } catch (...) {
-      interrupted = true;
-      first = first ? first : std::current_exception();
-    }
-  };
+  WaitAll all([this](const Work& work) { wait(work); });
   for (Slot& slot : slots_) {
-    attempt(slot.work);
+    all.add(WorkPtr(slot.work));  // a copy: a handler of a signal may reset it
     end_event(slot.event);
   }
-  attempt(used_work_);
+  all.add(WorkPtr(used_work_));
   end_event(used_event_);
   const bool was_reset = state_ != State::kDraining;  // by a handler of a signal
   if (!was_reset) {
     state_ = State::kIdle;
   }
-  if (first) {
+  if (const auto first = all.first()) {
     std::rethrow_exception(first);
   }
   if (was_reset) {

@@ -141,7 +141,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
     WorkPtr work;
     std::shared_ptr<ProfilerEvent> event;  // of the reduction; null when nobody profiles
     std::vector<Fate> fates;
-    std::vector<at::Tensor> staged;   // by entry, where the fate is kStaged, or what a missing gradient becomes
+    std::vector<at::Tensor> staged;   // by entry: a copy (kStaged), what a missing gradient becomes, or the gradient
     std::vector<at::Tensor> resting;  // by entry: copies of gradients whose parameters no backward of this rank reached
     std::vector<RunCheck> checks;
     BucketReduction complete;  // what is to be issued

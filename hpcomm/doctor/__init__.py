@@ -15,8 +15,8 @@ from typing import Any
 
 from hpcomm._version import __version__
 from hpcomm.doctor import alone, together
-from hpcomm.doctor.finding import FAIL, Finding, show
-from hpcomm.errors import HpcommError, InvalidArgument
+from hpcomm.doctor.finding import FAIL, OK, Finding, show
+from hpcomm.errors import HpcommError, InvalidArgument, PeerError
 from hpcomm.settings import LONGEST_TIMEOUT, default_timeout
 
 __all__: list[str] = []
@@ -67,13 +67,15 @@ def _as_rank(options: Any) -> int:
         _, size = meshes.rank_and_size()
         mine = [built, alone.cores(), alone.files(size), alone.gpus(), *alone.settings(os.environ)]
         if size > 1:
-            mine.append(alone.meeting_place(os.environ))
+            mine += [alone.meeting_place(os.environ), alone.gloo_interface(os.environ)]
         unable = [finding for finding in mine if finding.mark == FAIL]
         if unable:
             return _give_up(*unable)
         mesh = meshes.init(timeout=timeout)
     except HpcommError as error:
-        return _give_up(Finding(FAIL, "start", str(error)))
+        notes = [finding for finding in mine if finding.mark != OK]
+        said = str(error) if not isinstance(error, PeerError) else str(error).splitlines()[0]  # else its traceback
+        return _give_up(*notes, Finding(FAIL, "start", said))
     try:
         with mesh:
             merged, found = together.find(mesh, mine)

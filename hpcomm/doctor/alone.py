@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpcomm import _native
+from hpcomm import _native, interfaces
 from hpcomm.doctor.finding import FAIL, NOTE, OK, Finding
 from hpcomm.errors import HpcommError
 
@@ -127,6 +127,24 @@ def gpus() -> Finding:
     except HpcommError as error:
         return Finding(FAIL, "GPUs", f"{seen} x {', '.join(names)}, but no NCCL: {error}")
     return Finding(OK, "GPUs", f"{seen} x {', '.join(names)}, {nccl}")
+
+
+def gloo_interface(environment: Any) -> Finding:
+    """Where torch's gloo listens: by ``GLOO_SOCKET_IFNAME``, or at what this host's name means."""
+    title, present = "gloo", interfaces.names()
+    asked = [name.strip() for name in environment.get(interfaces.VARIABLE, "").split(",") if name.strip()]
+    if unknown := [name for name in asked if name not in present]:
+        return Finding(
+            FAIL, title, f"{interfaces.VARIABLE}: this host has no interface {unknown[0]!r}, but {', '.join(present)}"
+        )
+    if "lo" in asked:
+        return Finding(NOTE, title, f"{interfaces.VARIABLE}={','.join(asked)}: no other host can reach that")
+    if asked:
+        return Finding(OK, title, f"listens on {', '.join(asked)}")
+    own = interfaces.own_address()
+    if own and not interfaces.is_loopback(own):
+        return Finding(OK, title, f"listens on {own}, which is {socket.gethostname()} here")
+    return Finding(OK, title, f"listens where the hosts meet, for {socket.gethostname()} means {own or 'nothing'} here")
 
 
 def meeting_place(environment: Any) -> Finding:

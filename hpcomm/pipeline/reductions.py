@@ -247,12 +247,12 @@ class Reductions:
     def finish(self) -> None:
         """Waits for all reductions of the step."""
         armed, self._armed = self._armed, []
-        first: BaseException | None = None
-        # All of them, also after an error: nothing may still write the gradients.
+        first: Exception | None = None
+        # All of them, also after an error: nothing may still write the gradients. But not after Ctrl-C.
         for finish in (*(group.tell for group in armed), *(group.finish for group in armed)):
             try:
                 finish()
-            except BaseException as error:  # noqa: PERF203
+            except Exception as error:  # noqa: PERF203
                 first = first or error
         if first is not None:
             raise first

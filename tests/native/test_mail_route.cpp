@@ -451,6 +451,47 @@ TEST(mail_names_a_block_before_it_is_full) {
   });
 }
 
+TEST(mail_that_has_begun_has_the_time_of_the_communicator) {
+  // The sender says where the message lies, and stops before it lies there; its receiver has all the time in the world.
+  const Schema schema = of_sizes({1000, 3000});
+  std::string body = encode_schema(schema);
+  const ShmJob job(2, 300ms);
+  run_ranks(2, [&](int rank) {
+    const auto world = job.communicator(rank);
+    if (rank == 0) {
+      const std::uint64_t id = world->next_edge_id(0, 1);
+      const Parcel parcel(schema);
+      LoanPool pool(world->peer_memory(), 2, parcel.packed.bytes());
+      const auto loan = pool.lend(parcel.packed.bytes());
+      MessageHeader header = header_of(schema, id);
+      header.lent = MessageHeader::Lent{loan->place.segment, loan->place.offset};
+      std::string first = forge(header);
+      post(*world, first, id)->wait();
+      post(*world, body, id)->wait();
+      (void)job.control(0)->receive(1, 1, Clock::now() + 20s);
+    } else {
+      EdgeConfig config;
+      config.communicator = world;
+      config.peer = 0;
+      RecvEdge edge(config, heap());
+      OpOptions patient;
+      patient.timeout = 24h;
+      const Receipt receipt = edge.recv(-1, patient);
+      bool ended = false;
+      try {
+        ended = receipt.work->wait_until(Clock::now() + 10s);
+      } catch (const Error& error) {
+        ended = error.kind() == ErrorKind::kTimedOut;
+      }
+      CHECK(ended);
+      job.control(1)->send(0, 1, "late");
+      if (!ended) {
+        job.control(1)->abort("it would wait for a day");
+      }
+    }
+  });
+}
+
 // A receiver that waits for a message after two that differ in shapes at most is told so, once; what comes then may
 // still be another.
 TEST(mail_tells_who_waits_what_the_last_ones_were_like) {
