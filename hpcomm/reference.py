@@ -17,7 +17,7 @@ from hpcomm.errors import InvalidArgument, NumericsMismatch
 from hpcomm.pipeline.adapt import as_chain
 from hpcomm.pipeline.chain import run_alone
 from hpcomm.pipeline.microbatch import join, split
-from hpcomm.pipeline.parameters import broadcast, unsaved_buffers
+from hpcomm.pipeline.parameters import broadcast, buffers_kept, unsaved_buffers
 from hpcomm.pipeline.randomness import generators_of, kept
 from hpcomm.tree import flatten, mapped, tensors_of, unflatten
 
@@ -79,7 +79,7 @@ def verify(
     number = pipe.step_number
     # Both start from it: a layer may compute with a buffer that it also changes.
     state, unsaved = pipe.full_state_dict(), _unsaved_of_all(pipe)
-    with _buffers_kept(pipe.module), _no_trace_left(pipe):
+    with buffers_kept(pipe.module), _no_trace_left(pipe):
         loss = float(pipe.step(x, target=target, **keywords))
         # Held here: ``model`` may be the one that ``pipe`` was made of, whose parameters are the stages' own.
         gradients = {name: parameter.grad for name, parameter, _ in pipe.owned_parameters()}
@@ -139,28 +139,6 @@ def _no_trace_left(pipe: Pipeline) -> Iterator[None]:
     finally:
         pipe.zero_grad()
         pipe.step_number = number
-
-
-@contextmanager
-def _buffers_kept(module: torch.nn.Module) -> Iterator[None]:
-    """The module's buffers are afterwards what they were, whatever its forwards do with them."""
-    parts = [(part, dict(part._buffers)) for part in module.modules()]
-    # An expanded one cannot have been written to.
-    values = [
-        (buffer, buffer.clone())
-        for _, buffers in parts
-        for buffer in buffers.values()
-        if buffer is not None and not (buffer.layout is torch.strided and 0 in buffer.stride())
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for part, buffers in parts:
-                part._buffers.clear()
-                part._buffers.update(buffers)
-            for buffer, value in values:
-                buffer.copy_(value)
 
 
 def _take_modes(pipe: Pipeline, model: torch.nn.Module) -> None:

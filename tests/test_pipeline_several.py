@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 from typing import Any
 
 import pytest
@@ -117,6 +119,165 @@ def loaded() -> None:
 
 def test_what_is_loaded_counts_as_trained() -> None:
     ranks.run(2, loaded)
+
+
+def averaged_weights(whole: bool) -> None:
+    """Loaded into a Pipeline that may only evaluate, while another one trains."""
+    x, y = batch()
+    with hpcomm.init(pp=2) as mesh:
+        model = deep()
+        options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 1, "loss_fn": functional.mse_loss}
+        one = hpcomm.Pipeline(model, schedule="zbv", **options)
+        other = hpcomm.Pipeline(model, **options)
+        trained(one, 1)
+        averaged = {name: value * 0.5 for name, value in one.full_state_dict().items()}
+        averaged |= {name: value for name, value in one.full_state_dict().items() if "num_batches" in name}
+        if whole:
+            other.load_state_dict(averaged)
+            other.eval().eval_step(x, target=y)
+        else:
+            some = ("0.0.weight", "5.0.weight")  # one of each rank
+            other.load_state_dict({name: averaged[name] for name in some}, strict=False)
+            with pytest.raises(hpcomm.InvalidArgument, match="the values here are old"):
+                other.eval_step(x, target=y)
+        # It has some layers on the same ranks: they are averages now, and the first Pipeline's others are not.
+        with pytest.raises(hpcomm.InvalidArgument, match="the values here are old"):
+            one.step(x, target=y)
+        if whole:
+            one.load_state_dict(averaged)
+            assert one.eval().eval_step(x, target=y) == other.eval().eval_step(x, target=y)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_other_values_in_a_pipeline_whose_are_old_make_the_first_ones_old(whole: bool) -> None:
+    ranks.run(2, averaged_weights, whole)
+
+
+class Tied(nn.Module):
+    """Of an embedding's kind: its weight is the other's."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.weight = other.weight
+        self.bias = nn.Parameter(torch.zeros(8, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight.t(), self.bias)
+
+
+def a_shared_trunk() -> None:
+    """Two heads, one of them tied to the trunk's first layer: its weight is on both ranks there, and on one here."""
+    x, y = batch()
+    with hpcomm.init(pp=2) as mesh:
+        torch.manual_seed(3)
+        trunk = [nn.Linear(8, 8).double() for _ in range(3)]
+        tied, plain = Tied(trunk[0]), nn.Linear(8, 8).double()
+        options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 2, "loss_fn": functional.mse_loss, "split_at": [2]}
+        one = hpcomm.Pipeline(nn.Sequential(*trunk, tied), **options)
+        trained(one, 1)
+        other = hpcomm.Pipeline(nn.Sequential(*trunk, plain), **options)
+        trained(other, 1)
+        with pytest.raises(hpcomm.InvalidArgument, match="or what they share on other ranks"):
+            one.step(x, target=y)
+        again = hpcomm.Pipeline(nn.Sequential(*trunk, tied), **options)
+        state, wanted = again.full_state_dict(), other.full_state_dict()
+        assert torch.equal(state["3.weight"], wanted["0.weight"])
+        assert torch.equal(state["0.weight"], wanted["0.weight"])
+        assert not torch.equal(state["3.bias"], torch.zeros(8))  # that of the one that had trained
+        # In a Pipeline that has the head alone, on one rank of two.
+        trained(again, 1)
+        alone = hpcomm.Pipeline(nn.Sequential(nn.Linear(8, 8).double(), tied), **(options | {"split_at": [1]}))
+        assert torch.equal(alone.full_state_dict()["1.weight"], again.full_state_dict()["0.weight"])
+
+
+def test_a_weight_that_two_pipelines_have_in_different_modules() -> None:
+    ranks.run(2, a_shared_trunk)
+
+
+def copies(on_meta: bool) -> None:
+    x, y = batch()
+    with hpcomm.init(pp=2) as mesh:
+        if on_meta:
+            with torch.device("meta"):
+                model = deep()
+        else:
+            model = deep()
+        options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 1, "loss_fn": functional.mse_loss}
+        one = hpcomm.Pipeline(model, schedule="zbv", **options)
+        trained(one, 2)
+        teacher = copy.deepcopy(model)
+        wanted = one.eval().eval_step(x, target=y)
+        trained(one.train(), 1)
+        other = hpcomm.Pipeline(teacher, **options)
+        assert other.eval().eval_step(x, target=y) == wanted
+        trained(other.train(), 1)
+        one.state_dict()  # the copy's training is none of the model's
+        file = io.BytesIO()
+        torch.save(one.module, file)
+        assert b"hpcomm_places" in file.getvalue()
+        assert b"hpcomm.pipeline.homes" not in file.getvalue()  # read where there is no hpcomm
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_a_copy_of_a_model_knows_where_its_values_are(on_meta: bool) -> None:
+    ranks.run(2, copies, on_meta)
+
+
+def left_open() -> None:
+    x, y = batch()
+    with hpcomm.init(dp=2) as mesh:
+        model = nn.Sequential(nn.Linear(8, 8)).double()
+        options: dict[str, Any] = {"mesh": mesh, "loss_fn": functional.mse_loss}
+        pipe = hpcomm.Pipeline(model, num_microbatches=1, **options)
+        pipe.step(x + mesh.rank, target=y, reduce=False)
+        del pipe
+        gc.collect()
+        pipe = hpcomm.Pipeline(model, num_microbatches=2, **options)
+        mesh.barrier()
+        with pytest.raises(hpcomm.InvalidArgument, match="a sum that a Pipeline, which is gone, has begun"):
+            pipe.step(x, target=y)
+
+
+def ended_by_zero_grad() -> None:
+    x, y = batch()
+    with hpcomm.init(dp=2) as mesh:
+        model = nn.Sequential(nn.Linear(8, 8)).double()
+        options: dict[str, Any] = {"mesh": mesh, "loss_fn": functional.mse_loss}
+        hpcomm.Pipeline(model, num_microbatches=1, **options).step(x + mesh.rank, target=y, reduce=False)
+        gc.collect()
+        pipe = hpcomm.Pipeline(model, num_microbatches=2, **options)
+        pipe.zero_grad()
+        pipe.step(x, target=y)
+        functional.mse_loss(model(x), y).backward()  # on top
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_sum_that_a_dropped_pipeline_has_begun_is_not_taken_for_whole() -> None:
+    ranks.run(2, left_open, expect_failure=False)
+    ranks.run(2, ended_by_zero_grad)
+
+
+def measured_beside() -> None:
+    x, y = batch()
+    with hpcomm.init(pp=2) as mesh:
+        pipe = hpcomm.Pipeline(deep(), mesh=mesh, num_microbatches=1, loss_fn=functional.mse_loss)
+        pipe.step(x, target=y)
+        state = {name: value.clone() for name, value in pipe.state_dict().items()}
+        gradients = [parameter.grad for parameter in pipe.parameters()]
+        kept = [gradient.clone() for gradient in gradients]
+        pipe.measure(x, target=y, steps=2)
+        assert all(parameter.grad is gradient for parameter, gradient in zip(pipe.parameters(), gradients, strict=True))
+        assert all(map(torch.equal, gradients, kept))
+        assert all(torch.equal(value, state[name]) for name, value in pipe.state_dict().items())
+        pipe.step(x, target=y, reduce=False)
+        with pytest.raises(hpcomm.InvalidArgument, match=r"measure\(\): a sum begun with reduce=False is open"):
+            pipe.measure(x, target=y)
+        pipe.step(x, target=y)
+        pipe.measure(x, target=y)
+
+
+def test_measuring_leaves_gradients_and_buffers_alone() -> None:
+    ranks.run(2, measured_beside)
 
 
 class Wrapped(nn.Module):

@@ -108,7 +108,8 @@ class Flattener {
   [[noreturn]] static void refuse(const std::string& why) { throw Misfit{{}, why}; }
 
   // What else its memory holds would be lost, and the receiver could not make one: it calls no class. Classes written
-  // in Python all free their objects in one way, others in ways of their own.
+  // in Python all free their objects in one way, others in ways of their own; of these some hold nothing
+  // (typing.Generic, from Python 3.12 on).
   static void require_plain_object(PyObject* node) {
     const PyTypeObject* type = Py_TYPE(node);
     if (PyObject_HasAttrString(reinterpret_cast<PyObject*>(Py_TYPE(node)), "__members__")) {
@@ -117,7 +118,7 @@ class Flattener {
     while (type != nullptr && type != &PyBaseObject_Type && type->tp_dealloc == Py_TYPE(node)->tp_dealloc) {
       type = type->tp_base;
     }
-    if (type != nullptr && type != &PyBaseObject_Type) {
+    if (type != nullptr && (type->tp_basicsize > PyBaseObject_Type.tp_basicsize || type->tp_itemsize > 0)) {
       refuse(str(Py_TYPE(node)->tp_name, " is a dataclass made from ", type->tp_name,
                  ", of which only fields would travel; send those in a dataclass of their own"));
     }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +16,7 @@ from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline.parameters import broadcast
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from hpcomm.mesh import Mesh
     from hpcomm.pipeline.chain import Call
@@ -23,53 +24,111 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 
+@dataclass(eq=False)
+class _Place:
+    """Of one tensor, which modules may share, or of what else a module has."""
+
+    ranks: frozenset[int]  # of the job: their values are current
+    homes: weakref.WeakSet[Home] = field(default_factory=weakref.WeakSet)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Place:
+        return _Place(self.ranks)  # of a copy: its values are those of this moment
+
+
+class _Places(dict[str, _Place]):
+    """A module's, by the names of its parameters and buffers, and "" for all else. Kept in the module, so that copies
+    of it have them; where it is pickled it is an empty dict, which needs no hpcomm to be read.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Places:
+        return _Places({name: copy.deepcopy(place, memo) for name, place in self.items()})
+
+    def __reduce__(self) -> tuple[Callable[[], dict[str, _Place]], tuple[()]]:
+        return dict, ()
+
+
+_KEY = "_hpcomm_places"
+_ALL_ELSE = ""
+# Modules that have places. By what keeps a parameter: the layers of a Pipeline may be wrappers that were made for it.
+_known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+def _places_of(module: torch.nn.Module) -> _Places:
+    found = module.__dict__.get(_KEY)
+    return found if isinstance(found, _Places) else _Places()
+
+
 class Home:
     """Where one Pipeline has its layers.
 
     Args:
-        ranks: of the job, by module with parameters or buffers of its own.
+        ranks: of the job, by place.
     """
 
-    def __init__(self, ranks: Mapping[torch.nn.Module, frozenset[int]]) -> None:
-        self._ranks = weakref.WeakKeyDictionary(ranks)
-        self._others: weakref.WeakSet[Home] = weakref.WeakSet()  # that have some of these modules elsewhere
+    def __init__(self, ranks: Mapping[_Place, frozenset[int]]) -> None:
+        self._ranks = dict(ranks)
+        self._others: weakref.WeakSet[Home] = weakref.WeakSet()  # that have some of these tensors elsewhere
         self._is_behind = False
         self._sole_since = -1  # of the changes: only the values here are current
-
-    def know(self, other: Home) -> None:
-        """Both have some module, on different ranks."""
-        self._others.add(other)
-        other._others.add(self)
+        for place, own in self._ranks.items():
+            for other in place.homes:
+                if other._ranks[place] != own:
+                    self._others.add(other)
+                    other._others.add(self)
+            place.homes.add(self)
 
     def note_training(self) -> None:
         """From now on only the values here are current."""
         if self._sole_since != _changes.number:  # else nothing has happened since the last step
             self._take_over()
-            for other in self._others:
-                other._is_behind = True
+            self._outdate_others()
             self._sole_since = _changes.number
 
-    def note_loaded(self) -> None:
-        """The values here are new. Where they were old, they may be those that another one has: both are current."""
+    def note_loaded(self, *, changed: bool, whole: bool) -> None:
+        """The values here are new.
+
+        Args:
+            changed: they were old, and of those that are current on this rank all the same, for another Pipeline has
+                them there, some have changed. If not, they may be those that the other one has: both are current.
+            whole: all of this rank's were loaded.
+        """
         if not self._is_behind:
             self.note_training()
             return
-        self._is_behind = False
+        self._is_behind = not whole
         _changes.number += 1
-        self._take_over()
+        if whole:
+            self._take_over()
+        if changed:
+            self._outdate_others()
+
+    def current_here(self, module: torch.nn.Module, rank: int) -> list[torch.Tensor]:
+        """Where these values are old: those in ``module`` that are not on ``rank``, for another Pipeline has them."""
+        if not self._is_behind:
+            return []
+        return [
+            tensor
+            for part in module.modules()
+            for name, place in _places_of(part).items()
+            if rank in place.ranks and (tensor := _tensors(part).get(name)) is not None
+        ]
 
     def require_current(self, what: str) -> None:
         """Raises InvalidArgument where another Pipeline has changed these layers since, on other ranks."""
         if self._is_behind:
             raise InvalidArgument(
-                f"{what}: another Pipeline of the same model, which places its layers on other ranks, has trained or "
-                "loaded them since: the values here are old. Load them here too, or make a new Pipeline, which fetches "
-                "them"
+                f"{what}: another Pipeline of the same model, which places its layers or what they share on other "
+                "ranks, has trained or loaded them since: the values here are old. Load them here too, or make a new "
+                "Pipeline, which fetches them"
             )
 
     def _take_over(self) -> None:
-        for module, ranks in self._ranks.items():
-            _places[module].ranks = ranks
+        for place, ranks in self._ranks.items():
+            place.ranks = ranks
+
+    def _outdate_others(self) -> None:
+        for other in self._others:
+            other._is_behind = True
 
 
 @dataclass
@@ -77,15 +136,23 @@ class _Changes:
     number: int = 0  # of changes to what is current where, but by training
 
 
-@dataclass
-class _Place:
-    ranks: frozenset[int]  # of the job: their values of the module are current
-    homes: weakref.WeakSet[Home]
-
-
-# By what keeps a parameter: the layers of a Pipeline may be wrappers that were made for it.
-_places: weakref.WeakKeyDictionary[torch.nn.Module, _Place] = weakref.WeakKeyDictionary()
 _changes = _Changes()
+
+
+@dataclass
+class _Unit:
+    """What has one place: a tensor, with all modules that share it, or what else a module has."""
+
+    name: str
+    tensor: torch.Tensor | None
+    ranks: frozenset[int] = frozenset()  # of the job, where the new Pipeline has it
+    holders: list[tuple[torch.nn.Module, str]] = field(default_factory=list)
+    place: _Place | None = None
+    is_new: bool = True  # to its module: some ranks may not have it, as a cache that only who has computed has
+
+    @property
+    def is_apart(self) -> bool:
+        return self.place is not None and not self.ranks <= self.place.ranks
 
 
 def move_in(mesh: Mesh, calls: Sequence[Sequence[Call]], placement: Sequence[int]) -> Home:
@@ -99,73 +166,113 @@ def move_in(mesh: Mesh, calls: Sequence[Sequence[Call]], placement: Sequence[int
         InvalidArgument: the values are on ranks that this mesh does not have, or among them is extra state.
         SchemaMismatch: on some ranks the model is one that was not in a Pipeline, say.
     """
-    ranks: dict[torch.nn.Module, frozenset[int]] = {}
-    names: dict[torch.nn.Module, str] = {}
+    units = _units_of(mesh, calls, placement)
+    # Of what a module has beside its tensors, extra state alone is known, and asked for.
+    apart = [
+        unit for unit in units if unit.is_apart and (unit.tensor is not None or _has_extra_state(unit.holders[0][0]))
+    ]
+    known = [unit for unit in apart if not unit.is_new]
+    lines = [f"{one.name} from ranks {sorted(_current(one))} to {sorted(one.ranks)}" for one in known]
+    agree(mesh.control, "layers that another Pipeline has elsewhere", lines, timeout=mesh.timeout)
+    for one in apart:
+        if one.tensor is None:
+            raise InvalidArgument(
+                f"Pipeline: {one.name} has extra state (get_extra_state()), which another Pipeline of the model "
+                "may have changed on other ranks, and which is not fetched; take that one's state_dict() there"
+            )
+        if max(_current(one)) >= mesh.size:
+            raise InvalidArgument(
+                f"Pipeline: another one has trained {one.name} on ranks {sorted(_current(one))}, and this mesh has "
+                f"{mesh.size}; take its full_state_dict() there, and load it into the model"
+            )
+    if apart:
+        _fetch(mesh, apart)
+    taken: dict[_Place, frozenset[int]] = {}
+    for unit in units:
+        place = unit.place
+        if place is None or place in taken:  # in use: of a tensor that two modules have shared, and share no more
+            place = _Place(unit.ranks if place is None else place.ranks)
+        if unit.is_apart:
+            place.ranks |= unit.ranks
+        taken[place] = unit.ranks
+        for module, name in unit.holders:
+            places = _places_of(module)
+            places[name] = place
+            module.__dict__[_KEY] = places
+            _known.add(module)
+    _changes.number += 1
+    return Home(taken)
+
+
+def _units_of(mesh: Mesh, calls: Sequence[Sequence[Call]], placement: Sequence[int]) -> list[_Unit]:
+    units: dict[tuple[int, str], _Unit] = {}
     for stage, stage_calls in enumerate(calls):
         replicas = range(placement[stage] * mesh.dp.size, (placement[stage] + 1) * mesh.dp.size)
         for call in stage_calls:
             for inner, module in call.layer.named_modules():
-                if module._parameters or module._buffers or _has_extra_state(module):
-                    ranks[module] = ranks.get(module, frozenset()) | set(replicas)
-                    names.setdefault(module, f"{call.name}.{inner}".rstrip("."))
-    home = Home(ranks)
-    apart = [module for module in ranks if module in _places and not ranks[module] <= _places[module].ranks]
-    lines = [f"{names[one]} from ranks {sorted(_places[one].ranks)} to {sorted(ranks[one])}" for one in apart]
-    agree(mesh.control, "layers that another Pipeline has elsewhere", lines, timeout=mesh.timeout)
-    for module in apart:
-        if _has_extra_state(module):
-            raise InvalidArgument(
-                f"Pipeline: {names[module]} has extra state (get_extra_state()), which another Pipeline of the model "
-                "may have changed on other ranks, and which is not fetched; take that one's state_dict() there"
-            )
-        if max(_places[module].ranks) >= mesh.size:
-            raise InvalidArgument(
-                f"Pipeline: another one has trained {names[module]} on ranks {sorted(_places[module].ranks)}, and this "
-                f"mesh has {mesh.size}; take its full_state_dict() there, and load it into the model"
-            )
-    if apart:
-        _fetch(mesh, {names[module]: (module, _places[module].ranks, ranks[module]) for module in apart})
-    for module in apart:
-        _places[module].ranks |= ranks[module]
-    for module, own in ranks.items():
-        place = _places.setdefault(module, _Place(own, weakref.WeakSet()))
-        for other in place.homes:
-            if other._ranks[module] != own:
-                home.know(other)
-        place.homes.add(home)
-    _changes.number += 1
-    return home
+                label = f"{call.name}.{inner}".rstrip(".")
+                for name, tensor in _slots(module):
+                    key = (id(module), name) if tensor is None else (id(tensor), "tensor")
+                    unit = units.setdefault(key, _Unit(f"{label}.{name}".rstrip("."), tensor))
+                    unit.ranks |= set(replicas)
+                    if not any(module is holder and name == its for holder, its in unit.holders):
+                        unit.holders.append((module, name))
+    by_tensor = {
+        id(tensor): place
+        for module in list(_known)
+        for name, place in _places_of(module).items()
+        if (tensor := _tensors(module).get(name)) is not None
+    }
+    for unit in units.values():
+        found = [_places_of(module).get(name) for module, name in unit.holders]
+        found.append(by_tensor.get(id(unit.tensor)) if unit.tensor is not None else None)
+        unit.is_new = not any(found)
+        found += [_places_of(module).get(_ALL_ELSE) for module, _ in unit.holders]
+        unit.place = next((place for place in found if place is not None), None)
+    return list(units.values())
+
+
+def _slots(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Names of its own parameters and buffers, not those of modules in it, and "" for all else that it has."""
+    own = {**module._parameters, **module._buffers}
+    if own or _has_extra_state(module):
+        yield from own.items()
+        yield _ALL_ELSE, None
+
+
+def _current(unit: _Unit) -> frozenset[int]:
+    return unit.place.ranks if unit.place is not None else frozenset()
 
 
 def _has_extra_state(module: torch.nn.Module) -> bool:
     return type(module).get_extra_state is not torch.nn.Module.get_extra_state
 
 
-def _fetch(mesh: Mesh, moved: Mapping[str, tuple[torch.nn.Module, frozenset[int], frozenset[int]]]) -> None:
+def _fetch(mesh: Mesh, apart: Sequence[_Unit]) -> None:
     """From the first of the ranks that have current values to those that need them (collective over the mesh)."""
-    body = json.dumps({name: _kinds(module) for name, (module, _, _) in moved.items()}).encode()
+    body = json.dumps({unit.name: kind for unit in apart if (kind := _kind(unit)) is not None}).encode()
     told = [*map(json.loads, mesh.control.exchange(range(mesh.size), ControlChannel.BUFFERS, body, mesh.timeout))]
     with torch.no_grad():
-        for name, (module, current, needing) in moved.items():
-            here = sorted(current | needing)
-            if mesh.rank in here:
-                own = _tensors(module)
-                lane, root = mesh.lane(here, "gradient"), min(current)
-                for last, kind in told[root][name].items():
-                    if all(told[rank][name].get(last) == kind for rank in here):  # a cache may have another size
-                        broadcast(lane, own[last], here.index(root))
+        for unit in apart:
+            here, root = sorted(_current(unit) | unit.ranks), min(_current(unit))
+            kind = told[root].get(unit.name)
+            # A cache may have another size.
+            if mesh.rank in here and kind is not None and all(told[rank].get(unit.name) == kind for rank in here):
+                assert unit.tensor is not None
+                broadcast(mesh.lane(here, "gradient"), unit.tensor, here.index(root))
 
 
 def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Its own, not those of modules in it."""
     own = {**module._parameters, **module._buffers}
-    return {name: tensor for name, tensor in sorted(own.items()) if tensor is not None}
+    return {name: tensor for name, tensor in own.items() if tensor is not None}
 
 
-def _kinds(module: torch.nn.Module) -> dict[str, list[str | int]]:
-    unsaved = module._non_persistent_buffers_set
-    return {
-        name: [str(tensor.dtype), *tensor.shape]
-        for name, tensor in _tensors(module).items()
-        if name not in unsaved or (tensor.layout is torch.strided and 0 not in tensor.stride())  # as unsaved_buffers()
-    }
+def _kind(unit: _Unit) -> list[str | int] | None:
+    """What must be the same on the ranks that send and receive it; None where it is not sent."""
+    tensor, (module, name) = unit.tensor, unit.holders[0]
+    assert tensor is not None
+    unsaved = name in module._non_persistent_buffers_set
+    if unsaved and (tensor.layout is not torch.strided or 0 in tensor.stride()):  # as unsaved_buffers()
+        return None
+    return [str(tensor.dtype), *tensor.shape]

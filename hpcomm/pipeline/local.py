@@ -105,8 +105,15 @@ class LocalModel:
                 f"load_state_dict(): no stage has {strange[0]!r}{more}; load a checkpoint of this model, or pass "
                 "strict=False to load what fits"
             )
-        self.module.load_state_dict({name: value for name, value in state.items() if name in mine}, strict=strict)
-        self._home.note_loaded()
+        current = self._home.current_here(self.module, self.mesh.rank)
+        before = [tensor.detach().clone() for tensor in current]
+        is_whole = False
+        try:
+            self.module.load_state_dict({name: value for name, value in state.items() if name in mine}, strict=strict)
+            is_whole = all(name in state for name in mine)
+        finally:
+            changed = not all(map(torch.equal, current, before))
+            self._home.note_loaded(changed=changed, whole=is_whole)
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
         """The state of this rank's ``optimizer`` by the plain model's names of parameters, for checkpoints that any

@@ -6,6 +6,7 @@ import json
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +30,7 @@ class Sums:
 
     def __init__(self) -> None:
         self._aside: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        self._parts: dict[int, tuple[torch.Tensor, int]] = {}  # by parameter: its part, as the last step left it
+        self._parts: dict[int, _Part] = {}  # by parameter
         self.is_open = False  # the last step did not reduce
 
     def forget(self) -> None:
@@ -38,6 +39,15 @@ class Sums:
         self._parts.clear()
         self.is_open = False
         _open.discard(self)
+
+    def __del__(self) -> None:
+        """Its Pipeline is gone; the parts of its sum are not."""
+        if self.is_open:
+            _parts_of_nobody.extend(
+                (weakref.ref(part.parameter), part.gradient, part.version)
+                for part in self._parts.values()
+                if part.is_kept()
+            )
 
     def keeps(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
         """Whether parts of a sum are still there: an optimizer's ``zero_grad()`` may have dropped them since."""
@@ -57,6 +67,7 @@ class Sums:
                     "step(): gradients of these parameters are parts of a sum that another Pipeline of the same model "
                     "has begun with reduce=False; end it there, with a step that reduces or zero_grad()"
                 )
+        _require_ended({id(parameter) for parameter in trained})
         kept = {id(p) for p in trained if self.is_open and self._is_kept(p)}
         made = [(p, p.grad) for p in trained if id(p) not in kept and p.grad is not None]
         self._aside = [(p, before) for p, before in self._aside if id(p) in kept] + made
@@ -78,18 +89,47 @@ class Sums:
             for parameter, before in self._aside:
                 if parameter.grad is None:  # so that who drops it is noticed
                     parameter.grad = torch.zeros_like(before)
-            self._parts = {id(p): (p.grad, p.grad._version) for p in trained if p.grad is not None}
+            self._parts = {id(p): _Part(p, p.grad, p.grad._version) for p in trained if p.grad is not None}
 
     def _is_kept(self, parameter: torch.nn.Parameter) -> bool:
-        gradient, part = parameter.grad, self._parts.get(id(parameter))
-        if gradient is None or part is None or gradient is not part[0]:
+        part = self._parts.get(id(parameter))
+        return part is not None and part.is_kept()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A gradient as the last step of an open sum left it."""
+
+    parameter: torch.nn.Parameter
+    gradient: torch.Tensor
+    version: int
+
+    def is_kept(self) -> bool:
+        if self.parameter.grad is not self.gradient:
             return False  # dropped; another one may have been made since
         # One that was written to meanwhile may have been set to zero.
-        return gradient._version == part[1] or bool(gradient.count_nonzero())
+        return self.gradient._version == self.version or bool(self.gradient.count_nonzero())
 
 
 # Those of all Pipelines: a model may have several, say with other numbers of microbatches.
 _open: weakref.WeakSet[Sums] = weakref.WeakSet()
+# What Pipelines that are gone have left open, while the parameters have it.
+_parts_of_nobody: list[tuple[weakref.ref[torch.nn.Parameter], torch.Tensor, int]] = []
+
+
+def _require_ended(parameters: set[int]) -> None:
+    """Raises InvalidArgument where gradients of these parameters, by ``id``, are parts that a Pipeline has left."""
+    kept = []
+    for parameter, gradient, version in _parts_of_nobody:
+        found = parameter()
+        if found is not None and _Part(found, gradient, version).is_kept():
+            kept.append((parameter, gradient, version))
+    _parts_of_nobody[:] = kept
+    if any(id(parameter()) in parameters for parameter, _, _ in kept):
+        raise InvalidArgument(
+            "step(): gradients of these parameters are parts of a sum that a Pipeline, which is gone, has begun with "
+            "reduce=False: each replica has its own. Call zero_grad() first, or keep that Pipeline until it has reduced"
+        )
 
 
 def _sum(before: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
@@ -145,6 +185,41 @@ def _unsaved_alike(mesh: Mesh, module: torch.nn.Module) -> list[torch.Tensor]:
     told = mesh.control.exchange(mesh.dp.ranks, ControlChannel.BUFFERS, json.dumps(kinds).encode(), mesh.timeout)
     everybody = [json.loads(body) for body in told]
     return [buffer for name, buffer in own.items() if all(other.get(name) == kinds[name] for other in everybody)]
+
+
+@contextmanager
+def buffers_kept(module: torch.nn.Module) -> Iterator[None]:
+    """The module's buffers are afterwards what they were, whatever its forwards do with them."""
+    parts = [(part, dict(part._buffers)) for part in module.modules()]
+    # An expanded one cannot have been written to.
+    values = [
+        (buffer, buffer.clone())
+        for _, buffers in parts
+        for buffer in buffers.values()
+        if buffer is not None and not (buffer.layout is torch.strided and 0 in buffer.stride())
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for part, buffers in parts:
+                part._buffers.clear()
+                part._buffers.update(buffers)
+            for buffer, value in values:
+                buffer.copy_(value)
+
+
+@contextmanager
+def gradients_kept(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """Inside there are none; afterwards they are what they were."""
+    before = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
 
 def broadcast(lane: Communicator, value: torch.Tensor, root: int) -> None:

@@ -26,7 +26,7 @@ from hpcomm.pipeline.local import LocalModel
 from hpcomm.pipeline.meta import materialize, materialize_together
 from hpcomm.pipeline.microbatch import join, require_equal_rows, require_rows, rows_of, samples, split, split_keywords
 from hpcomm.pipeline.ordered import OrderedLoss, require_ordered
-from hpcomm.pipeline.parameters import Sums, identity, start_equal
+from hpcomm.pipeline.parameters import Sums, buffers_kept, gradients_kept, identity, start_equal
 from hpcomm.pipeline.partition import Balance, decide, described, stages_at
 from hpcomm.pipeline.planning import ScheduleLike, Wishes, plan_together, scalar_lane
 from hpcomm.pipeline.randomness import Draws, generators_of, kept, loss_may_draw
@@ -239,7 +239,7 @@ class Pipeline(LocalModel):
             return self.eval_step(*inputs, target=target, return_outputs=return_outputs, **keywords)
         self._home.require_current("step()")
         runner = self._runner
-        with self._telling_peers(runner):
+        with TellPeers(self.mesh, runner):
             if not self._schedule.trains:
                 raise InvalidArgument("step(): the schedule has no backwards; use eval_step()")
             if self._asked.loss_fn is None:
@@ -280,7 +280,7 @@ class Pipeline(LocalModel):
         self._home.require_current("eval_step()")
         with torch.no_grad():
             self._evaluation = self._evaluation or self._evaluator()
-            with self._telling_peers(self._evaluation):
+            with TellPeers(self.mesh, self._evaluation):
                 wants_loss = target is not None or not return_outputs
                 if wants_loss and self._asked.loss_fn is None:
                     raise InvalidArgument(
@@ -302,8 +302,8 @@ class Pipeline(LocalModel):
     # --- Plans ---
 
     def measure(self, *inputs: Any, target: Any = None, steps: int = 3, **keywords: Any) -> CostModel:
-        """What each stage's computations take, from ``steps`` steps whose gradients are dropped (collective). Of
-        several steps the first one does not count: it warms up.
+        """What each stage's computations take, from ``steps`` steps that leave no trace: gradients and buffers are
+        afterwards what they were (collective). Of several steps the first one does not count: it warms up.
 
         Returns:
             A cost model, the same on every rank, for :meth:`replan` and ``plan.simulate``, with the bytes of the
@@ -313,27 +313,30 @@ class Pipeline(LocalModel):
             ``link_bytes_per_second`` and those of collectives where they count.
 
         Raises:
-            InvalidArgument: ``steps`` is no whole number above 0, or it is called under ``torch.no_grad()``.
+            InvalidArgument: ``steps`` is no whole number above 0; ``no_grad()``; a sum (``reduce=False``) is open.
             SchemaMismatch: of ranks that do not call it alike. After either the pipeline goes on.
         """
         count = whole_number(steps)
-        given = f"steps={steps!r} grad={torch.is_grad_enabled()}"
+        is_open = self._sums.keeps(self.parameters())
+        given = f"steps={steps!r} grad={torch.is_grad_enabled()} open={is_open}"
         agree(self.mesh.control, "arguments of measure()", [given], timeout=self.mesh.timeout)
         if count is None or count < 1:
             raise InvalidArgument(f"measure(): steps={steps!r}; a whole number, at least 1")
         if not torch.is_grad_enabled():
             raise InvalidArgument("measure(): it times steps with their backwards: not under torch.no_grad()")
+        if is_open:
+            raise InvalidArgument("measure(): a sum begun with reduce=False is open; end it, or call zero_grad()")
         number, before = self.step_number, self._runner.recorder
         times = [Times(self.mesh.device) for _ in range(count)]
-        try:
-            for each in times:
-                self._runner.recorder = each
-                _, begin = each.clocks()
-                self.step(*inputs, target=target, **keywords)
-                each.around = each.clocks()[1] - begin - each.inside
-        finally:
-            self._runner.recorder, self.step_number = before, number
-        self.zero_grad()
+        with gradients_kept(self.parameters()), buffers_kept(self.module):
+            try:
+                for each in times:
+                    self._runner.recorder = each
+                    _, begin = each.clocks()
+                    self.step(*inputs, target=target, **keywords)
+                    each.around = each.clocks()[1] - begin - each.inside
+            finally:
+                self._runner.recorder, self.step_number = before, number
         return gathered_costs(self.mesh, self.plan, times[1:] or times)
 
     @contextmanager
@@ -491,9 +494,6 @@ class Pipeline(LocalModel):
 
     def _random_numbers(self, batch: Batch) -> AbstractContextManager[object]:
         return nullcontext() if batch.draws is None else kept(self._generators)
-
-    def _telling_peers(self, runner: Runner) -> TellPeers:
-        return TellPeers(self.mesh, runner)
 
     @staticmethod
     def _answer(result: StepResult, return_outputs: bool) -> Any:
