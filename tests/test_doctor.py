@@ -121,6 +121,11 @@ def test_ranks_of_one_host_that_share_no_memory() -> None:
             "MASTER_ADDR +'nowhere.invalid' means nothing on",
         ),
         (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+            | {"GLOO_SOCKET_IFNAME": "lo,ethX"},
+            "gloo +GLOO_SOCKET_IFNAME: this host has no interface 'ethX', but lo",
+        ),
+        (
             {"RANK": "1", "WORLD_SIZE": "2"},
             "start +the environment has RANK, WORLD_SIZE but not MASTER_ADDR, MASTER_PORT",
         ),

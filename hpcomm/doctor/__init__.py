@@ -62,6 +62,7 @@ def _as_rank(options: Any) -> int:
     built = alone.build()
     if built.mark == FAIL:
         return _give_up(built)
+    mine: list[Finding] = []
     try:
         timeout = default_timeout(TIMEOUT) if options.timeout is None else options.timeout
         _, size = meshes.rank_and_size()

@@ -389,7 +389,7 @@ TEST(control_start_tells_the_others_why_a_rank_gave_up) {
                            std::string words;
                            std::thread waiting([&] {
                              greeted = one.greet(1, 0);
-                             words = greeted ? one.read_until("can be reached") : "";
+                             words = greeted ? one.read_until("from host to host") : "";
                            });
                            const auto error =
                                error_from([&] { (void)listener.connect(addresses, Clock::now() + limit); });
@@ -399,6 +399,7 @@ TEST(control_start_tells_the_others_why_a_rank_gave_up) {
                            }
                            check_kind(error, ErrorKind::kTimedOut, "did not hear from rank 2 while");
                            CHECK(words.find("rank 0 did not hear from rank 2 while") != std::string::npos);
+                           CHECK(words.find(": higher ranks come to " + addresses[0] + "; ") != std::string::npos);
                            return "";
                          }),
            "");
