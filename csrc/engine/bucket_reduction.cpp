@@ -61,6 +61,11 @@ class Issue {
         layout_(reduction.bucket->layout),
         checks_(checks),
         casts_(!layout_.entries().empty() && layout_.entries().front().wire != layout_.entries().front().dtype) {
+    if (reduction.factor) {
+      scale_ = *reduction.factor;
+      scales_ = true;
+      return;
+    }
     // A cast loses range, so what is cast is scaled before. Otherwise the average costs nothing where the transport
     // forms it, and as little in the pack kernel, through which nearly all gradients go. The choice is the same on all
     // ranks: it does not look at where this one has its gradients.
@@ -89,11 +94,12 @@ class Issue {
       for (std::size_t e = run.begin; e < run.end; ++e) {
         sources.push_back(reduction_.entries[e].source);
       }
-      pack(stream(), part(layout_, run), sources, memory_of(run), scale_, read, check_of(run),
+      const bool whole = run.begin == 0 && run.end == layout_.entries().size();
+      pack(stream(), whole ? layout_ : part(layout_, run), sources, memory_of(run), scale_, read, check_of(run),
            communicator_.size() > 1 ? Reader::kOthers : Reader::kThisCore);
     }
     for (const Run& run : runs(reduction_.entries, true)) {
-      if (!scales_ && !reduction_.make_check) {
+      if (scale_.is_one() && !reduction_.make_check) {
         continue;
       }
       std::vector<BufferView> views;
@@ -123,6 +129,10 @@ class Issue {
     view.dtype = dtype;
     view.bytes = layout_.bytes();
     view.count = reduction_.bucket->count();
+    if (layout_.is_plain() && reduction_.factor) {
+      view.bytes = layout_.entries().front().wire_bytes();
+      view.count = layout_.entries().front().count;
+    }
     if (reduction_.scatter) {
       HPCOMM_REQUIRE(!casts_, "gradients that are cast cannot be scattered");
       view.bytes = reduction_.memory.bytes;
@@ -198,15 +208,19 @@ WorkPtr issue(Communicator& communicator, const BucketReduction& reduction, std:
       communicator.stream().enqueue(listener);
     }
   };
+  const std::function<void()> behind = [&] {
+    tell(reduction.reduced);
+    steps.scatter();
+    tell(reduction.ended);
+  };
   tell(reduction.begun);
   steps.gather();
   tell(reduction.packed);
   if (communicator.take_behind() && communicator.size() > 1) {
-    const std::function<void()> scatter = [&] { steps.scatter(); };
-    return steps.reduce(&scatter);
+    return steps.reduce(&behind);
   }
   const WorkPtr reduced = steps.reduce(nullptr);
-  steps.scatter();
+  behind();
   if (may_run_here() && reduced != nullptr && reduced->done()) {
     return reduced;  // with all that was queued before and behind it
   }

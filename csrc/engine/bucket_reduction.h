@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -29,10 +30,14 @@ struct RunCheck {
 
 struct BucketReduction {
   const Bucket* bucket = nullptr;
-  BufferView memory;                  // as long as the bucket's layout, or longer, to a multiple of the ranks
+  // As long as the bucket's layout, or longer, to a multiple of the ranks. Of a bucket of one gradient, whose elements
+  // are reduced without padding, it may be that gradient: no rank knows where the others have theirs.
+  BufferView memory;
   std::vector<Contribution> entries;  // one for each of the layout's
   Keepalive held;                     // the memory, and the gradients that get a copy of the result
   Keepalive sources;                  // the other gradients, until they are packed
+  // What gradients are multiplied by before they are summed; without one they are averaged.
+  std::optional<Scale> factor = std::nullopt;
   // Makes numbers for the checks, on the communicator's device, which the caller's stream sets to INT32_MAX; null: no
   // checks.
   std::function<std::shared_ptr<std::int32_t>()> make_check;
@@ -43,13 +48,16 @@ struct BucketReduction {
   bool in_caller = false;
   int reducer_id = -1;       // as of OpOptions, where several reducers share a lane
   void (*poll)() = nullptr;  // for that thread to call while it waits, as of OpOptions
-  // If set: told on the lane, or by the caller, when it begins with this bucket, and when all is packed.
+  // If set: told on the lane, or by the caller, when it begins with this bucket, when all is packed, reduced, and where
+  // it shall be.
   std::function<void()> begun = {};
   std::function<void()> packed = {};
+  std::function<void()> reduced = {};
+  std::function<void()> ended = {};
 };
 
-// Averages a bucket over the communicator. It starts when what was computed so far has run, and runs on the lane, or in
-// the caller; what is packed, reduced and copied back are three steps of it at most:
+// Sums or averages a bucket over the communicator. It starts when what was computed so far has run, and runs on the
+// lane, or in the caller; what is packed, reduced and copied back are three steps of it at most:
 //
 //   gradient is          | pack               | result
 //   ---------------------+--------------------+--------------------------------

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "engine/bucket_reduction.h"
 #include "engine/wait_all.h"
 
 namespace hpcomm {
@@ -129,12 +130,6 @@ std::vector<Reducer::Times> Reducer::times() const {
   return *times;
 }
 
-void Reducer::note(std::size_t bucket, double Times::* moment) {
-  if (times_ != nullptr) {
-    communicator_->stream().enqueue([times = times_, bucket, moment] { times->at(bucket).*moment = seconds_now(); });
-  }
-}
-
 std::vector<WorkPtr> Reducer::flush() {
   std::vector<std::shared_ptr<Held>> held;
   return issue_rest(held);
@@ -203,58 +198,44 @@ void Reducer::issue_complete() {
 
 WorkPtr Reducer::issue(std::size_t index) {
   const Bucket& bucket = plan_.buckets[index];
-  Pending& pending = pending_[index];
-  Stream& stream = communicator_->stream();
-  stream.wait(communicator_->compute()->record());  // the gradients are the backward's, which may still run
+  const Pending& pending = pending_[index];
   // Every task holds what it touches: any of them may be refused when those before it are already on the lane, and
   // this object may be gone before they run. A copy, since a refused bucket is issued once more by flush().
   const auto held =
       held_.emplace_back(std::make_shared<Held>(Held{pending.owners, buffers_[index].owner, pending.stream}));
-  ErrorContext what = communicator_->context("reduce", -1, index);
   if (times_ != nullptr) {
     times_->at(index).issued = seconds_now();
   }
-  note(index, &Times::begun);
-
   if (communicator_->size() == 1) {
+    communicator_->stream().wait(communicator_->compute()->record());  // the gradients are the backward's
     scale_alone(bucket, pending, held);
-    return communicator_->follow(nullptr, std::move(what), held);
+    return communicator_->follow(nullptr, communicator_->context("reduce", -1, index), held);
   }
-  // A bucket of one gradient is reduced where it lies, or as zeros in the buffer; no rank knows which the others do, so
-  // both reduce its elements without padding.
-  const bool single = bucket.layout.is_plain();
-  const bool in_place = single && pending.gradients.front() != nullptr;
-  const BufferView& buffer = buffers_[index].view;
-  BufferView view = buffer;
-  if (single) {
+  BucketReduction reduction;
+  reduction.bucket = &bucket;
+  reduction.memory = buffers_[index].view;
+  reduction.held = held;
+  reduction.factor = scale_;
+  if (bucket.layout.is_plain() && pending.gradients.front() != nullptr) {
     const Layout::Entry& entry = bucket.layout.entries().front();
-    view = {in_place ? pending.gradients.front() : buffer.data, entry.wire_bytes(), entry.count, entry.wire,
-            buffer.device};
-  }
-  if (!in_place) {
-    const std::vector<const void*> sources(pending.gradients.begin(), pending.gradients.end());
-    pack(stream, bucket.layout, sources, buffer, scale_, held, {}, Reader::kOthers);
-  } else if (scale_.factor != nullptr) {
-    scale(stream, {view}, scale_, held);
-  }
-  note(index, &Times::packed);
-  const std::function<void()> behind = [&] {
-    note(index, &Times::reduced);
-    if (!in_place) {
-      unpack(stream, bucket.layout, buffer, pending.gradients, {}, held);
+    reduction.memory = {pending.gradients.front(), entry.wire_bytes(), entry.count, entry.wire,
+                        communicator_->device()};
+    reduction.entries.push_back({nullptr, nullptr, true});
+  } else {
+    for (void* const gradient : pending.gradients) {
+      reduction.entries.push_back({gradient, gradient, false});
     }
-    note(index, &Times::ended);
-  };
-  OpOptions options;
-  options.keepalive = held;
-  if (communicator_->take_behind()) {
-    options.behind = &behind;
-    return communicator_->all_reduce(view, ReduceOp::kSum, options);
   }
-  const WorkPtr reduced = communicator_->all_reduce(view, ReduceOp::kSum, options);
-  behind();
-  // The caller waits for the unpack, and learns the error of the reduction.
-  return communicator_->follow(reduced, std::move(what), held);
+  if (times_ != nullptr) {
+    const auto note = [this, index](double Times::* moment) {
+      return [times = times_, index, moment] { times->at(index).*moment = seconds_now(); };
+    };
+    reduction.begun = note(&Times::begun);
+    reduction.packed = note(&Times::packed);
+    reduction.reduced = note(&Times::reduced);
+    reduction.ended = note(&Times::ended);
+  }
+  return hpcomm::issue(*communicator_, reduction, index, nullptr);
 }
 
 void Reducer::scale_alone(const Bucket& bucket, const Pending& pending, const Keepalive& held) {

@@ -95,7 +95,6 @@ class Reducer {
   [[nodiscard]] std::vector<WorkPtr> issue_rest(std::vector<std::shared_ptr<Held>>& held);
   void issue_complete();
   WorkPtr issue(std::size_t bucket);
-  void note(std::size_t bucket, double Times::* moment);
   void scale_alone(const Bucket& bucket, const Pending& pending, const Keepalive& held);
 
   std::shared_ptr<Communicator> communicator_;
