@@ -239,7 +239,7 @@ WorkPtr Reducer::issue(std::size_t index) {
 }
 
 void Reducer::scale_alone(const Bucket& bucket, const Pending& pending, const Keepalive& held) {
-  if (scale_.factor == nullptr) {
+  if (scale_.is_one()) {
     return;
   }
   std::vector<BufferView> views;

@@ -875,7 +875,7 @@ TEST(engine_cuda_a_bucket_takes_few_calls_of_the_runtime) {
       if (step == 2) {
         calls.begin(rank);
       }
-      reducer.arm({nullptr, 0.5}, {});
+      reducer.arm({}, {});
       for (std::size_t p = gradients.size(); p-- > 0;) {
         reducer.mark_ready(static_cast<int>(p), &(*gradients[p])[0], gradients[p]);
       }
@@ -885,7 +885,7 @@ TEST(engine_cuda_a_bucket_takes_few_calls_of_the_runtime) {
     gpu.synchronize();
     lane->close();
   });
-  // Two of the three buckets are packed and unpacked, one is reduced where it lies.
+  // Two of the three buckets are packed and unpacked, one is reduced where it lies; nothing has to be scaled.
   const double buckets = static_cast<double>(model.plan.buckets.size()) * kSteps * kRanks;
   const auto a_bucket = [&](const char* name) { return calls.each(name, buckets); };
   CHECK(a_bucket("fake_cuda_enqueue") < 2.4);

@@ -259,7 +259,7 @@ TEST(reducer_sums_scaled_gradients_in_rank_order) {
       for (int step = 0; step < 5; ++step) {
         const Gradients gradients = model.gradients(world->rank(), static_cast<float>(step));
         const float factor = 1.0F / static_cast<float>(step + 3);
-        reducer->arm(scale_of(factor), {});
+        reducer->arm(step % 2 == 0 ? scale_of(factor) : Scale{nullptr, factor}, {});
         for (std::size_t p = gradients.size(); p-- > 0;) {
           mark(*reducer, gradients, p);
         }
