@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import fcntl
 import ipaddress
 import os
@@ -23,11 +24,18 @@ def is_loopback(address: str) -> bool:
 
 
 def own_address() -> str:
-    """What the name of this host means on it; empty where it means nothing."""
+    """What the name of this host means on it: the first address that it has itself, as gloo looks for it. Empty where
+    there is none; then gloo takes the loopback.
+    """
     try:
-        return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
         return ""
+    for family, kind, _, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+            probe.bind(address)
+            return str(address[0])
+    return ""
 
 
 def names() -> list[str]:
@@ -83,4 +91,4 @@ def told_of_gloo() -> str:
     if VARIABLE in os.environ:
         return f"; {VARIABLE}={os.environ[VARIABLE]!r} (this host has {', '.join(names())})"
     own = own_address()
-    return f"; {VARIABLE} is not set, and {socket.gethostname()!r} means {own or 'nothing'} on this host"
+    return f"; {VARIABLE} is not set, and {socket.gethostname()!r} means {own or 'no address of this host'} here"

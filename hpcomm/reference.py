@@ -79,7 +79,7 @@ def verify(
     number = pipe.step_number
     # Both start from it: a layer may compute with a buffer that it also changes.
     state, unsaved = pipe.full_state_dict(), _unsaved_of_all(pipe)
-    with buffers_kept(pipe.module), _no_trace_left(pipe):
+    with buffers_kept(pipe.module), pipe._home.paused(), _no_trace_left(pipe):
         loss = float(pipe.step(x, target=target, **keywords))
         # Held here: ``model`` may be the one that ``pipe`` was made of, whose parameters are the stages' own.
         gradients = {name: parameter.grad for name, parameter, _ in pipe.owned_parameters()}

@@ -265,8 +265,8 @@ def test_a_bucket_cannot_be_negative() -> None:
                 hpcomm.DistributedDataParallel(nn.Linear(4, 4), mesh=mesh, bucket_cap_mb=cap)
 
 
-def clears_of_another(bucket_cap_mb: float, divides: bool, in_16_bits: bool) -> None:
-    """The hook of a parameter whose gradient comes last clears that of the first one."""
+def clears_of_another(bucket_cap_mb: float, divides: bool, in_16_bits: bool, replaces: bool) -> None:
+    """The hook of a parameter whose gradient comes last clears that of the first one, or puts another in its place."""
     with hpcomm.init() as mesh:
         dtype = torch.bfloat16 if in_16_bits else None
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).requires_grad_()
@@ -280,7 +280,7 @@ def clears_of_another(bucket_cap_mb: float, divides: bool, in_16_bits: bool) -> 
 
         def clear(_: torch.Tensor) -> None:
             if clears:
-                model[1].weight.grad = None
+                model[1].weight.grad = model[1].weight.grad * 2 if replaces else None
 
         model[0].weight.register_post_accumulate_grad_hook(clear)
         x = torch.full((2, 4), 1.0 + mesh.rank)
@@ -289,20 +289,44 @@ def clears_of_another(bucket_cap_mb: float, divides: bool, in_16_bits: bool) -> 
         clears = True
         for _ in range(2):
             wrapped.zero_grad()
-            if bucket_cap_mb > 1:  # both in one bucket, which waits for the one whose hook clears the other
+            if (
+                bucket_cap_mb > 1 and not replaces
+            ):  # both in one bucket, which waits for the one whose hook clears the other
                 with pytest.raises(hpcomm.InvalidArgument, match=r"of parameter 1.weight was cleared while"):
                     wrapped(x).sum().backward()
                 return
             wrapped(x).sum().backward()
-            for parameter, whole in zip(model.parameters(), expected, strict=True):
-                torch.testing.assert_close(parameter.grad, whole, rtol=0, atol=0)
+            factors = (1, 2 if bucket_cap_mb > 1 else 1)  # of what was in its place when its bucket was packed
+            for parameter, whole, factor in zip(model.parameters(), expected, factors, strict=True):
+                torch.testing.assert_close(parameter.grad, whole * factor, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
     ("bucket_cap_mb", "divides", "in_16_bits"),
     [(25, False, False), (1e-5, False, False), (1e-5, True, False), (1e-5, False, True)],
 )
+@pytest.mark.parametrize("replaces", [False, True])
 def test_a_gradient_that_a_hook_of_another_clears_is_not_lost(
-    bucket_cap_mb: float, divides: bool, in_16_bits: bool
+    bucket_cap_mb: float, divides: bool, in_16_bits: bool, replaces: bool
 ) -> None:
-    ranks.run(2, clears_of_another, bucket_cap_mb, divides, in_16_bits)
+    ranks.run(2, clears_of_another, bucket_cap_mb, divides, in_16_bits, replaces)
+
+
+def unused_and_cleared() -> None:
+    with hpcomm.init() as mesh:
+        model = Two()
+        wrapped = hpcomm.DistributedDataParallel(model, mesh=mesh, find_unused_parameters=True)
+        x = torch.ones(2, 4, dtype=torch.float64)
+        wrapped(x).sum().backward()
+
+        def clear(_: torch.Tensor) -> None:
+            model.right.weight.grad = None
+
+        model.left.weight.register_post_accumulate_grad_hook(clear)
+        wrapped(x, right=False).sum().backward()
+        assert model.right.weight.grad is None
+        assert model.right.bias.grad is not None
+
+
+def test_a_gradient_that_no_rank_uses_and_a_hook_clears_stays_cleared() -> None:
+    ranks.run(2, unused_and_cleared)

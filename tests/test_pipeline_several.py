@@ -194,6 +194,110 @@ def test_a_weight_that_two_pipelines_have_in_different_modules() -> None:
     ranks.run(2, a_shared_trunk)
 
 
+def tied_afterwards(first: bool) -> None:
+    """A tensor that has taken another one's place counts, not the place."""
+    with hpcomm.init(pp=2) as mesh:
+        torch.manual_seed(3)
+        model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]).double()
+        options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 2, "loss_fn": functional.mse_loss}
+        one = hpcomm.Pipeline(model, **options)
+        trained(one, 2)
+        state = one.full_state_dict()
+        kept, other = (0, 3) if first else (3, 0)
+        model[other].weight = model[kept].weight
+        del one
+        gc.collect()
+        again = hpcomm.Pipeline(model, **options).full_state_dict()
+        for name in ("0.weight", "3.weight"):
+            assert torch.equal(again[name], state[f"{kept}.weight"])
+        for name in ("0.bias", "1.weight", "3.bias"):
+            assert torch.equal(again[name], state[name])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_weights_that_are_tied_after_training(first: bool) -> None:
+    ranks.run(2, tied_afterwards, first)
+
+
+class Lazy(nn.Module):
+    """With a mask that its first forward fills."""
+
+    def __init__(self, registers: bool) -> None:
+        super().__init__()
+        self.registers = registers
+        self.inner = nn.Linear(8, 8).double()
+        if registers:
+            self.register_buffer("mask", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if getattr(self, "mask", None) is None:
+            mask = torch.ones(8, dtype=torch.float64)
+            if self.registers:
+                self.mask = mask
+            else:
+                self.register_buffer("mask", mask, persistent=False)
+        return self.inner(x * self.mask)  # type: ignore[no-any-return]
+
+
+def filled_lazily(registers: bool) -> None:
+    x, y = batch()
+    with hpcomm.init(pp=2) as mesh:
+        torch.manual_seed(4)
+        model = nn.Sequential(*[Lazy(registers) for _ in range(4)])
+        options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 1, "loss_fn": functional.mse_loss}
+        last = hpcomm.Pipeline(model, **options)
+        for schedule in ("zbv", "1f1b", "zbv"):
+            trained(last, 1)
+            wanted = last.eval_step(x, target=y)
+            last = hpcomm.Pipeline(model, schedule=schedule, **options)
+            assert last.eval_step(x, target=y) == wanted
+
+
+@pytest.mark.parametrize("registers", [True, False])
+def test_buffers_that_only_some_ranks_have_filled(registers: bool) -> None:
+    ranks.run(2, filled_lazily, registers)
+
+
+def seen_by_one_rank() -> None:
+    """Only rank 1 has a layer of both Pipelines in which the loaded values differ."""
+    x, y = batch()
+    with hpcomm.init(pp=2) as mesh:
+        model = deep()
+        options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 1, "loss_fn": functional.mse_loss}
+        one = hpcomm.Pipeline(model, schedule="zbv", **options)
+        other = hpcomm.Pipeline(model, **options)
+        trained(one, 1)
+        state = one.full_state_dict()
+        other.load_state_dict(state | {"5.0.weight": state["5.0.weight"] * 2})
+        with pytest.raises(hpcomm.InvalidArgument, match="the values here are old"):
+            one.step(x, target=y)  # on both
+        other.step(x, target=y)
+        own = other.state_dict()
+        one.load_state_dict(state)
+        other.load_state_dict({name: state[name] for name in own} if mesh.rank == 0 else {}, strict=False)
+        with pytest.raises(hpcomm.InvalidArgument, match="the values here are old"):
+            other.step(x, target=y)  # which rank 1 has not loaded
+
+
+def test_what_one_rank_sees_of_loaded_values_counts_on_all() -> None:
+    ranks.run(2, seen_by_one_rank)
+
+
+def measured_in_another() -> None:
+    x, y = batch()
+    with hpcomm.init(pp=2) as mesh:
+        model = deep()
+        options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 1, "loss_fn": functional.mse_loss}
+        one = hpcomm.Pipeline(model, **options)
+        other = hpcomm.Pipeline(model, schedule="zbv", **options)
+        other.measure(x, target=y, steps=1)
+        trained(one, 1)
+
+
+def test_measuring_another_schedule_is_no_training() -> None:
+    ranks.run(2, measured_in_another)
+
+
 def copies(on_meta: bool) -> None:
     x, y = batch()
     with hpcomm.init(pp=2) as mesh:
@@ -212,10 +316,25 @@ def copies(on_meta: bool) -> None:
         assert other.eval().eval_step(x, target=y) == wanted
         trained(other.train(), 1)
         one.state_dict()  # the copy's training is none of the model's
+
+
+def kept_whole() -> None:
+    with hpcomm.init(pp=2) as mesh:
+        model = deep()
+        hpcomm.Pipeline(model, mesh=mesh, num_microbatches=1, loss_fn=functional.mse_loss)
         file = io.BytesIO()
-        torch.save(one.module, file)
+        torch.save(model, file)
         assert b"hpcomm_places" in file.getvalue()
-        assert b"hpcomm.pipeline.homes" not in file.getvalue()  # read where there is no hpcomm
+        assert b"hpcomm.pipeline" not in file.getvalue()  # read where there is no hpcomm
+        file.seek(0)
+        with torch.serialization.safe_globals([set, *{type(part) for part in model.modules()}]):
+            hpcomm.Pipeline(
+                torch.load(file, weights_only=True), mesh=mesh, num_microbatches=1, loss_fn=functional.mse_loss
+            )
+
+
+def test_a_model_that_was_in_a_pipeline_is_saved_as_any() -> None:
+    ranks.run(2, kept_whole)
 
 
 @pytest.mark.parametrize("on_meta", [False, True])

@@ -40,10 +40,13 @@ struct Bytes {
       std::size_t at = 0;
       std::size_t left = bytes;
       for (; left >= 4 * kWidth; left -= 4 * kWidth, at += 4 * kWidth) {
+        asm("" : "+r"(left));  // else it is computed beforehand where the loop ends, and kept on the stack meanwhile
         fetch.template at<1, 1>(at, 4 * kWidth);
         four_pieces(target + at, source + at);
       }
-      pieces<kWidth>(target + at, source + at, left);
+      if (left > 0) {
+        pieces<kWidth>(target + at, source + at, left);
+      }
     } else if (bytes >= 16) {
       pieces<16>(target, source, bytes);
     } else if (bytes >= 4) {

@@ -215,7 +215,9 @@ Contribution DdpReducer::contribute(std::size_t index, std::size_t entry, const 
   };
   require_size(number);
   if (!gradient.defined()) {
-    HPCOMM_REQUIRE(slot.started || marked_[number] != kMarkedWithGradient, "the gradient of parameter ", names_[number],
+    const bool is_of_this_step =
+        marked_[number] == kMarkedWithGradient && (!options_.find_unused || used_.is_here(number));
+    HPCOMM_REQUIRE(slot.started || !is_of_this_step, "the gradient of parameter ", names_[number],
                    " was cleared while its reduction waited for others of its bucket, by a hook of ",
                    "another parameter perhaps; clear gradients behind the backward");
     slot.fates[entry] = Fate::kMissing;
@@ -333,7 +335,7 @@ void DdpReducer::hand_out(std::size_t index) {
       continue;
     }
     // What no rank has used stays as it is, torch's rule, though an average went over it.
-    if (slot.resting[e].defined() && gradient.defined() && put_back(index, e)) {
+    if (slot.resting[e].defined() && (gradient.defined() ? put_back(index, e) : !is_used(index, e))) {
       continue;
     }
     switch (slot.fates[e]) {
@@ -343,13 +345,17 @@ void DdpReducer::hand_out(std::size_t index) {
         }
         break;
       case Fate::kInBucket:
-        if (!gradient.defined()) {  // cleared meanwhile
+        if (!gradient.defined()) {  // cleared meanwhile, or another one in its place
           gradient = make_view(index, e);
+        } else if (!lies_in_place(index, e)) {
+          gradient.copy_(make_view(index, e));
         }
         break;
       case Fate::kCopiedBack:
         if (!gradient.defined()) {
           gradient = std::move(slot.staged[e]);
+        } else if (!gradient.is_same(slot.staged[e])) {
+          gradient.copy_(slot.staged[e]);
         }
         gradient.unsafeGetTensorImpl()->bump_version();
         break;

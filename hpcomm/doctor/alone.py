@@ -144,7 +144,9 @@ def gloo_interface(environment: Any) -> Finding:
     own = interfaces.own_address()
     if own and not interfaces.is_loopback(own):
         return Finding(OK, title, f"listens on {own}, which is {socket.gethostname()} here")
-    return Finding(OK, title, f"listens where the hosts meet, for {socket.gethostname()} means {own or 'nothing'} here")
+    return Finding(
+        OK, title, f"listens where the hosts meet, for {socket.gethostname()} means {own or 'no address of this host'}"
+    )
 
 
 def meeting_place(environment: Any) -> Finding:

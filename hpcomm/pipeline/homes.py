@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import weakref
+from collections import OrderedDict
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +32,7 @@ class _Place:
     """Of one tensor, which modules may share, or of what else a module has."""
 
     ranks: frozenset[int]  # of the job: their values are current
+    tensor: int = 0  # id() of what it was made for; that may be another one by now, in the same modules or not
     homes: weakref.WeakSet[Home] = field(default_factory=weakref.WeakSet)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Place:
@@ -37,14 +41,14 @@ class _Place:
 
 class _Places(dict[str, _Place]):
     """A module's, by the names of its parameters and buffers, and "" for all else. Kept in the module, so that copies
-    of it have them; where it is pickled it is an empty dict, which needs no hpcomm to be read.
+    of it have them; where it is pickled it is an empty OrderedDict, which needs no hpcomm to be read, nor a permission.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Places:
         return _Places({name: copy.deepcopy(place, memo) for name, place in self.items()})
 
     def __reduce__(self) -> tuple[Callable[[], dict[str, _Place]], tuple[()]]:
-        return dict, ()
+        return OrderedDict, ()
 
 
 _KEY = "_hpcomm_places"
@@ -68,8 +72,11 @@ class Home:
     def __init__(self, ranks: Mapping[_Place, frozenset[int]]) -> None:
         self._ranks = dict(ranks)
         self._others: weakref.WeakSet[Home] = weakref.WeakSet()  # that have some of these tensors elsewhere
+        self._number = next(_numbers)  # the same on all ranks
         self._is_behind = False
         self._sole_since = -1  # of the changes: only the values here are current
+        self._is_paused = False
+        self._loaded: _Loaded | None = None  # of what was loaded since all ranks have last agreed
         for place, own in self._ranks.items():
             for other in place.homes:
                 if other._ranks[place] != own:
@@ -79,7 +86,7 @@ class Home:
 
     def note_training(self) -> None:
         """From now on only the values here are current."""
-        if self._sole_since != _changes.number:  # else nothing has happened since the last step
+        if not self._is_paused and self._sole_since != _changes.number:  # else nothing has happened since the last step
             self._take_over()
             self._outdate_others()
             self._sole_since = _changes.number
@@ -95,12 +102,37 @@ class Home:
         if not self._is_behind:
             self.note_training()
             return
+        self._loaded = _Loaded(changed, whole)
         self._is_behind = not whole
         _changes.number += 1
         if whole:
             self._take_over()
         if changed:
             self._outdate_others()
+
+    def _settle(self, mesh: Mesh) -> None:
+        """What each rank has seen for itself where values were loaded, all ranks see from now on (collective over the
+        mesh; nothing is sent where nothing was loaded).
+        """
+        for home in sorted((self, *self._others), key=lambda home: home._number):
+            if home._loaded is None:
+                continue
+            body = json.dumps([home._loaded.changed, home._loaded.whole]).encode()
+            told = mesh.control.exchange(range(mesh.size), ControlChannel.BUFFERS, body, mesh.timeout)
+            changed, whole = zip(*map(json.loads, told), strict=True)
+            home._loaded = None
+            home._is_behind = not all(whole)
+            if any(changed):
+                home._outdate_others()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Steps inside are no training."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     def current_here(self, module: torch.nn.Module, rank: int) -> list[torch.Tensor]:
         """Where these values are old: those in ``module`` that are not on ``rank``, for another Pipeline has them."""
@@ -113,8 +145,12 @@ class Home:
             if rank in place.ranks and (tensor := _tensors(part).get(name)) is not None
         ]
 
-    def require_current(self, what: str) -> None:
-        """Raises InvalidArgument where another Pipeline has changed these layers since, on other ranks."""
+    def require_current(self, what: str, mesh: Mesh | None = None) -> None:
+        """Raises InvalidArgument where another Pipeline has changed these layers since, on other ranks; with a mesh on
+        all of its ranks (collective).
+        """
+        if mesh is not None:
+            self._settle(mesh)
         if self._is_behind:
             raise InvalidArgument(
                 f"{what}: another Pipeline of the same model, which places its layers or what they share on other "
@@ -131,12 +167,19 @@ class Home:
             other._is_behind = True
 
 
+@dataclass(frozen=True)
+class _Loaded:
+    changed: bool
+    whole: bool
+
+
 @dataclass
 class _Changes:
     number: int = 0  # of changes to what is current where, but by training
 
 
 _changes = _Changes()
+_numbers = itertools.count()
 
 
 @dataclass
@@ -148,7 +191,11 @@ class _Unit:
     ranks: frozenset[int] = frozenset()  # of the job, where the new Pipeline has it
     holders: list[tuple[torch.nn.Module, str]] = field(default_factory=list)
     place: _Place | None = None
-    is_new: bool = True  # to its module: some ranks may not have it, as a cache that only who has computed has
+
+    @property
+    def is_everywhere(self) -> bool:
+        """On all ranks. A buffer may be a cache that only who has computed has, and none as long as it is empty."""
+        return self.tensor is None or isinstance(self.tensor, torch.nn.Parameter)
 
     @property
     def is_apart(self) -> bool:
@@ -171,10 +218,10 @@ def move_in(mesh: Mesh, calls: Sequence[Sequence[Call]], placement: Sequence[int
     apart = [
         unit for unit in units if unit.is_apart and (unit.tensor is not None or _has_extra_state(unit.holders[0][0]))
     ]
-    known = [unit for unit in apart if not unit.is_new]
-    lines = [f"{one.name} from ranks {sorted(_current(one))} to {sorted(one.ranks)}" for one in known]
+    everywhere = [unit for unit in apart if unit.is_everywhere]
+    lines = [f"{one.name} from ranks {sorted(_current(one))} to {sorted(one.ranks)}" for one in everywhere]
     agree(mesh.control, "layers that another Pipeline has elsewhere", lines, timeout=mesh.timeout)
-    for one in apart:
+    for one in everywhere:
         if one.tensor is None:
             raise InvalidArgument(
                 f"Pipeline: {one.name} has extra state (get_extra_state()), which another Pipeline of the model "
@@ -185,13 +232,13 @@ def move_in(mesh: Mesh, calls: Sequence[Sequence[Call]], placement: Sequence[int
                 f"Pipeline: another one has trained {one.name} on ranks {sorted(_current(one))}, and this mesh has "
                 f"{mesh.size}; take its full_state_dict() there, and load it into the model"
             )
-    if apart:
-        _fetch(mesh, apart)
+    _fetch(mesh, [unit for unit in apart if max(_current(unit)) < mesh.size])
     taken: dict[_Place, frozenset[int]] = {}
     for unit in units:
         place = unit.place
         if place is None or place in taken:  # in use: of a tensor that two modules have shared, and share no more
             place = _Place(unit.ranks if place is None else place.ranks)
+        place.tensor = id(unit.tensor)
         if unit.is_apart:
             place.ranks |= unit.ranks
         taken[place] = unit.ranks
@@ -221,20 +268,30 @@ def _units_of(mesh: Mesh, calls: Sequence[Sequence[Call]], placement: Sequence[i
         id(tensor): place
         for module in list(_known)
         for name, place in _places_of(module).items()
-        if (tensor := _tensors(module).get(name)) is not None
+        if (tensor := _tensors(module).get(name)) is not None and place.tensor == id(tensor)
     }
     for unit in units.values():
-        found = [_places_of(module).get(name) for module, name in unit.holders]
-        found.append(by_tensor.get(id(unit.tensor)) if unit.tensor is not None else None)
-        unit.is_new = not any(found)
-        found += [_places_of(module).get(_ALL_ELSE) for module, _ in unit.holders]
-        unit.place = next((place for place in found if place is not None), None)
+        by_name = [place for module, name in unit.holders if (place := _places_of(module).get(name)) is not None]
+        if unit.tensor is not None and id(unit.tensor) in by_tensor:
+            unit.place = by_tensor[id(unit.tensor)]
+        elif by_name:
+            # Another tensor than it was: made of that one's values, which are where they were.
+            if unit.is_everywhere and len({place.ranks for place in by_name}) > 1:
+                raise InvalidArgument(
+                    f"Pipeline: {unit.name} is a new tensor that several modules share, which another Pipeline has on "
+                    "different ranks: whose values it was made of is not known; load them by load_state_dict() into "
+                    "that Pipeline, and share the tensor that it has"
+                )
+            unit.place = by_name[0]
+        else:
+            found = [_places_of(module).get(_ALL_ELSE) for module, _ in unit.holders]
+            unit.place = next((place for place in found if place is not None), None)
     return list(units.values())
 
 
 def _slots(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Names of its own parameters and buffers, not those of modules in it, and "" for all else that it has."""
-    own = {**module._parameters, **module._buffers}
+    own = _tensors(module)
     if own or _has_extra_state(module):
         yield from own.items()
         yield _ALL_ELSE, None
@@ -249,14 +306,15 @@ def _has_extra_state(module: torch.nn.Module) -> bool:
 
 
 def _fetch(mesh: Mesh, apart: Sequence[_Unit]) -> None:
-    """From the first of the ranks that have current values to those that need them (collective over the mesh)."""
-    body = json.dumps({unit.name: kind for unit in apart if (kind := _kind(unit)) is not None}).encode()
+    """From the first of the ranks that have current values to those that need them (collective over the mesh). Each
+    rank tells what it would take part in: a cache may be missing on some, or have another size.
+    """
+    mine = {unit.name: kind for unit in apart if unit.tensor is not None and (kind := _kind(unit)) is not None}
+    body = json.dumps(mine).encode()
     told = [*map(json.loads, mesh.control.exchange(range(mesh.size), ControlChannel.BUFFERS, body, mesh.timeout))]
     with torch.no_grad():
         for unit in apart:
-            here, root = sorted(_current(unit) | unit.ranks), min(_current(unit))
-            kind = told[root].get(unit.name)
-            # A cache may have another size.
+            kind, here, root = mine.get(unit.name), sorted(_current(unit) | unit.ranks), min(_current(unit))
             if mesh.rank in here and kind is not None and all(told[rank].get(unit.name) == kind for rank in here):
                 assert unit.tensor is not None
                 broadcast(mesh.lane(here, "gradient"), unit.tensor, here.index(root))
@@ -268,11 +326,11 @@ def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in own.items() if tensor is not None}
 
 
-def _kind(unit: _Unit) -> list[str | int] | None:
+def _kind(unit: _Unit) -> list[Any] | None:
     """What must be the same on the ranks that send and receive it; None where it is not sent."""
     tensor, (module, name) = unit.tensor, unit.holders[0]
     assert tensor is not None
     unsaved = name in module._non_persistent_buffers_set
     if unsaved and (tensor.layout is not torch.strided or 0 in tensor.stride()):  # as unsaved_buffers()
         return None
-    return [str(tensor.dtype), *tensor.shape]
+    return [sorted(_current(unit)), sorted(unit.ranks), str(tensor.dtype), *tensor.shape]

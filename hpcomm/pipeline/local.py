@@ -167,7 +167,7 @@ class LocalModel:
             InvalidArgument: a layer has extra state (``get_extra_state()``); each rank's :meth:`state_dict` has its
                 own. Or another Pipeline of the model has trained it since, on other ranks.
         """
-        self._home.require_current("full_state_dict()")
+        self._home.require_current("full_state_dict()", self.mesh)
         whole: dict[str, torch.Tensor] = {}
         for stage, kinds in enumerate(self._shapes):
             mine = self.stages[stage].state_dict() if stage in self.stages else {}

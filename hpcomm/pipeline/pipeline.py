@@ -237,7 +237,7 @@ class Pipeline(LocalModel):
         """
         if not torch.is_grad_enabled():
             return self.eval_step(*inputs, target=target, return_outputs=return_outputs, **keywords)
-        self._home.require_current("step()")
+        self._home.require_current("step()", self.mesh)
         runner = self._runner
         with TellPeers(self.mesh, runner):
             if not self._schedule.trains:
@@ -277,7 +277,7 @@ class Pipeline(LocalModel):
         Arguments, return value and errors as of :meth:`step`. Without a target the loss is computed only if
         ``return_outputs`` is False: to get outputs alone, no loss is needed. It is NaN then.
         """
-        self._home.require_current("eval_step()")
+        self._home.require_current("eval_step()", self.mesh)
         with torch.no_grad():
             self._evaluation = self._evaluation or self._evaluator()
             with TellPeers(self.mesh, self._evaluation):
@@ -328,7 +328,7 @@ class Pipeline(LocalModel):
             raise InvalidArgument("measure(): a sum begun with reduce=False is open; end it, or call zero_grad()")
         number, before = self.step_number, self._runner.recorder
         times = [Times(self.mesh.device) for _ in range(count)]
-        with gradients_kept(self.parameters()), buffers_kept(self.module):
+        with gradients_kept(self.parameters()), buffers_kept(self.module), self._home.paused():
             try:
                 for each in times:
                     self._runner.recorder = each
