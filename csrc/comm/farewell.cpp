@@ -27,14 +27,14 @@ void Farewell::say() noexcept {
     return;
   }
   said_ = true;
-  try {
-    for (const int rank : communicator_.ranks()) {
+  for (const int rank : communicator_.ranks()) {
+    try {
       if (rank != communicator_.control().rank()) {
         communicator_.control().send(rank, channel_, std::to_string(begun_));
       }
+    } catch (const std::exception&) {
+      // Who has left already needs no word.
     }
-  } catch (const std::exception&) {
-    // The job has failed, or those that have left already need no word.
   }
 }
 
