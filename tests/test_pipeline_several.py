@@ -283,6 +283,28 @@ def test_what_one_rank_sees_of_loaded_values_counts_on_all() -> None:
     ranks.run(2, seen_by_one_rank)
 
 
+def loaded_and_dropped() -> None:
+    """One rank still has the Pipeline, as its garbage collector may."""
+    x, y = batch()
+    with hpcomm.init(pp=2) as mesh:
+        model = deep()
+        options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 1, "loss_fn": functional.mse_loss}
+        one = hpcomm.Pipeline(model, schedule="zbv", **options)
+        other = hpcomm.Pipeline(model, **options)
+        trained(one, 1)
+        other.load_state_dict({name: value * 2 for name, value in one.full_state_dict().items()})
+        kept = other if mesh.rank == 0 else None
+        del other
+        gc.collect()
+        with pytest.raises(hpcomm.InvalidArgument, match="the values here are old"):
+            one.step(x, target=y)
+        del kept
+
+
+def test_what_was_loaded_into_a_pipeline_that_some_ranks_have_dropped() -> None:
+    ranks.run(2, loaded_and_dropped)
+
+
 def measured_in_another() -> None:
     x, y = batch()
     with hpcomm.init(pp=2) as mesh:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import weakref
 from collections import OrderedDict
@@ -72,7 +71,6 @@ class Home:
     def __init__(self, ranks: Mapping[_Place, frozenset[int]]) -> None:
         self._ranks = dict(ranks)
         self._others: weakref.WeakSet[Home] = weakref.WeakSet()  # that have some of these tensors elsewhere
-        self._number = next(_numbers)  # the same on all ranks
         self._is_behind = False
         self._sole_since = -1  # of the changes: only the values here are current
         self._is_paused = False
@@ -103,6 +101,8 @@ class Home:
             self.note_training()
             return
         self._loaded = _Loaded(changed, whole)
+        if self not in _unsettled:
+            _unsettled.append(self)
         self._is_behind = not whole
         _changes.number += 1
         if whole:
@@ -114,13 +114,13 @@ class Home:
         """What each rank has seen for itself where values were loaded, all ranks see from now on (collective over the
         mesh; nothing is sent where nothing was loaded).
         """
-        for home in sorted((self, *self._others), key=lambda home: home._number):
-            if home._loaded is None:
-                continue
+        for home in [one for one in _unsettled if one is self or one in self._others]:
+            assert home._loaded is not None
             body = json.dumps([home._loaded.changed, home._loaded.whole]).encode()
             told = mesh.control.exchange(range(mesh.size), ControlChannel.BUFFERS, body, mesh.timeout)
             changed, whole = zip(*map(json.loads, told), strict=True)
             home._loaded = None
+            _unsettled.remove(home)
             home._is_behind = not all(whole)
             if any(changed):
                 home._outdate_others()
@@ -135,7 +135,7 @@ class Home:
             self._is_paused = before
 
     def current_here(self, module: torch.nn.Module, rank: int) -> list[torch.Tensor]:
-        """Where these values are old: those in ``module`` that are not on ``rank``, for another Pipeline has them."""
+        """Where the values here are old: what of ``module`` is current on ``rank``, as another Pipeline has it there."""
         if not self._is_behind:
             return []
         return [
@@ -179,7 +179,8 @@ class _Changes:
 
 
 _changes = _Changes()
-_numbers = itertools.count()
+# In the order of the loads, which is the same on all ranks; also those whose Pipelines are gone on some by now.
+_unsettled: list[Home] = []
 
 
 @dataclass
