@@ -135,7 +135,7 @@ class Home:
             self._is_paused = before
 
     def current_here(self, module: torch.nn.Module, rank: int) -> list[torch.Tensor]:
-        """Where the values here are old: what of ``module`` is current on ``rank``, as another Pipeline has it there."""
+        """Where the values here are old: what of ``module`` is current on ``rank``, for another Pipeline has it."""
         if not self._is_behind:
             return []
         return [
