@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <random>
 #include <string>
 #include <utility>
@@ -159,9 +160,10 @@ TEST(rendezvous_that_does_not_come_is_a_time_out_that_says_why) {
                            run_ranks(2, [&](int rank) {
                              std::string& mine = wrong[static_cast<std::size_t>(rank)];
                              const auto world = one_slot(job.communicator(rank), 1);
+                             std::optional<Ends> ends;  // until both have ended: the other would hear of its end first
                              try {
-                               Ends ends = ends_of(*world, 1 - rank);
-                               const WorkPtr sent = send(*ends.out, 10, 1.0F);
+                               ends = ends_of(*world, 1 - rank);
+                               const WorkPtr sent = send(*ends->out, 10, 1.0F);
                                // On both sides before the receipt: it waits for the send. (Refused, if that has run out
                                // of time already.)
                                (void)error_of_issue([&] { return world->barrier(); });
