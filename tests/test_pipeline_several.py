@@ -30,6 +30,11 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
+def whole_batches(mesh: hpcomm.Mesh) -> dict[str, Any]:
+    """For a Pipeline: a batch is one microbatch."""
+    return {"mesh": mesh, "num_microbatches": 1, "loss_fn": functional.mse_loss}
+
+
 def trained(pipe: hpcomm.Pipeline, steps: int) -> None:
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
     x, y = batch()
@@ -43,7 +48,7 @@ def moved(dp: int, first: str, second: str) -> None:
     x, y = batch()
     with hpcomm.init(dp=dp, pp=2) as mesh:
         model = deep()
-        options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 1, "loss_fn": functional.mse_loss}
+        options = whole_batches(mesh)
         one = hpcomm.Pipeline(model, schedule=first, **options)
         trained(one, 2)
         other = hpcomm.Pipeline(model, schedule=second, **options)
@@ -82,7 +87,7 @@ def made_anew_for_each_evaluation() -> None:
     x, y = batch()
     with hpcomm.init(pp=2) as mesh:
         model = deep()
-        options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 1, "loss_fn": functional.mse_loss}
+        options = whole_batches(mesh)
         pipe = hpcomm.Pipeline(model, schedule="zbv", **options)
         for _ in range(3):
             trained(pipe.train(), 1)
@@ -100,7 +105,7 @@ def loaded() -> None:
     x, y = batch()
     with hpcomm.init(pp=2) as mesh:
         model = deep()
-        options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 1, "loss_fn": functional.mse_loss}
+        options = whole_batches(mesh)
         one = hpcomm.Pipeline(model, schedule="zbv", **options)
         other = hpcomm.Pipeline(model, **options)
         torch.manual_seed(1)
@@ -126,7 +131,7 @@ def averaged_weights(whole: bool) -> None:
     x, y = batch()
     with hpcomm.init(pp=2) as mesh:
         model = deep()
-        options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 1, "loss_fn": functional.mse_loss}
+        options = whole_batches(mesh)
         one = hpcomm.Pipeline(model, schedule="zbv", **options)
         other = hpcomm.Pipeline(model, **options)
         trained(one, 1)
@@ -244,7 +249,7 @@ def filled_lazily(registers: bool) -> None:
     with hpcomm.init(pp=2) as mesh:
         torch.manual_seed(4)
         model = nn.Sequential(*[Lazy(registers) for _ in range(4)])
-        options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 1, "loss_fn": functional.mse_loss}
+        options = whole_batches(mesh)
         last = hpcomm.Pipeline(model, **options)
         for schedule in ("zbv", "1f1b", "zbv"):
             trained(last, 1)
@@ -263,7 +268,7 @@ def seen_by_one_rank() -> None:
     x, y = batch()
     with hpcomm.init(pp=2) as mesh:
         model = deep()
-        options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 1, "loss_fn": functional.mse_loss}
+        options = whole_batches(mesh)
         one = hpcomm.Pipeline(model, schedule="zbv", **options)
         other = hpcomm.Pipeline(model, **options)
         trained(one, 1)
@@ -288,7 +293,7 @@ def loaded_and_dropped() -> None:
     x, y = batch()
     with hpcomm.init(pp=2) as mesh:
         model = deep()
-        options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 1, "loss_fn": functional.mse_loss}
+        options = whole_batches(mesh)
         one = hpcomm.Pipeline(model, schedule="zbv", **options)
         other = hpcomm.Pipeline(model, **options)
         trained(one, 1)
@@ -309,7 +314,7 @@ def measured_in_another() -> None:
     x, y = batch()
     with hpcomm.init(pp=2) as mesh:
         model = deep()
-        options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 1, "loss_fn": functional.mse_loss}
+        options = whole_batches(mesh)
         one = hpcomm.Pipeline(model, **options)
         other = hpcomm.Pipeline(model, schedule="zbv", **options)
         other.measure(x, target=y, steps=1)
@@ -328,7 +333,7 @@ def copies(on_meta: bool) -> None:
                 model = deep()
         else:
             model = deep()
-        options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 1, "loss_fn": functional.mse_loss}
+        options = whole_batches(mesh)
         one = hpcomm.Pipeline(model, schedule="zbv", **options)
         trained(one, 2)
         teacher = copy.deepcopy(model)
@@ -451,7 +456,7 @@ def in_wrappers_of_their_own() -> None:
     x, y = batch()
     with hpcomm.init(pp=2) as mesh:
         layers = [nn.Sequential(layer, Counts()) for layer in deep()]
-        options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 1, "loss_fn": functional.mse_loss}
+        options = whole_batches(mesh)
         one = hpcomm.Pipeline(nn.Sequential(*map(Wrapped, layers)), schedule="zbv", **options)
         trained(one, 2)
         other = hpcomm.Pipeline(nn.Sequential(*map(Wrapped, layers)), **options)
