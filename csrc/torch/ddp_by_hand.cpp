@@ -10,24 +10,23 @@ namespace hpcomm {
 
 void DdpReducer::start(std::size_t bucket) {
   std::lock_guard lock(mutex_);
-  HPCOMM_REQUIRE(bucket < slots_.size(), "there is no bucket ", bucket, "; the model has ", slots_.size());
+  HPCOMM_REQUIRE(bucket < turns_.size(), "there is no bucket ", bucket, "; the model has ", turns_.size());
   HPCOMM_REQUIRE(state_ == State::kIdle || state_ == State::kExpecting,
                  "start(): a backward is reducing these gradients; run it in no_sync() first");
-  HPCOMM_REQUIRE(slots_[bucket].work == nullptr, "bucket ", bucket, " was started and not finished");
+  HPCOMM_REQUIRE(turns_[bucket].work == nullptr, "bucket ", bucket, " was started and not finished");
   meet_once();
   expects_again_ = expects_again_ || state_ == State::kExpecting;
   state_ = State::kIdle;
   if (!alone_) {
-    require_unchanged();
+    params_.require_unchanged();
   }
-  slots_[bucket].started = true;
-  slots_[bucket].open = false;  // somebody may have kept what the last step left there
-  slots_[bucket].carried.assign(slots_[bucket].carried.size(), 0);
+  turns_[bucket].started = true;
+  buckets_.begin(bucket);
   try {
     complete_bucket(bucket, {});
     issue_bucket(bucket);
   } catch (...) {
-    end_by_hand(slots_[bucket]);
+    end_by_hand(turns_[bucket]);
     throw;
   }
   if (options_.find_unused) {
@@ -36,12 +35,12 @@ void DdpReducer::start(std::size_t bucket) {
 }
 
 // With the last one, what a forward has prepared counts again.
-void DdpReducer::end_by_hand(Slot& slot) {
-  slot.started = false;
-  slot.work = nullptr;
-  slot.used_work = nullptr;
-  end_event(slot.event);
-  if (std::none_of(slots_.begin(), slots_.end(), [](const Slot& one) { return one.started; }) &&
+void DdpReducer::end_by_hand(Turn& turn) {
+  turn.started = false;
+  turn.work = nullptr;
+  turn.used_work = nullptr;
+  end_event(turn.event);
+  if (std::none_of(turns_.begin(), turns_.end(), [](const Turn& one) { return one.started; }) &&
       std::exchange(expects_again_, false)) {
     state_ = State::kExpecting;
   }
@@ -49,56 +48,44 @@ void DdpReducer::end_by_hand(Slot& slot) {
 
 void DdpReducer::finish(std::size_t bucket) {
   std::lock_guard lock(mutex_);
-  HPCOMM_REQUIRE(bucket < slots_.size() && slots_[bucket].work != nullptr, "bucket ", bucket, " was not started");
-  Slot& slot = slots_[bucket];
+  HPCOMM_REQUIRE(bucket < turns_.size() && turns_[bucket].work != nullptr, "bucket ", bucket, " was not started");
+  Turn& turn = turns_[bucket];
   try {
-    for (const WorkPtr& work : {slot.work, slot.used_work}) {
+    for (const WorkPtr& work : {turn.work, turn.used_work}) {
       if (work != nullptr) {
         wait(*work);
       }
     }
   } catch (const Error&) {
-    end_by_hand(slot);
+    end_by_hand(turn);
     throw;
   }  // after Ctrl-C the next call goes on with it
-  end_by_hand(slot);
-  hand_out(bucket);
-  slot.held = nullptr;  // nobody knows on which stream these gradients were made: the lane lets go
-  if (options_.shard && slot.used.defined()) {
-    used_.note_ranks(plan_.buckets[bucket].params, slot.used);  // used_by() is of the last reduction of each bucket
+  end_by_hand(turn);
+  const bool by_entry = turn.used.defined();
+  buckets_.hand_out(bucket, by_entry ? &turn.used : options_.find_unused ? &used_.on_ranks() : nullptr, by_entry);
+  buckets_.let_go(bucket, /*here=*/false);  // nobody knows on which stream these gradients were made
+  if (options_.shard && by_entry) {
+    used_.note_ranks(buckets_.params(bucket), turn.used.tensor());  // used_by() is of each bucket's last reduction
   }
-  slot.used.reset();
+  turn.used = {};
   if (options_.check_finite) {
     report_not_finite(bucket, bucket + 1);
   }
 }
 
-// The same of one bucket that is reduced by hand.
-void DdpReducer::agree_on_used_of(std::size_t bucket) {
-  Slot& slot = slots_[bucket];
-  const std::vector<int>& members = plan_.buckets[bucket].params;
-  const at::Tensor here = at::empty({static_cast<std::int64_t>(members.size())}, at::kInt);
-  for (std::size_t e = 0; e < members.size(); ++e) {
-    here.data_ptr<std::int32_t>()[e] = slot.fates[e] == Fate::kMissing ? 0 : 1;
-    used_.forget(static_cast<std::size_t>(members[e]));  // reduced, and not in the next backward
-  }
-  slot.used = on_device(here, params_.front().device());
-  slot.used_work = sum_counts(*communicator_, slot.used, false);
-}
-
 void DdpReducer::require_none_started(const char* before) const {
-  for (std::size_t b = 0; b < slots_.size(); ++b) {
-    HPCOMM_REQUIRE(!slots_[b].started, "bucket ", b, " was started and not finished: call finish_reduction(", b,
+  for (std::size_t b = 0; b < turns_.size(); ++b) {
+    HPCOMM_REQUIRE(!turns_[b].started, "bucket ", b, " was started and not finished: call finish_reduction(", b,
                    ") before ", before);
   }
 }
 
 // The lane reads and writes the gradient that this backward has added to.
 void DdpReducer::require_not_started(std::size_t param) const {
-  const std::size_t bucket = places_[param].bucket;
-  HPCOMM_REQUIRE(!slots_[bucket].started, "a backward reached parameter ", names_[param], ", whose gradient is being ",
-                 "reduced, and has spoilt it: bucket ", bucket, " was started and not finished; call ",
-                 "finish_reduction(", bucket, ") before");
+  const std::size_t bucket = buckets_.bucket_of(param);
+  HPCOMM_REQUIRE(!turns_[bucket].started, "a backward reached parameter ", params_.names()[param],
+                 ", whose gradient is being ", "reduced, and has spoilt it: bucket ", bucket,
+                 " was started and not finished; call ", "finish_reduction(", bucket, ") before");
 }
 
 }  // namespace hpcomm

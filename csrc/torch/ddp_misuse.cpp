@@ -30,7 +30,7 @@ void DdpReducer::require_same_step() {
     return;
   }
   for (std::size_t i = 0; i < params_.size(); ++i) {
-    if (marked_[i] == kMarkedWithGradient && !params_[i].grad().defined()) {
+    if (marked_[i] == kMarkedWithGradient && !params_.has_gradient(i)) {
       backward_ = -1;  // looks again in the next hook
       refuse_unfinished();
     }
@@ -52,7 +52,7 @@ void DdpReducer::refuse_second_mark(std::size_t param) const {
           "model, it would result in the same set of parameters been used by different reentrant backward passes "
           "multiple times, and hence marking a variable ready multiple times. 3) Incorrect unused parameter "
           "detection. Parameter at index ",
-          param, " with name ", names_[param], " has been marked as ready twice.");
+          param, " with name ", params_.names()[param], " has been marked as ready twice.");
   if (log_) {
     log_(message);
   }
@@ -65,7 +65,7 @@ std::string DdpReducer::unready() const {
   int count = 0;
   for (std::size_t i = 0; i < marked_.size(); ++i) {
     if (marked_[i] == kUnmarked && ++count <= kMostNamed) {
-      names += str(names.empty() ? "" : ", ", names_[i]);
+      names += str(names.empty() ? "" : ", ", params_.names()[i]);
       indices += str(indices.empty() ? "" : " ", i);
     }
   }
@@ -76,16 +76,6 @@ std::string DdpReducer::unready() const {
   const char* const more = count > kMostNamed ? " ..." : "";
   return str("\nParameters which did not receive grad for rank ", communicator_->rank(), ": ", names, more,
              "\nParameter indices which did not receive grad for rank ", communicator_->rank(), ": ", indices, more);
-}
-
-bool DdpReducer::has_accumulated() const {
-  std::lock_guard lock(mutex_);
-  for (std::size_t i = 0; options_.find_unused && i < params_.size(); ++i) {
-    if (used_.is_here(i) && params_[i].grad().defined()) {
-      return true;
-    }
-  }
-  return false;
 }
 
 }  // namespace hpcomm

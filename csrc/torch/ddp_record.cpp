@@ -9,7 +9,7 @@ void DdpRecord::note_prepared() noexcept { stats_.prepared = seconds_now(); }
 
 void DdpRecord::note_begun() {
   stats_.first_ready = seconds_now();
-  counts_.issued = 0;
+  issued_ = 0;
   packs_.clear();
 }
 
@@ -20,7 +20,7 @@ void DdpRecord::note_all_ready() {
 }
 
 void DdpRecord::note_issued() noexcept {
-  if (counts_.issued++ == 0) {
+  if (issued_++ == 0) {
     stats_.first_issued = seconds_now();
   }
 }

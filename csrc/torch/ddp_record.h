@@ -15,14 +15,6 @@ namespace hpcomm {
 
 class DdpRecord {
  public:
-  // Buckets issued since the backward began, and gradients that were packed, copied back and reduced in place.
-  struct Counts {
-    std::uint64_t issued = 0;
-    std::uint64_t packed = 0;
-    std::uint64_t copied_back = 0;
-    std::uint64_t in_place = 0;
-    std::uint64_t allocated = 0;  // buckets
-  };
   // Seconds of a steady clock, in the last backward that reduced.
   struct Stats {
     std::uint64_t backwards = 0;  // that reduced, up to now
@@ -54,8 +46,8 @@ class DdpRecord {
   // Parameters in the order in which the first whole backward made them ready; empty before.
   [[nodiscard]] const std::vector<int>& first_order() const noexcept { return first_order_; }
   [[nodiscard]] const Stats& stats() const noexcept { return stats_; }
-  [[nodiscard]] const Counts& counts() const noexcept { return counts_; }
-  [[nodiscard]] Counts& counts() noexcept { return counts_; }
+  // Buckets, since the backward began.
+  [[nodiscard]] std::uint64_t issued() const noexcept { return issued_; }
 
   // Times are taken from now on, of so many buckets.
   void trace(std::size_t buckets) { times_ = std::make_shared<std::vector<Times>>(buckets); }
@@ -75,7 +67,7 @@ class DdpRecord {
  private:
   std::vector<int> order_;  // of the running backward
   std::vector<int> first_order_;
-  Counts counts_;
+  std::uint64_t issued_ = 0;
   Stats stats_;
   std::shared_ptr<std::vector<Times>> times_;
   std::vector<std::pair<double, double>> packs_;

@@ -4,6 +4,8 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <sched.h>
+
 #include <algorithm>
 #include <chrono>
 #include <exception>
@@ -19,6 +21,40 @@
 
 namespace hpcomm {
 
+namespace {
+
+// Whether the computations of a host's ranks leave no core to their lanes: what a lane packs, it packs at their expense
+// then, and later than they could.
+bool lane_lacks_core(const Communicator& communicator) {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  return communicator.device().type == DeviceType::kCpu && ::sched_getaffinity(0, sizeof allowed, &allowed) == 0 &&
+         CPU_COUNT(&allowed) < 2 * communicator.size();
+}
+
+}  // namespace
+
+DdpReducer::DdpReducer(std::shared_ptr<Communicator> communicator, std::vector<at::Tensor> params,
+                       std::vector<std::string> names, BucketPlan plan, DdpOptions options, Log log)
+    : communicator_(std::move(communicator)),
+      params_(std::move(params), std::move(names)),
+      options_(std::move(options)),
+      log_(std::move(log)),
+      alone_(communicator_->size() == 1 && !options_.check_finite),
+      carries_(!alone_ && !options_.check_finite && communicator_->averages_well() && lane_lacks_core(*communicator_)),
+      buckets_(communicator_, params_, hooks_, options_, std::move(plan)),
+      used_(params_.size(), params_.device()) {
+  expect_none();
+}
+
+void DdpReducer::attach() {
+  hooks_.attach(params_.all(), params_.names(), [weak = weak_from_this()](int param, const at::Tensor& incoming) {
+    if (const auto self = weak.lock()) {  // the accumulators are held by the hooks' owner, and hold the hooks
+      self->mark(param, incoming);
+    }
+  });
+}
+
 void DdpReducer::prepare(const std::vector<at::Tensor>& outputs) {
   std::lock_guard lock(mutex_);
   if (state_ == State::kReducing || state_ == State::kDraining) {
@@ -26,12 +62,12 @@ void DdpReducer::prepare(const std::vector<at::Tensor>& outputs) {
   }
   require_none_started("a forward whose backward reduces");
   if (!alone_) {
-    require_unchanged();
+    params_.require_unchanged();
   }
   settle();
   unused_.forget();
   if (options_.find_unused) {
-    unused_.found(search_unused(outputs));
+    unused_.found(hooks_.unreached_from(outputs));
   }
   expect_none();
   if (!alone_) {
@@ -46,18 +82,11 @@ void DdpReducer::expect_none() {
   expects_again_ = false;
   record_.forget_order();
   marked_.assign(params_.size(), kUnmarked);
-  for (std::size_t b = 0; b < slots_.size(); ++b) {
-    slots_[b].missing = plan_.buckets[b].params.size();
-    slots_[b].work = nullptr;
-    slots_[b].checks.clear();
-    slots_[b].complete = {};
-    slots_[b].held = nullptr;
-    slots_[b].stream = {};
-    slots_[b].open = false;
-    slots_[b].started = false;
-    slots_[b].used.reset();
-    slots_[b].used_work = nullptr;
-    slots_[b].carried.assign(plan_.buckets[b].params.size(), 0);
+  turns_.resize(buckets_.size());
+  for (std::size_t b = 0; b < buckets_.size(); ++b) {
+    turns_[b] = {};
+    turns_[b].missing = buckets_.params(b).size();
+    buckets_.begin(b);
   }
 }
 
@@ -71,8 +100,8 @@ void DdpReducer::settle() {
       }
     }
   };
-  for (const Slot& slot : slots_) {
-    settle_one(slot.work);
+  for (const Turn& turn : turns_) {
+    settle_one(turn.work);
   }
   settle_one(used_work_);
   used_work_ = nullptr;
@@ -87,7 +116,7 @@ void DdpReducer::reset() {
 
 void DdpReducer::mark(int param, const at::Tensor& incoming) {
   std::lock_guard lock(mutex_);
-  if (options_.find_unused && params_[static_cast<std::size_t>(param)].grad().defined()) {
+  if (options_.find_unused && params_.has_gradient(static_cast<std::size_t>(param))) {
     used_.note(static_cast<std::size_t>(param));  // also while it only accumulates
   }
   switch (state_) {
@@ -120,28 +149,28 @@ void DdpReducer::mark_locked(int param, const at::Tensor& incoming) {
   if (marked_[index] != kUnmarked) {
     refuse_second_mark(index);
   }
-  marked_[index] = params_[index].grad().defined() ? kMarkedWithGradient : kMarked;
+  marked_[index] = params_.has_gradient(index) ? kMarkedWithGradient : kMarked;
   record_.note_ready(param);
   if (carries_) {
     const double begin = record_.is_traced() ? seconds_now() : 0;
-    carry(param, incoming);
+    buckets_.carry(param, incoming);
     record_.note_pack(begin);
   }
-  Slot& slot = slots_[places_[index].bucket];
-  slot.stream.note(communicator_->compute()->native_handle());
-  --slot.missing;
+  Turn& turn = turns_[buckets_.bucket_of(index)];
+  turn.stream.note(communicator_->compute()->native_handle());
+  --turn.missing;
   issue_complete(incoming);
 }
 
 void DdpReducer::issue_complete(const at::Tensor& incoming) {
-  while (next_ < slots_.size() && slots_[next_].missing == 0) {
+  while (next_ < turns_.size() && turns_[next_].missing == 0) {
     complete_bucket(next_, incoming);
     if (!at_end_) {
       issue_bucket(next_);
     }
     ++next_;
   }
-  if (next_ == slots_.size() && state_ == State::kReducing) {
+  if (next_ == turns_.size() && state_ == State::kReducing) {
     record_.note_all_ready();
     if (!at_end_) {
       state_ = State::kDraining;
@@ -164,55 +193,43 @@ void DdpReducer::queue_end() {
   });
 }
 
+DdpBuckets::Reached DdpReducer::reached(std::size_t param) const {
+  if (turns_[buckets_.bucket_of(param)].started) {
+    return DdpBuckets::Reached::kNoBackward;
+  }
+  if (options_.find_unused && !used_.is_here(param)) {
+    return DdpBuckets::Reached::kNot;
+  }
+  return marked_[param] == kMarkedWithGradient ? DdpBuckets::Reached::kWithGradient : DdpBuckets::Reached::kYes;
+}
+
 void DdpReducer::complete_bucket(std::size_t index, const at::Tensor& incoming) {
-  const Bucket& bucket = plan_.buckets[index];
-  Slot& slot = slots_[index];
-  open(index);
-  slot.held = std::make_shared<Held>();
-  Held& held = *slot.held;
-  held.second = slot.owner;
-  BucketReduction& reduction = slot.complete = {};
-  reduction.bucket = &bucket;
-  const std::size_t bytes = memory_bytes(index);
-  reduction.memory = {slot.flat.data_ptr(), bytes, bytes, DType::kUInt8, communicator_->device()};
-  reduction.scatter = options_.shard;
-  slot.fates.assign(bucket.params.size(), Fate::kMissing);
-  slot.staged.assign(bucket.params.size(), {});
-  slot.resting.assign(bucket.params.size(), {});
-  reduction.entries.reserve(bucket.params.size());
-  const auto sources = std::make_shared<Storages>();
-  sources->reserve(bucket.params.size());
-  for (std::size_t e = 0; e < bucket.params.size(); ++e) {
-    reduction.entries.push_back(contribute(index, e, incoming, held.first, *sources));
+  std::vector<DdpBuckets::Reached> all;
+  all.reserve(buckets_.params(index).size());
+  for (const int param : buckets_.params(index)) {
+    all.push_back(reached(static_cast<std::size_t>(param)));
   }
-  reduction.held = slot.held;
-  reduction.sources = sources;
-  slot.sources = sources;
-  if (options_.check_finite) {
-    reduction.make_check = [options = at::TensorOptions(at::kInt).device(params_.front().device())] {
-      const auto number = std::make_shared<const at::Tensor>(at::full({1}, INT32_MAX, options));
-      return std::shared_ptr<std::int32_t>(number, number->data_ptr<std::int32_t>());
-    };
-  }
-  record_.note_complete(index, reduction);
-  slot.checks.clear();
+  Turn& turn = turns_[index];
+  turn.checks.clear();
+  turn.complete = buckets_.complete(index, incoming, all);
+  record_.note_complete(index, turn.complete);
 }
 
 void DdpReducer::issue_bucket(std::size_t index, bool in_caller) {
-  Slot& slot = slots_[index];
+  Turn& turn = turns_[index];
   record_.note_issued();
-  slot.event = begin_event(options_.shard ? "reduce_scatter" : "all_reduce", slot.flat);
-  BucketReduction reduction = std::exchange(slot.complete, {});
+  turn.event = begin_event(options_.shard ? "reduce_scatter" : "all_reduce", buckets_.flat(index));
+  BucketReduction reduction = std::exchange(turn.complete, {});
   reduction.in_caller = in_caller;
   reduction.reducer_id = options_.number;
   reduction.poll = in_caller ? check_signals : nullptr;
-  slot.work = issue(*communicator_, reduction, index, &slot.checks);
+  turn.work = issue(*communicator_, reduction, index, &turn.checks);
   // On a GPU that would be a query of an event that was recorded a moment ago.
-  if (communicator_->device().type == DeviceType::kCpu && slot.work->done()) {
+  if (communicator_->device().type == DeviceType::kCpu && turn.work->done()) {
     record_.note_reduced(index);
     return;
   }
-  end_on_lane(slot.event);
+  end_on_lane(turn.event);
   record_.note_reduced_on(communicator_->stream(), index);
 }
 
@@ -231,10 +248,10 @@ void DdpReducer::meet_once() {
 
 void DdpReducer::at_end_of_backward() {
   std::lock_guard lock(mutex_);
-  if (state_ == State::kReducing && next_ == slots_.size()) {
+  if (state_ == State::kReducing && next_ == turns_.size()) {
     issue_at_end();
-    const bool done = std::all_of(slots_.begin(), slots_.end(),
-                                  [](const Slot& slot) { return slot.work == nullptr || slot.work->done(); });
+    const bool done = std::all_of(turns_.begin(), turns_.end(),
+                                  [](const Turn& turn) { return turn.work == nullptr || turn.work->done(); });
     if (!done) {
       // Other wrappers issue theirs first: on another rank they may be before this one.
       queue_end();
@@ -252,7 +269,7 @@ void DdpReducer::issue_at_end() {
   constexpr auto kPatience = std::chrono::milliseconds(50);
   record_.note_computed();
   const bool in_caller = communicator_->all_here(kPatience);
-  for (std::size_t b = 0; b < slots_.size(); ++b) {
+  for (std::size_t b = 0; b < turns_.size(); ++b) {
     issue_bucket(b, in_caller);
     if (state_ != State::kReducing) {  // a handler of a signal has reset it meanwhile
       return;
@@ -270,9 +287,9 @@ void DdpReducer::drain() {
     record_.note_computed();
   }
   WaitAll all([this](const Work& work) { wait(work); });
-  for (Slot& slot : slots_) {
-    all.add(WorkPtr(slot.work));  // a copy: a handler of a signal may reset it
-    end_event(slot.event);
+  for (Turn& turn : turns_) {
+    all.add(WorkPtr(turn.work));  // a copy: a handler of a signal may reset it
+    end_event(turn.event);
   }
   all.add(WorkPtr(used_work_));
   end_event(used_event_);
@@ -287,32 +304,18 @@ void DdpReducer::drain() {
     return;
   }
   used_work_ = nullptr;
-  for (std::size_t b = 0; b < slots_.size(); ++b) {
-    hand_out(b);
-    slots_[b].work = nullptr;
-    let_go(slots_[b]);
+  void* const waited = communicator_->compute()->native_handle();
+  for (std::size_t b = 0; b < turns_.size(); ++b) {
+    buckets_.hand_out(b, options_.find_unused ? &used_.on_ranks() : nullptr, /*by_entry=*/false);
+    turns_[b].work = nullptr;
+    buckets_.let_go(b, turns_[b].stream.only(waited));
   }
   if (options_.find_unused) {
     used_.forget();
   }
   record_.note_finished();
   if (options_.check_finite) {
-    report_not_finite(0, slots_.size());
-  }
-}
-
-// Of gradients whose reduction the stream that they belong to has waited for: what takes their memory next comes behind
-// it. A lane on a GPU would keep them until it records again, half a backward later.
-void DdpReducer::let_go(Slot& slot) const {
-  const auto held = std::exchange(slot.held, nullptr);
-  const auto sources = std::exchange(slot.sources, {}).lock();
-  if (slot.stream.only(communicator_->compute()->native_handle())) {
-    if (held != nullptr) {
-      held->first.clear();
-    }
-    if (sources != nullptr) {
-      sources->clear();
-    }
+    report_not_finite(0, turns_.size());
   }
 }
 
@@ -359,16 +362,14 @@ void DdpReducer::replan(BucketPlan plan) {
   std::lock_guard lock(mutex_);
   HPCOMM_REQUIRE(state_ == State::kIdle || state_ == State::kExpecting, "replan() while a backward reduces");
   require_none_started("the buckets change");
-  const std::vector<Slot> old = std::exchange(slots_, {});
-  lay_out(std::move(plan));
+  buckets_.replan(std::move(plan));
   record_.end_trace();
   expect_none();
-  move_kept_gradients(old);
 }
 
 BucketPlan DdpReducer::plan() const {
   std::lock_guard lock(mutex_);
-  return plan_;
+  return buckets_.plan();
 }
 
 const char* DdpReducer::state() const {
@@ -396,15 +397,32 @@ at::Tensor DdpReducer::used_by() const {
   return used_.on_ranks_here();
 }
 
+bool DdpReducer::has_accumulated() const {
+  std::lock_guard lock(mutex_);
+  for (std::size_t i = 0; options_.find_unused && i < params_.size(); ++i) {
+    if (used_.is_here(i) && params_.has_gradient(i)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+at::Tensor DdpReducer::memory(std::size_t bucket) const {
+  std::lock_guard lock(mutex_);
+  HPCOMM_REQUIRE(bucket < turns_.size(), "there is no bucket ", bucket, "; the model has ", turns_.size());
+  const at::Tensor& flat = buckets_.flat(bucket);
+  return flat.defined() ? flat.view(scalar_type(buckets_.plan().buckets[bucket].dtype)) : flat;
+}
+
 DdpReducer::Counts DdpReducer::counts() const {
   std::lock_guard lock(mutex_);
-  return record_.counts();
+  return {buckets_.counts(), record_.issued()};
 }
 
 void DdpReducer::trace() {
   std::lock_guard lock(mutex_);
   HPCOMM_REQUIRE(communicator_->device().type == DeviceType::kCpu, "only host lanes are traced");
-  record_.trace(slots_.size());
+  record_.trace(turns_.size());
 }
 
 std::vector<DdpReducer::Times> DdpReducer::times() const {

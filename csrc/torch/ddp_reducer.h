@@ -25,7 +25,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -33,20 +32,15 @@
 #include "comm/communicator.h"
 #include "engine/bucket_reduction.h"
 #include "plan/bucket_plan.h"
+#include "torch/ddp_buckets.h"
+#include "torch/ddp_options.h"
+#include "torch/ddp_parameters.h"
 #include "torch/ddp_record.h"
+#include "torch/gradient_hooks.h"
 #include "torch/profiler_event.h"
 #include "torch/used_parameters.h"
 
 namespace hpcomm {
-
-struct DdpOptions {
-  bool find_unused = false;   // search the graph for parameters that the backward will not reach
-  bool bucket_views = false;  // .grad is always a view of its bucket, also one that was the user's own tensor
-  bool shard = false;         // reduce-scatter: rank r gets part r of each bucket, and .grad stays None
-  bool check_finite = false;  // an infinity or a NaN in a rank's gradient is an error on all ranks
-  int number = -1;            // of the wrapper, where several share a lane; equal on all ranks
-  std::string events;         // the profiler's events are called events:all_reduce and the like
-};
 
 class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
  public:
@@ -57,7 +51,6 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
              BucketPlan plan, DdpOptions options, Log log);
   DdpReducer(const DdpReducer&) = delete;
   DdpReducer& operator=(const DdpReducer&) = delete;
-  ~DdpReducer();
 
   // Hooks behind the gradient accumulators, which run in the thread of the backward, without the GIL.
   void attach();
@@ -89,7 +82,9 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   [[nodiscard]] BucketPlan plan() const;
   [[nodiscard]] const char* state() const;
   // What tests and benchmarks look at.
-  using Counts = DdpRecord::Counts;
+  struct Counts : DdpBuckets::Counts {
+    std::uint64_t issued = 0;  // buckets, since the backward began
+  };
   using Stats = DdpRecord::Stats;
   using Times = DdpRecord::Times;
   [[nodiscard]] Counts counts() const;
@@ -111,130 +106,76 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
  private:
   enum Mark : std::uint8_t { kUnmarked, kMarked, kMarkedWithGradient };
   enum class State { kIdle, kExpecting, kReducing, kDraining };
-  // What becomes of a gradient once its bucket is reduced.
-  enum class Fate {
-    kMissing,     // there was none: .grad becomes the view, if another rank had one
-    kInBucket,    // .grad is the view already
-    kCopiedBack,  // .grad is somebody else's memory, into which the lane copies the result
-    kStaged,      // the same through a copy that has the strides of the bucket
-  };
-  class Hook;
-  struct Accumulator;
 
-  // What a parameter must stay as.
-  struct Kind {
-    explicit Kind(const at::Tensor& param) : type(param.scalar_type()), device(param.device()), numel(param.numel()) {}
-    c10::ScalarType type;
-    c10::Device device;
-    std::int64_t numel;
-  };
-  using Storages = std::vector<c10::Storage>;
-  // What a reduction uses to its end: storages of gradients that get a copy of the result, and the bucket by its
-  // memory, for its storage is counted to see who else looks at it. The lane keeps both without looking into them, and
-  // may be late to let go.
-  using Held = std::pair<Storages, Keepalive>;
-
-  struct Slot {               // a bucket in this step
-    at::Tensor flat;          // its memory, as bytes; every .grad in it holds the same storage
-    Keepalive owner;          // of the same memory
-    std::size_t missing = 0;  // gradients
-    WorkPtr work;
+  struct Turn {                            // of a bucket, in this reduction
+    std::size_t missing = 0;               // gradients
+    UsedOn stream;                         // of the backward, at the marks
+    BucketReduction complete;              // what is to be issued
+    WorkPtr work;                          // once it is
     std::shared_ptr<ProfilerEvent> event;  // of the reduction; null when nobody profiles
-    std::vector<Fate> fates;
-    std::vector<at::Tensor> staged;   // by entry: a copy (kStaged), what a missing gradient becomes, or the gradient
-    std::vector<at::Tensor> resting;  // by entry: copies of gradients whose parameters no backward of this rank reached
     std::vector<RunCheck> checks;
-    BucketReduction complete;  // what is to be issued
-    std::shared_ptr<Held> held;
-    // Of gradients that are in the bucket once they are packed: the lane's alone, or a step would hold all of them.
-    std::weak_ptr<Storages> sources;
-    UsedOn stream;                      // of the backward, at the marks
-    bool open = false;                  // its memory is that of this step: gradients may be packed
-    std::vector<std::uint8_t> carried;  // by entry: carry() has packed it
-    bool started = false;               // by start(), and not finished
-    // Of start() with find_unused: by entry, the number of ranks that have a gradient. Undefined otherwise.
-    at::Tensor used;
+    bool started = false;  // by start(), and not finished
+    // Of start() with find_unused: by entry.
+    RankCounts used;
     WorkPtr used_work;
   };
 
+  // ddp_reducer.cpp
   void mark(int param, const at::Tensor& incoming);
   void mark_locked(int param, const at::Tensor& incoming);
-  [[noreturn]] void refuse_second_mark(std::size_t param) const;
-  [[noreturn]] void refuse_unfinished() const;
-  void end_by_hand(Slot& slot);
-  void require_none_started(const char* before) const;
-  void require_not_started(std::size_t param) const;
-  void require_same_step();
   void issue_complete(const at::Tensor& incoming);
   void complete_bucket(std::size_t index, const at::Tensor& incoming);
+  [[nodiscard]] DdpBuckets::Reached reached(std::size_t param) const;
   void issue_bucket(std::size_t index, bool in_caller = false);
   void issue_at_end();
   void queue_end();
-  void open(std::size_t index);
-  void carry(int param, const at::Tensor& incoming);
-  [[nodiscard]] at::Tensor divided(const at::Tensor& gradient) const;
-  [[nodiscard]] Contribution contribute(std::size_t index, std::size_t entry, const at::Tensor& incoming,
-                                        Storages& held, Storages& sources);
-  [[nodiscard]] bool is_used(std::size_t index, std::size_t entry);
-  [[nodiscard]] bool put_back(std::size_t index, std::size_t entry);
-  void hand_out(std::size_t index);
-  void let_go(Slot& slot) const;
-  void reserve();
-  void allocate(std::size_t index);
-  [[nodiscard]] std::size_t memory_bytes(std::size_t index) const;
-  [[nodiscard]] bool is_free(std::size_t index) const;
-  [[nodiscard]] bool lies_in_place(std::size_t index, std::size_t entry) const;
-  [[nodiscard]] bool is_shared(std::size_t param) const;
-  [[nodiscard]] bool is_new(const at::Tensor& gradient, const at::Tensor& incoming, std::size_t known) const;
-  void move_into_bucket(at::Tensor& gradient, std::size_t index, std::size_t entry) const;
-  [[nodiscard]] at::Tensor make_view(std::size_t index, std::size_t entry) const;
-  void move_kept_gradients(const std::vector<Slot>& old);
   void at_end_of_backward();
   void drain();
   void wait(const Work& work) const;
+  void meet_once();
+  void settle();
+  void expect_none();
   [[nodiscard]] std::shared_ptr<ProfilerEvent> begin_event(const char* operation, const at::Tensor& input) const;
   void end_on_lane(const std::shared_ptr<ProfilerEvent>& event) const;
   static void end_event(std::shared_ptr<ProfilerEvent>& event);
-  [[nodiscard]] std::vector<int> search_unused(const std::vector<at::Tensor>& outputs) const;
+  // ddp_agree.cpp
   void agree_on_used(bool in_caller = false);
   void agree_on_used_of(std::size_t bucket);
-  void require_unchanged() const;
-  void require_size(std::size_t param) const;
   void report_not_finite(std::size_t begin, std::size_t end);
+  // ddp_by_hand.cpp
+  void end_by_hand(Turn& turn);
+  void require_none_started(const char* before) const;
+  void require_not_started(std::size_t param) const;
+  // ddp_misuse.cpp
+  [[noreturn]] void refuse_second_mark(std::size_t param) const;
+  [[noreturn]] void refuse_unfinished() const;
+  void require_same_step();
   [[nodiscard]] std::string unready() const;
-  void meet_once();
-  void lay_out(BucketPlan plan);
-  void settle();
-  void expect_none();
 
   const std::shared_ptr<Communicator> communicator_;
-  const std::vector<at::Tensor> params_;
-  const std::vector<std::string> names_;
-  const std::vector<Kind> kinds_;  // of params_ when this was made
+  const DdpParameters params_;
   const DdpOptions options_;
   const Log log_;
   const bool alone_;    // one rank: gradients are averages already
   const bool carries_;  // gradients are packed one by one, where they are made
-  std::vector<std::unique_ptr<Accumulator>> accumulators_;
+  GradientHooks hooks_;
 
   // Recursive for handlers of signals, which run in the thread that waits under it.
   mutable std::recursive_mutex mutex_;
   State state_ = State::kIdle;
-  bool expects_again_ = false;  // once no bucket is started: a forward has prepared before
-  BucketPlan plan_;
-  std::vector<BucketPlace> places_;
-  std::vector<Slot> slots_;
+  DdpBuckets buckets_;
+  std::vector<Turn> turns_;  // by bucket
   std::vector<Mark> marked_;
-  int backward_ = -1;  // autograd's number of the one that has marked last, nested ones included
-  std::size_t next_ = 0;
-  Meet meet_;                // null when it has returned
-  bool at_end_ = false;      // what it returned
-  UnusedParameters unused_;  // with `find_unused`
+  std::size_t next_ = 0;        // bucket to be completed
+  int backward_ = -1;           // autograd's number of the one that has marked last, nested ones included
+  bool expects_again_ = false;  // once no bucket is started: a forward has prepared before
+  Meet meet_;                   // null when it has returned
+  bool at_end_ = false;         // what it returned
+  UnusedParameters unused_;     // with `find_unused`
   UsedParameters used_;
   WorkPtr used_work_;
   std::shared_ptr<ProfilerEvent> used_event_;
   DdpRecord record_;
-  bool reserved_ = false;  // room in the transport's memory for all buckets
 };
 
 }  // namespace hpcomm

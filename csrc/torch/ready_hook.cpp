@@ -1,16 +1,14 @@
-// Hooks behind AccumulateGrad, as torch's own Reducer uses them.
+// What of a gradient is handed to a Reducer.
 #include "torch/ready_hook.h"
 
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/variable.h>
-
+#include <cstddef>
+#include <string>
 #include <utility>
 
 #include "base/error.h"
 #include "torch/device.h"
 #include "torch/own_memory.h"
 #include "torch/tensor.h"
-#include "torch/torch_error.h"
 
 namespace hpcomm {
 
@@ -39,64 +37,38 @@ void mark_param(Reducer& reducer, int index, const at::Tensor& param) {
   reducer.mark_ready(index, gradient.data_ptr(), keep(gradient));
 }
 
-class ReadyHook final : public torch::autograd::FunctionPostHook {
- public:
-  // `param` is a weak reference by way of its accumulator: the hook hangs on that accumulator, which holds the
-  // parameter; a strong one here would be a cycle.
-  ReadyHook(std::weak_ptr<Reducer> reducer, int index, c10::weak_intrusive_ptr<c10::TensorImpl> param,
-            std::shared_ptr<const std::vector<bool>> had)
-      : reducer_(std::move(reducer)), index_(index), param_(std::move(param)), had_(std::move(had)) {}
-
-  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
-                                            const torch::autograd::variable_list& inputs) override {
-    const auto reducer = reducer_.lock();
-    auto locked = param_.lock();
-    if (reducer != nullptr && locked != nullptr && reducer->armed()) {
-      const at::Tensor param(std::move(locked));
-      try {
-        if (!had_->at(static_cast<std::size_t>(index_))) {
-          own_gradient(param,
-                       inputs.empty() ? at::Tensor() : inputs.front());  // what is reduced is written from here on
-        }
-        mark_param(*reducer, index_, param);
-      } catch (...) {
-        std::rethrow_exception(visible_to_torch(std::current_exception()));
-      }
-    }
-    return outputs;
+std::vector<std::string> numbers_as_names(std::size_t count) {
+  std::vector<std::string> names;
+  for (std::size_t i = 0; i < count; ++i) {
+    names.push_back(std::to_string(i));
   }
-
- private:
-  std::weak_ptr<Reducer> reducer_;
-  int index_;
-  c10::weak_intrusive_ptr<c10::TensorImpl> param_;
-  std::shared_ptr<const std::vector<bool>> had_;
-};
+  return names;
+}
 
 }  // namespace
 
-struct ReadyHooks::Accumulator {
-  // auto-typed: a shared_ptr up to torch 2.12, an intrusive_ptr from 2.13.
-  decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>())) node;
-  std::uintptr_t hook = 0;
-};
-
 ReadyHooks::ReadyHooks(std::shared_ptr<Reducer> reducer, const std::vector<at::Tensor>& params)
     : reducer_(std::move(reducer)), params_(params), had_(std::make_shared<std::vector<bool>>(params.size(), true)) {
-  for (std::size_t i = 0; i < params_.size(); ++i) {
-    auto accumulator = std::make_unique<Accumulator>();
-    accumulator->node = torch::autograd::impl::grad_accumulator(params_[i]);
-    HPCOMM_REQUIRE(accumulator->node != nullptr, "parameter ", i, " requires no gradient or is no leaf");
-    accumulator->hook = accumulator->node->add_post_hook(std::make_unique<ReadyHook>(
-        reducer_, static_cast<int>(i), c10::weak_intrusive_ptr<c10::TensorImpl>(params_[i].getIntrusivePtr()), had_));
-    accumulators_.push_back(std::move(accumulator));
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> weak;  // strong ones would be a cycle
+  for (const at::Tensor& param : params_) {
+    HPCOMM_REQUIRE(param.requires_grad() && param.is_leaf(), "parameter ", weak.size(),
+                   " requires no gradient or is no leaf");
+    weak.emplace_back(param.getIntrusivePtr());
   }
-}
-
-ReadyHooks::~ReadyHooks() {
-  for (const auto& accumulator : accumulators_) {
-    accumulator->node->del_post_hook(accumulator->hook);
-  }
+  hooks_.attach(
+      params_, numbers_as_names(params_.size()),
+      [watched = std::weak_ptr(reducer_), weak = std::move(weak), had = had_](int param, const at::Tensor& incoming) {
+        const auto index = static_cast<std::size_t>(param);
+        const auto live = watched.lock();
+        auto locked = weak[index].lock();
+        if (live != nullptr && locked != nullptr && live->armed()) {
+          const at::Tensor tensor(std::move(locked));
+          if (!had->at(index)) {
+            own_gradient(tensor, incoming);  // what is reduced is written from here on
+          }
+          mark_param(*live, param, tensor);
+        }
+      });
 }
 
 void ReadyHooks::prepare() {

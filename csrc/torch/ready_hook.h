@@ -7,17 +7,15 @@
 #include <vector>
 
 #include "engine/reducer.h"
+#include "torch/gradient_hooks.h"
 
 namespace hpcomm {
 
-// Hooks on the gradient accumulators of `params`; they are taken off when this object goes away. They run in the
-// thread of the backward, without the GIL, and do nothing while the Reducer is not armed.
+// Hooks on the gradient accumulators of `params`; they are taken off when this object goes away. They do nothing while
+// the Reducer is not armed.
 class ReadyHooks {
  public:
   ReadyHooks(std::shared_ptr<Reducer> reducer, const std::vector<at::Tensor>& params);
-  ReadyHooks(const ReadyHooks&) = delete;
-  ReadyHooks& operator=(const ReadyHooks&) = delete;
-  ~ReadyHooks();
 
   // The next backward is the last one: what becomes a parameter's first gradient in it may be shared with a message,
   // and gets memory of its own before it is marked (own_memory.h).
@@ -28,10 +26,9 @@ class ReadyHooks {
   void mark_rest();
 
  private:
-  struct Accumulator;
   std::shared_ptr<Reducer> reducer_;
   std::vector<at::Tensor> params_;
-  std::vector<std::unique_ptr<Accumulator>> accumulators_;
+  GradientHooks hooks_;
   // By parameter: whether it had a gradient before the last backward. Shared with the hooks.
   std::shared_ptr<std::vector<bool>> had_;
 };

@@ -16,26 +16,32 @@ WorkPtr sum_counts(Communicator& communicator, const at::Tensor& counts, bool in
   return communicator.all_reduce(view_of(counts, "used parameters", communicator.device()), ReduceOp::kSum, options);
 }
 
+bool RankCounts::any(std::size_t index) {
+  counts_ = counts_.cpu();
+  return counts_.data_ptr<std::int32_t>()[index] != 0;
+}
+
+at::Tensor RankCounts::any_there(std::size_t index) const {
+  return counts_.select(0, static_cast<std::int64_t>(index)) != 0;
+}
+
 UsedParameters::UsedParameters(std::size_t params, const at::Device& device)
     : device_(device), here_(at::zeros({static_cast<std::int64_t>(params)}, at::kInt)) {}
 
 const at::Tensor& UsedParameters::count() {
-  on_ranks_ = on_device(here_, device_);
-  return on_ranks_;
+  on_ranks_ = RankCounts(on_device(here_, device_));
+  return on_ranks_.tensor();
 }
 
 at::Tensor UsedParameters::on_ranks_here() const {
-  return on_ranks_.defined() ? on_ranks_.cpu() : at::zeros_like(here_);
-}
-
-bool UsedParameters::is_anywhere(std::size_t param) {
-  on_ranks_ = on_ranks_.cpu();
-  return on_ranks_.data_ptr<std::int32_t>()[param] != 0;
+  return on_ranks_.defined() ? on_ranks_.tensor().cpu() : at::zeros_like(here_);
 }
 
 void UsedParameters::note_ranks(const std::vector<int>& params, const at::Tensor& counts) {
-  on_ranks_ = on_ranks_.defined() ? on_ranks_.to(device_) : at::zeros_like(here_, here_.options().device(device_));
-  on_ranks_.index_copy_(0, on_device(at::tensor(params, at::kLong), device_), counts.to(device_));
+  at::Tensor all =
+      on_ranks_.defined() ? on_ranks_.tensor().to(device_) : at::zeros_like(here_, here_.options().device(device_));
+  all.index_copy_(0, on_device(at::tensor(params, at::kLong), device_), counts.to(device_));
+  on_ranks_ = RankCounts(std::move(all));
 }
 
 void UnusedParameters::found(std::vector<int> params) {

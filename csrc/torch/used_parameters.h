@@ -16,6 +16,23 @@ namespace hpcomm {
 // Sums int32 `counts`, on the communicator's device, over its ranks. `in_caller`: by this thread, if the lane is idle.
 [[nodiscard]] WorkPtr sum_counts(Communicator& communicator, const at::Tensor& counts, bool in_caller);
 
+// On how many ranks each of some parameters has a gradient: on the device of the ranks until the host has asked.
+class RankCounts {
+ public:
+  RankCounts() = default;                                                 // undefined: nothing has been counted
+  explicit RankCounts(at::Tensor counts) : counts_(std::move(counts)) {}  // int32
+
+  [[nodiscard]] bool defined() const noexcept { return counts_.defined(); }
+  [[nodiscard]] const at::Tensor& tensor() const noexcept { return counts_; }
+  // Whether any rank has one. On a GPU the host waits, once for all of them.
+  [[nodiscard]] bool any(std::size_t index);
+  // The same as a tensor without dimensions, for which the host does not wait.
+  [[nodiscard]] at::Tensor any_there(std::size_t index) const;
+
+ private:
+  at::Tensor counts_;
+};
+
 // Those with a gradient since the last reduction: whether this rank has one, and how many ranks do.
 class UsedParameters {
  public:
@@ -28,12 +45,10 @@ class UsedParameters {
 
   // Counts the ranks of each parameter; on_ranks() is right once the sum over them has ended.
   [[nodiscard]] const at::Tensor& count();
-  // By parameter, where they were counted last. Undefined before.
-  [[nodiscard]] const at::Tensor& on_ranks() const noexcept { return on_ranks_; }
+  // By parameter, as they were counted last.
+  [[nodiscard]] RankCounts& on_ranks() noexcept { return on_ranks_; }
   // The same on the host, with zeros before. On a GPU the host waits.
   [[nodiscard]] at::Tensor on_ranks_here() const;
-  // Whether any rank has a gradient of it. On a GPU the host waits, once for all of them.
-  [[nodiscard]] bool is_anywhere(std::size_t param);
   // Of some parameters, `counts` are newer. On a GPU the host waits for nothing.
   void note_ranks(const std::vector<int>& params, const at::Tensor& counts);
 
@@ -42,7 +57,7 @@ class UsedParameters {
 
   const at::Device device_;
   const at::Tensor here_;  // on the host
-  at::Tensor on_ranks_;    // on the device, until the host has asked
+  RankCounts on_ranks_;
 };
 
 // What searches of the graph have found, forward by forward, and whether it was the same each time.
