@@ -227,6 +227,9 @@ class DdpReducer:
     @property
     def lacks_core(self) -> bool: ...
     def prepare(self, outputs: Sequence[torch.Tensor]) -> None: ...
+    def renew_hooks(self) -> None:
+        """Before a forward: parameters that were converted to another dtype or device, and back, are heard of again."""
+
     def require_finished(self, expected: bool = False) -> None:
         """Raises RuntimeError in torch's words where a reduction has begun; with ``expected``, or is to begin."""
 

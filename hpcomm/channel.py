@@ -277,17 +277,17 @@ class Channel:
     """Messages between this rank and ``peer``, in order in each direction.
 
     A message is any tree of dicts, OrderedDicts, lists, tuples, named tuples, dataclasses, None, numbers and strings
-    around tensors of any shape and dtype (of whole bytes, not quantised) on the communicator's device. Parameters
-    arrive as plain tensors; other classes derived from ``torch.Tensor`` are refused. Small tensors travel packed into
-    one payload, tensors of ``direct_from`` bytes and more as they are; the structure goes ahead, and only when it
-    changed.
+    around tensors of any shape (of up to 64 dimensions) and dtype (of whole bytes, not quantised) on the communicator's
+    device. Parameters arrive as plain tensors; other classes derived from ``torch.Tensor`` are refused. Small tensors
+    travel packed into one payload, tensors of ``direct_from`` bytes and more as they are; the structure goes ahead, and
+    only when it changed.
 
     Args:
         communicator: a communicator that both ranks belong to, e.g. ``mesh.pp``.
         peer: the other rank, in that communicator.
         schema: "per_message" (structure and shapes may change) or "frozen" (fixed by the first message, its numbers and
-            texts included; later ones carry no header, but on CPUs where one makes them faster); the same on both
-            ranks.
+            texts included; later ones carry no header, but where they have no elements, or on CPUs where one makes
+            them faster); the same on both ranks.
         wire_dtype: what real floating point tensors are cast to on the way, and back on arrival: a dtype, or a function
             of a tensor's place (such as ``"message['h'][0]"``) and the tensor that returns a dtype or None. Rounded to
             nearest, ties to even; float64 to 8 and 16 bits by way of float32, as torch casts. Integers, bools, complex

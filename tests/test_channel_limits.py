@@ -90,3 +90,50 @@ def no_number() -> None:
 
 def test_a_limit_that_is_no_number_is_refused_and_nothing_ends() -> None:
     ranks.run(2, no_number)
+
+
+def without_elements(message: object) -> None:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, schema="frozen")
+        for held_back in range(3):
+            if mesh.rank == 0:
+                channel.send(message).wait()
+                assert mesh.control.receive(1, 996, 60) == b"no more came"
+                for _ in range(held_back):
+                    channel.send(message).wait()
+            else:
+                channel.recv()
+                with pytest.raises(hpcomm.TimedOut):
+                    channel.recv(timeout=0.2)
+                mesh.control.send(0, 996, b"no more came")
+                for _ in range(held_back):
+                    channel.recv()
+        if mesh.rank == 0:
+            for _ in range(5):
+                channel.send(message)
+        else:
+            for _ in range(5):
+                channel.recv()
+            del channel
+        mesh.barrier()
+
+
+@pytest.mark.parametrize("env", WITH_ONE_SLOT.values(), ids=WITH_ONE_SLOT)
+@pytest.mark.parametrize("message", [{"stop": False}, torch.empty(0, 3), None], ids=["a number", "empty", "None"])
+def test_a_frozen_message_without_elements_is_waited_for(env: dict[str, str], message: object) -> None:
+    ranks.run(2, without_elements, message, env=env)
+
+
+def too_many_dimensions() -> None:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        if mesh.rank == 0:
+            with pytest.raises(hpcomm.InvalidArgument, match=r"message\['h'\]\[1\] has 65 dimensions.* 64 at most"):
+                channel.send({"h": [torch.ones(1), torch.ones([1] * 65)]})
+            channel.send(torch.ones([1] * 64))
+        else:
+            assert channel.recv().dim() == 64
+
+
+def test_a_tensor_of_too_many_dimensions_is_named() -> None:
+    ranks.run(2, too_many_dimensions)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+
 import pytest
 import ranks
 import torch
 from operations import Operations
 from pairs import TRANSPORTS, paired
+
+import hpcomm
 
 
 def received_memory_is_reused() -> int:
@@ -113,3 +118,46 @@ def in_place_on_what_was_received() -> None:
 
 def test_what_was_received_may_be_written() -> None:
     ranks.run(2, in_place_on_what_was_received)
+
+
+class MallInfo(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    )
+
+
+def allocated() -> int:
+    """Bytes that malloc has given out."""
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallinfo2.restype = MallInfo
+    info = libc.mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
+def made_and_dropped() -> int:
+    with hpcomm.init(dp=1, pp=2) as mesh:
+
+        def churn(channels: int) -> None:
+            for i in range(channels):
+                channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, schema=("per_message", "frozen")[i % 2])
+                if mesh.rank == i % 2:
+                    channel.send(torch.ones(4)).wait()
+                else:
+                    channel.recv()
+                del channel
+            gc.collect()
+            mesh.barrier()
+
+        churn(50)
+        before = allocated()
+        churn(300)
+        return allocated() - before
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc before 2.33")
+def test_channels_that_are_gone_leave_nothing_behind() -> None:
+    """They left 1.5 KB and more each in Control: words that nobody was there to read, and room for them."""
+    assert max(ranks.run(2, made_and_dropped)) < 300 * 300

@@ -191,3 +191,22 @@ def views_of_buckets() -> None:
 
 def test_a_gradient_of_another_layout_becomes_a_view_of_its_bucket() -> None:
     ranks.run(2, views_of_buckets)
+
+
+def refused_between() -> None:
+    with hpcomm.init() as mesh:
+        module = nn.Linear(4, 4, bias=False)
+        wrapped = hpcomm.DistributedDataParallel(module, mesh=mesh)
+        out = wrapped(torch.full((2, 4), mesh.rank + 1.0))
+        whole = module.weight.data
+        module.weight.data = whole[:2]
+        with pytest.raises(hpcomm.InvalidArgument, match="has 8 elements, and had 16"):
+            wrapped.start_reduction(0)
+        module.weight.data = whole
+        out.sum().backward()
+        assert module.weight.grad is not None
+        assert torch.equal(module.weight.grad, torch.full((4, 4), 3.0))
+
+
+def test_a_refused_reduction_by_hand_leaves_what_a_forward_has_prepared() -> None:
+    ranks.run(2, refused_between)

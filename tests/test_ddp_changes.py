@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import hpcomm
 from hpcomm.ddp.choice import Under
+from hpcomm.ddp.states import broadcast_all
 
 
 def layers() -> nn.Sequential:
@@ -256,3 +258,56 @@ def copied_with_a_static_graph() -> None:
 
 def test_a_copy_with_a_static_graph_is_reduced_from_its_first_step_on() -> None:
     ranks.run(2, copied_with_a_static_graph)
+
+
+def converted_and_back(options: dict[str, Any], accumulates: bool) -> None:
+    with hpcomm.init() as mesh:
+        module, alone = layers(), layers()
+        model = hpcomm.DistributedDataParallel(module, mesh=mesh, **options)
+        optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+        mine = model.make_optimizer(torch.optim.SGD, lr=0.1) if options.get("shard_optimizer") else None
+        other = torch.optim.SGD(module.parameters(), lr=0.1)
+        for step in range(4):
+            if step == 2:
+                module.double()  # an evaluation, say
+                module.float()
+            if accumulates:
+                with model.no_sync():
+                    model(batch(mesh, 100 + step)).square().mean().backward()
+            model(batch(mesh, step)).square().mean().backward()
+            for rank in range(mesh.size):
+                for number in [100 + step, step] if accumulates else [step]:
+                    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + rank))
+                    (alone(x).square().mean() / mesh.size).backward()
+            (mine or other).step()
+            optimizer.step()
+            (mine or other).zero_grad()
+            optimizer.zero_grad()
+            for p, q in zip(module.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_optimizer": True}, {"find_unused_parameters": True}])
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_model_that_was_converted_and_converted_back_is_averaged(options: dict[str, Any], accumulates: bool) -> None:
+    """Autograd gives its parameters other accumulators."""
+    ranks.run(2, converted_and_back, options, accumulates)
+
+
+def test_arguments_by_position_are_torchs() -> None:
+    with hpcomm.init() as mesh:
+        for args, options in [((None, None, 0, True), {"dim": 1}), ((None,) * 40, {}), ((), {"dims": 1})]:
+            with pytest.raises(TypeError):
+                hpcomm.DistributedDataParallel(layers(), *args, mesh=mesh, **options)
+        assert hpcomm.DistributedDataParallel(layers(), None, None, 1, mesh=mesh).dim == 1
+
+
+class LaneOfOneGpu:
+    device, size, rank = "cuda:0", 2, 1
+
+
+@pytest.mark.parametrize("devices", [["cuda:1"], ["cuda:0", "cuda:1"]])
+def test_states_on_another_gpu_are_left_to_torch(devices: list[str]) -> None:
+    with FakeTensorMode():
+        states = [torch.empty(4, device=device) for device in devices]
+        assert not broadcast_all(LaneOfOneGpu(), states, 0)  # type: ignore[arg-type]

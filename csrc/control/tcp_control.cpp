@@ -131,7 +131,9 @@ void TcpControl::land(int peer, std::uint64_t channel, MakePlace make) {
   HPCOMM_REQUIRE(peer >= 0 && peer < size() && peer != rank_, "rank ", rank_, " has no peer ", peer, " of ", size());
   if (!forked()) {
     std::lock_guard lock(mutex_);
-    inboxes_[{peer, channel}].make_place.swap(make);
+    const auto inbox = inboxes_.try_emplace({peer, channel}).first;
+    inbox->second.make_place.swap(make);
+    tidy(inbox);
   }  // what it was before goes without the lock
 }
 
@@ -140,7 +142,14 @@ std::optional<Body> TcpControl::try_receive_body(int peer, std::uint64_t channel
                  " of ", size());
   require_own_process("receive", peer);
   std::unique_lock lock(mutex_);
-  Inbox& inbox = inboxes_[{peer, channel}];
+  const auto found = inboxes_.try_emplace({peer, channel}).first;
+  Inbox& inbox = found->second;
+  ++inbox.waiting;
+  const auto leave = [this, found](Inbox* left) {
+    --left->waiting;
+    tidy(found);
+  };
+  const std::unique_ptr<Inbox, decltype(leave)> here(&inbox, leave);  // goes before the lock
   for (;;) {
     if (!inbox.messages.empty()) {
       Body body = std::move(inbox.messages.front());
@@ -159,6 +168,12 @@ std::optional<Body> TcpControl::try_receive_body(int peer, std::uint64_t channel
     if (inbox.arrived.wait_until(lock, until) == std::cv_status::timeout && inbox.messages.empty() && !failure_) {
       return std::nullopt;
     }
+  }
+}
+
+void TcpControl::tidy(Inboxes::iterator inbox) {
+  if (inbox->second.messages.empty() && inbox->second.waiting == 0 && inbox->second.make_place == nullptr) {
+    inboxes_.erase(inbox);
   }
 }
 

@@ -6,7 +6,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -80,10 +80,12 @@ class TcpControl final : public Control {
     bool is_dropped = false;           // what comes from it; the I/O thread's own
   };
   struct Inbox {
-    std::deque<Body> messages;
+    std::list<Body> messages;
     std::condition_variable arrived;
-    MakePlace make_place;  // of long ones
+    int waiting = 0;       // threads
+    MakePlace make_place;  // of long messages
   };
+  using Inboxes = std::map<std::pair<int, std::uint64_t>, Inbox>;
   // Who has lent a body and is to hear what became of it: why it was not sent, if it was not.
   struct Told {
     Outbox::Sent sent;
@@ -115,6 +117,8 @@ class TcpControl final : public Control {
   void flush(Peer& peer);
   void send_frame(Peer& peer, FrameKind kind, std::uint64_t channel, std::string_view body);
   void put_frame(Peer& peer, FrameKind kind, std::uint64_t channel, std::string_view body);
+  // With mutex_ held: drops what nobody uses.
+  void tidy(Inboxes::iterator inbox);
   // Called with mutex_ held. `but`: a rank that is not told.
   void tell_all(FrameKind kind, std::uint64_t channel, std::string_view text, int but = -1);
   void forget(std::vector<Outbox::Sent> told, const Error& why);
@@ -132,7 +136,7 @@ class TcpControl final : public Control {
   // Guards everything below but the listeners. No listener and no blocking call runs under it.
   mutable std::mutex mutex_;
   std::vector<Peer> peers_;
-  std::map<std::pair<int, std::uint64_t>, Inbox> inboxes_;  // never erased: waiters hold references
+  Inboxes inboxes_;  // with messages, a place for them, or somebody who waits
   std::optional<Error> failure_;
   std::vector<int> departed_;      // in the order in which they left
   std::vector<Silence> silences_;  // that have not ended

@@ -84,6 +84,9 @@ void SendEdge::leave() noexcept {
   }
   try {
     const Communicator& communicator = *config_.communicator;
+    if (refusal_->is_closed(UINT64_MAX)) {
+      return;  // the receiver is gone, or has ended: it would stay in Control for ever
+    }
     communicator.control().send(job_rank(communicator, config_.peer), farewell_of(id_),
                                 {reinterpret_cast<const char*>(&sequence_), sizeof sequence_});
   } catch (const std::exception&) {
@@ -95,7 +98,7 @@ std::size_t SendEdge::slot_bytes() const { return route_->slot_bytes(); }
 
 bool SendEdge::is_under_way() const {
   std::erase_if(under_way_, [](const WorkPtr& work) { return work->done(); });
-  return (!under_way_.empty() || route_->is_looked_for()) && !refusal_->is_closed();
+  return (!under_way_.empty() || route_->is_looked_for()) && !refusal_->is_closed(sequence_ - 1);
 }
 
 void SendEdge::check_refused(int microbatch) const { refusal_->check_for(microbatch); }
@@ -128,7 +131,7 @@ WorkPtr SendEdge::send(const Schema& schema, std::vector<Source> tensors, Keepal
 
 WorkPtr SendEdge::send(std::string_view schema, std::vector<Source> tensors, Keepalive keepalive, int microbatch) {
   Communicator& communicator = *config_.communicator;
-  refusal_->check_sometimes();
+  refusal_->check_sometimes(sequence_);
   Outgoing message;
   bool first = false;
   if (last_ != nullptr && last_->bytes == schema) {
@@ -343,15 +346,18 @@ MessageHeader Inbound::header_in(std::string_view bytes, std::uint64_t sequence)
 bool Inbound::is_beyond_last(std::uint64_t sequence) {
   std::optional<std::string> text;
   try {
-    text = sent_in_all ? std::nullopt
-                       : communicator.control().try_receive(job_rank(communicator, peer), farewell_of(id), Deadline{});
+    if (sent_in_all == UINT64_MAX) {
+      text = communicator.control().try_receive(job_rank(communicator, peer), farewell_of(id), Deadline{});
+    }
   } catch (const Error&) {
     // The job has failed, or the peer has left: whoever waits says so.
   }
   if (text && text->size() == sizeof(std::uint64_t)) {
-    std::memcpy(&sent_in_all.emplace(), text->data(), text->size());
+    std::uint64_t sent = 0;
+    std::memcpy(&sent, text->data(), text->size());
+    sent_in_all = sent;
   }
-  return sent_in_all && sequence >= *sent_in_all;
+  return sequence >= sent_in_all;
 }
 
 void Inbound::check(std::uint64_t sequence, Deadline deadline) {
@@ -390,10 +396,10 @@ void Inbound::fail(std::exception_ptr error) {
       // Its payload stays unread: what follows on this communicator would meet the wrong one.
       communicator.abort(why);
     } else {
-      refusal.tell_closed();
+      refusal.tell_closed(0);
     }
   } catch (...) {
-    refusal.tell_closed();  // of this rank alone: a signal, most likely
+    refusal.tell_closed(0);  // of this rank alone: a signal, most likely
   }
 }
 
@@ -441,7 +447,12 @@ RecvEdge::RecvEdge(EdgeConfig config, std::shared_ptr<Allocator> allocator) : co
 
 RecvEdge::~RecvEdge() {
   route_->inbound().closed = true;  // before the sender hears of it
-  route_->inbound().refusal.tell_closed();
+  // A host that was not there yet for a message does not take it now. A GPU goes on with what was issued, perhaps long
+  // before the sender issues it.
+  const bool goes_on = config_.communicator->device().type == DeviceType::kCuda;
+  if (!route_->inbound().is_beyond_last(sequence_)) {  // else the sender is gone and has sent no more
+    route_->inbound().refusal.tell_closed(goes_on ? sequence_.load() : 0);
+  }
 }
 
 Receipt RecvEdge::recv(int microbatch, const OpOptions& options, const Meanwhile& meanwhile) {

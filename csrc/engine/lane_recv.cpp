@@ -213,7 +213,7 @@ class LaneRecv final : public RecvRoute {
       work.issued(std::move(received));
     }
 
-    [[nodiscard]] bool needs_header(std::uint64_t sequence) const noexcept {
+    [[nodiscard]] bool needs_header(std::uint64_t sequence) const {
       return inbound->needs_header(sequence) ||
              (inbound->current != nullptr && has_header(inbound->communicator, inbound->current->parcel));
     }

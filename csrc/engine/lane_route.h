@@ -30,8 +30,9 @@ inline constexpr std::size_t kMostInGroup = 256;
 }
 
 // SendRoute::has_header(): where Control is fast, what goes behind a header need not wait for its receive to be posted.
-[[nodiscard]] inline bool has_header(const Communicator& communicator, const Parcel& parcel) noexcept {
-  return parcel.bytes() > 0 && communicator.bytes_in_control() > 0;
+// A message without elements is its header alone. A graph has neither, when it is launched.
+[[nodiscard]] inline bool has_header(const Communicator& communicator, const Parcel& parcel) {
+  return parcel.bytes() > 0 ? communicator.bytes_in_control() > 0 : !communicator.compute()->is_capturing();
 }
 
 // Null where messages keep their place in the order of issue.

@@ -104,7 +104,7 @@ class LaneSend final : public SendRoute {
     return std::make_shared<JointWork>(std::move(message.what), std::move(works), refusal_);
   }
 
-  [[nodiscard]] bool has_header(const Parcel& parcel) const noexcept override {
+  [[nodiscard]] bool has_header(const Parcel& parcel) const override {
     return lane_route::has_header(communicator_, parcel);
   }
 
@@ -218,7 +218,7 @@ class LaneSend final : public SendRoute {
                                                                 views = std::move(views),
                                                                 items = std::move(items)](DeviceSlot::Place& place) {
       const auto check = [&] {
-        refusal->check_on_lane();
+        refusal->check_on_lane(static_cast<std::uint64_t>(work->what().sequence));
         if (auto why = lane.aborted()) {
           throw Error(*why);
         }

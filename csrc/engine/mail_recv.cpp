@@ -104,7 +104,7 @@ class MailRecv final : public RecvRoute {
     void receive(Receiving& one) {
       Incoming& message = one.message;
       std::optional<MessageHeader> header;
-      if (inbound->needs_header(one.sequence) || is_lent(inbound->current->parcel)) {
+      if (inbound->needs_header(one.sequence) || has_header(inbound->current->parcel)) {
         header = next_header(one);
         message.microbatch = header->microbatch;
       }

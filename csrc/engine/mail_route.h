@@ -32,8 +32,10 @@ inline constexpr std::size_t kInline = 192;
 struct alignas(64) Envelope : std::array<char, kHeaderBytes + kInline> {};
 
 [[nodiscard]] inline bool is_inline(const Parcel& parcel) { return parcel.bytes() <= kInline; }
-// Whether the packed part travels in a block, which its header names: SendRoute::has_header().
+// Whether the packed part travels in a block, which its header names.
 [[nodiscard]] inline bool is_lent(const Parcel& parcel) { return parcel.packed.bytes() > 0 && !is_inline(parcel); }
+// SendRoute::has_header(). A message without elements is its header alone.
+[[nodiscard]] inline bool has_header(const Parcel& parcel) { return is_lent(parcel) || parcel.bytes() == 0; }
 // How long the mail with the header is.
 [[nodiscard]] inline std::size_t envelope_bytes(const Parcel& parcel) {
   return kHeaderBytes + (is_inline(parcel) ? parcel.bytes() : 0);

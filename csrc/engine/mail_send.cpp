@@ -39,7 +39,9 @@ class MailSend final : public SendRoute {
         nullptr, [waiting = state.waiting](const void*) { waiting->fetch_sub(1, std::memory_order_release); });
     const auto queued = std::make_shared<Outgoing>(std::move(message));
     return host_.run_in_order(queued->what, [state = state_, queued, counted, &host = host_](Deadline deadline) {
-      const auto look = [&state] { state->refusal->check_on_lane(); };
+      const auto look = [&state, sequence = static_cast<std::uint64_t>(queued->what.sequence)] {
+        state->refusal->check_on_lane(sequence);
+      };
       try {
         const WorkPtr work = state->issue(*queued, state->wait_for_grant(*queued, host, deadline, look), nullptr);
         while (!work->wait_until(std::min(deadline, roughly_after(kLook)))) {
@@ -68,7 +70,7 @@ class MailSend final : public SendRoute {
     });
   }
 
-  [[nodiscard]] bool has_header(const Parcel& parcel) const noexcept override { return is_lent(parcel); }
+  [[nodiscard]] bool has_header(const Parcel& parcel) const override { return mail_route::has_header(parcel); }
 
   [[nodiscard]] std::size_t slot_bytes() const override { return state_->loans.bytes() + state_->slots.bytes(); }
 
@@ -190,7 +192,6 @@ class MailSend final : public SendRoute {
       return copies;
     }
 
-    // No mails: of a frozen edge, without elements.
     static WorkPtr joint(Outgoing& message, std::vector<WorkPtr> mails, std::shared_ptr<Refusal> refused) {
       if (std::all_of(mails.begin(), mails.end(), [](const WorkPtr& mail) { return has_ended_well(*mail); })) {
         return std::make_shared<DoneWork>(std::move(message.what));

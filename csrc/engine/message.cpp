@@ -21,7 +21,6 @@ constexpr std::uint32_t kMagic = 0x676d6368;  // "hcmg"
 constexpr std::uint16_t kVersion = 8;
 constexpr std::uint16_t kLent = 1;
 constexpr std::uint16_t kFrozen = 2;
-constexpr std::size_t kMaxDimensions = 64;
 constexpr std::size_t kLeastTensorBytes = 4;  // of a schema: a tensor without dimensions
 
 struct WireHeader {

@@ -83,6 +83,7 @@ struct MessageHeader {
 inline constexpr std::size_t kHeaderBytes = 64;
 // No schema is longer, so a damaged length cannot make a rank allocate.
 inline constexpr std::size_t kMaxSchemaBytes = std::size_t{16} << 20;
+inline constexpr std::size_t kMaxDimensions = 64;  // of a tensor
 
 [[nodiscard]] std::string encode_header(const MessageHeader& header);
 // The same kHeaderBytes to `target`.

@@ -1,9 +1,8 @@
 // A refusal is one Control message: the kind of error (a byte), the microbatch (4 bytes), the message's number (8),
-// then its text. A single byte says that the receiver is gone.
+// then its text. One of another kind and a number (8) alone says which messages the receiver does not take any more.
 #include "engine/refusal.h"
 
 #include <cstring>
-#include <string_view>
 
 #include "base/hash.h"
 
@@ -14,7 +13,7 @@ namespace {
 constexpr auto kLookEvery = std::chrono::milliseconds(5);
 // Longer texts are cut: they list the leaves of a schema.
 constexpr std::size_t kMostText = 4000;
-constexpr std::string_view kNothingMore = "C";
+constexpr char kNothingMore = 'C';
 
 }  // namespace
 
@@ -37,46 +36,65 @@ void Refusal::tell(const Error& why, std::int32_t microbatch) noexcept {
   }
 }
 
-void Refusal::tell_closed() noexcept {
+void Refusal::tell_closed(std::uint64_t taken) noexcept {
   try {
-    control_->send(peer_, channel_, kNothingMore);
+    std::string body(1, kNothingMore);
+    body.append(reinterpret_cast<const char*>(&taken), sizeof taken);
+    control_->send(peer_, channel_, body);
   } catch (const std::exception&) {
     // As above.
   }
 }
 
 void Refusal::check() {
-  const std::lock_guard lock(mutex_);
-  if (has_come(false)) {
-    throw Error(*told_);
+  if (const auto told = hear(Who::kOther)) {
+    throw Error(*told);
   }
 }
 
 void Refusal::check_for(std::int32_t microbatch) {
-  const std::lock_guard lock(mutex_);
-  if (has_come(false) && microbatch_ <= microbatch) {  // -1, where it is not known, is before all
-    throw Error(*told_);
+  if (const auto told = hear(Who::kOther); told && microbatch_ <= microbatch) {  // -1, not known, is before all
+    throw Error(*told);
   }
 }
 
-void Refusal::look(bool on_lane) {
-  const std::lock_guard lock(mutex_);
-  if (has_come(on_lane)) {
-    throw Error(*told_);
+void Refusal::look(Who who, std::uint64_t sequence) {
+  if (const auto told = hear(who)) {
+    throw Error(*told);
   }
-  if (closed_) {
+  const std::lock_guard lock(mutex_);
+  if (closed_ && sequence >= closed_from_) {
     throw Error(*closed_);
   }
 }
 
-bool Refusal::is_closed() {
+bool Refusal::is_closed(std::uint64_t sequence) {
+  const bool is_refused = hear(Who::kLane).has_value();  // the operations are none of a question's business
   const std::lock_guard lock(mutex_);
-  return has_come(true) || closed_;  // the operations are none of a question's business
+  return is_refused || (closed_ && sequence >= closed_from_);
 }
 
-bool Refusal::has_come(bool on_lane) {
+// The communicator ends without the mutex: this may be the last to hold it, and then waits for its lane, whose tasks
+// come here.
+std::optional<Error> Refusal::hear(Who who) {
+  std::shared_ptr<Communicator> ended;
+  std::optional<Error> told;
+  {
+    const std::lock_guard lock(mutex_);
+    if (take() && who != Who::kLane) {
+      ended = communicator_.lock();
+    }
+    told = told_;
+  }
+  if (ended != nullptr) {
+    ended->abort(*told);
+  }
+  return told;
+}
+
+bool Refusal::take() {
   if (told_ || closed_) {
-    return told_.has_value();
+    return false;
   }
   std::optional<std::string> body;
   try {
@@ -84,7 +102,8 @@ bool Refusal::has_come(bool on_lane) {
   } catch (const Error&) {
     return false;  // the operation that waits says so, or has ended well before
   }
-  if (body == kNothingMore) {
+  if (body && body->size() == 1 + sizeof closed_from_ && body->front() == kNothingMore) {
+    std::memcpy(&closed_from_, body->data() + 1, sizeof closed_from_);
     closed_ = Error(ErrorKind::kPeerError,
                     str("send: rank ", peer_, " has closed its end of this channel, or its receive was interrupted or ",
                         "timed out: it takes no more messages"),
@@ -101,11 +120,6 @@ bool Refusal::has_come(bool on_lane) {
   told_ = Error(body->starts_with('P') ? ErrorKind::kProtocol : ErrorKind::kSchemaMismatch,
                 str("rank ", peer_, " refused a message of this rank: ", body->substr(kText)),
                 {self_, peer_, sequence, "send"});
-  if (!on_lane) {
-    if (const auto communicator = communicator_.lock()) {
-      communicator->abort(*told_);
-    }
-  }
   return true;
 }
 
@@ -119,15 +133,15 @@ bool Refusal::is_time() {
   return true;
 }
 
-void Refusal::check_sometimes() {
+void Refusal::check_sometimes(std::uint64_t sequence) {
   if (is_time()) {
-    look(false);
+    look(Who::kOther, sequence);
   }
 }
 
-void Refusal::check_on_lane() {
+void Refusal::check_on_lane(std::uint64_t sequence) {
   if (is_time()) {
-    look(true);
+    look(Who::kLane, sequence);
   }
 }
 

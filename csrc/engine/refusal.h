@@ -21,27 +21,30 @@ class Refusal {
 
   // At the receiver: tells the sender of a mismatch, or of damage. `microbatch` is that of the message, or -1.
   void tell(const Error& why, std::int32_t microbatch) noexcept;
-  // At the receiver: it takes nothing more, because it is gone, or gave up. What was sent before may have arrived.
-  void tell_closed() noexcept;
+  // At the receiver: it takes no message from number `taken` on, because it is gone, or gave up.
+  void tell_closed(std::uint64_t taken) noexcept;
   // At the sender: throws what the receiver told, once it has come, and ends the communicator's operations, which
   // nobody meets any more. From any thread but the communicator's own; also when the communicator is gone.
   void check();
   // The same, but throws only where the message of `microbatch` was refused, or one before it.
   void check_for(std::int32_t microbatch);
-  // The same for a message that is about to be sent, which a receiver that is gone will not take either; but looks no
-  // more than a few hundred times a second.
-  void check_sometimes();
+  // The same for message number `sequence`, which a receiver that is gone may not take either; but looks no more than a
+  // few hundred times a second.
+  void check_sometimes(std::uint64_t sequence);
   // The same for a task on the communicator's lane, which has to end the operations itself: were this the last to hold
   // the communicator, its end would wait for its own lane.
-  void check_on_lane();
-  // At the sender: whether the receiver takes nothing more.
-  [[nodiscard]] bool is_closed();
+  void check_on_lane(std::uint64_t sequence);
+  // At the sender: whether the receiver does not take message number `sequence`.
+  [[nodiscard]] bool is_closed(std::uint64_t sequence);
 
  private:
+  enum class Who { kLane, kOther };
+  // The refusal, if it has come; ends the operations the first time.
+  [[nodiscard]] std::optional<Error> hear(Who who);
   // Throws what has come, also that the receiver is gone.
-  void look(bool on_lane);
-  // Whether there is something to throw. With the mutex held.
-  [[nodiscard]] bool has_come(bool on_lane);
+  void look(Who who, std::uint64_t sequence);
+  // Whether a refusal has come with this look. With the mutex held.
+  [[nodiscard]] bool take();
   [[nodiscard]] bool is_time();
 
   const std::weak_ptr<Communicator> communicator_;
@@ -52,7 +55,8 @@ class Refusal {
   std::mutex mutex_;
   std::optional<Error> told_;
   std::optional<Error> closed_;
-  std::int32_t microbatch_ = -1;  // of what was refused
+  std::uint64_t closed_from_ = 0;  // which message is the first that is not taken
+  std::int32_t microbatch_ = -1;   // of what was refused
   Deadline next_look_{};
 };
 

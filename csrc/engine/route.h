@@ -34,14 +34,14 @@ class SendRoute {
   virtual WorkPtr send(Outgoing message) = 0;
   // Whether a message has a header also on a frozen edge, where without one it would take a slower way. Both ends say
   // the same.
-  [[nodiscard]] virtual bool has_header(const Parcel& parcel) const noexcept = 0;
+  [[nodiscard]] virtual bool has_header(const Parcel& parcel) const = 0;
   [[nodiscard]] virtual std::size_t slot_bytes() const = 0;
   // True while a message whose Work has ended would be lost if this process ended.
   [[nodiscard]] virtual bool is_looked_for() const { return false; }
 };
 
 // What a receiving end knows of its edge, and every check of what comes. Touched by the lane alone, or by whoever runs
-// in its order; but for `closed`, `expected`, `refusal`, `missed` and the constants.
+// in its order; but for atomics, `expected`, `refusal` and the constants.
 struct Inbound {
   Inbound(const EdgeConfig& config, std::uint64_t edge_id);
 
@@ -62,7 +62,7 @@ struct Inbound {
   // The first error ends the edge: what comes after it would pair headers with payloads of other messages.
   void fail(std::exception_ptr error);
   [[nodiscard]] std::string name() const;  // "edge 0->1"
-  // Whether the sender is gone, and did not send so many messages.
+  // Whether the sender is gone, and did not send so many messages. From any thread.
   [[nodiscard]] bool is_beyond_last(std::uint64_t sequence);
   // Parts of accept(). The schema that a header says its message has, which comes with it or was there before.
   [[nodiscard]] KnownPtr schema_of(const MessageHeader& header, std::string_view schema, std::uint64_t sequence);
@@ -80,8 +80,8 @@ struct Inbound {
   SchemaBook book;
   KnownPtr current;
   std::exception_ptr broken;
-  std::optional<std::uint64_t> sent_in_all;  // by a sender that is gone
-  std::atomic<bool> closed = false;          // by the owner's thread
+  std::atomic<std::uint64_t> sent_in_all = UINT64_MAX;  // by a sender that is gone
+  std::atomic<bool> closed = false;                     // by the owner's thread
   std::mutex expected_mutex;
   std::shared_ptr<const Schema> expected;
   KnownPtr fixed;  // of a frozen edge, by its first message

@@ -36,12 +36,21 @@ struct News {
 }  // namespace
 
 Window::Window(const Communicator& communicator, int peer, std::uint64_t edge, std::size_t slots)
-    : control_(communicator.control()),
+    : control_(communicator.shared_control()),
       peer_(communicator.ranks()[static_cast<std::size_t>(peer)]),
       channel_(Fingerprint().add("window").add_int(edge).value()),
       most_(communicator.bytes_in_control()),
-      most_asked_(most_ > 0 && control_.lands(peer_) ? kMostAsked : most_),
+      most_asked_(most_ > 0 && control_->lands(peer_) ? kMostAsked : most_),
       room_(slots * most_) {}
+
+Window::~Window() {
+  try {
+    while (control_->try_receive(peer_, channel_, Deadline{})) {
+    }
+  } catch (const std::exception&) {
+    // The job has failed, or the peer has left, or this process is a fork.
+  }
+}
 
 std::uint64_t Window::cost(const Parcel& parcel) noexcept {
   return std::max<std::uint64_t>(parcel.bytes(), kLeastCost);
@@ -50,7 +59,7 @@ std::uint64_t Window::cost(const Parcel& parcel) noexcept {
 bool Window::hear(Deadline until) {
   std::optional<std::string> text;
   try {
-    text = control_.try_receive(peer_, channel_, until);
+    text = control_->try_receive(peer_, channel_, until);
   } catch (const Error&) {
     // The job has failed, or the peer has left: sending says so.
   }
@@ -123,7 +132,7 @@ void Window::note(const Parcel& parcel, bool behind_header) noexcept {
 void Window::tell() noexcept {
   const News news{freed_, asked_};
   try {
-    control_.send(peer_, channel_, std::string_view(reinterpret_cast<const char*>(&news), sizeof news));
+    control_->send(peer_, channel_, std::string_view(reinterpret_cast<const char*>(&news), sizeof news));
   } catch (const std::exception&) {
     // The job has failed, or the sender has left, who may: its messages are here.
   }

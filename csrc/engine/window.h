@@ -19,6 +19,11 @@ class Window {
   // `edge` is the edge's id, `peer` the other end's rank in the communicator; `slots` as both ends were given it.
   Window(const Communicator& communicator, int peer, std::uint64_t edge, std::size_t slots);
 
+  // Takes out of Control what nobody has looked at.
+  ~Window();
+  Window(const Window&) = delete;
+  Window& operator=(const Window&) = delete;
+
   // At the sender: takes room for message `sequence`; false when it has to go another way. May wait for a moment.
   [[nodiscard]] bool take(const Parcel& parcel, std::uint64_t sequence);
   // What was taken for a message that could not be sent.
@@ -47,7 +52,7 @@ class Window {
   void tell() noexcept;
   [[nodiscard]] static std::uint64_t cost(const Parcel& parcel) noexcept;
 
-  Control& control_;
+  const std::shared_ptr<Control> control_;
   const int peer_;  // of the job
   const std::uint64_t channel_;
   const std::uint64_t most_;        // bytes of a message that nobody has asked for

@@ -76,14 +76,13 @@ class Writer {
   // another; neighbours of a topological order stay one when they are contracted; messages never read each other.
   std::vector<int> group_messages(const ReadyOrder& ready,
                                   const std::vector<std::vector<PlacedReduction>>& reductions) const {
-    constexpr std::size_t kMaxMembers = 256;
     const auto joins = [&](std::size_t position, std::size_t first) {
       const Operation& op = replica_.operations()[ready.order[position]];
       const Operation& leader = replica_.operations()[ready.order[first]];
       return op.kind == OpKind::kTransfer && leader.kind == OpKind::kTransfer &&
              messages_of(op.payload)[0] == messages_of(leader.payload)[0] &&
              ready.ready[ready.order[position]] == ready.ready[ready.order[first]] && reductions[position].empty() &&
-             position - first < kMaxMembers;
+             position - first < kMostInGroup;
     };
     std::vector<int> groups(ready.order.size(), -1);
     int count = 0;

@@ -90,11 +90,7 @@ Streams streams(const StepPlan& plan) {
         continue;
       }
       Stream& stream = op.kind == OpKind::kTransfer ? edge_stream(op) : collective_stream(op);
-      // Source and destination are in no order; members of a collective are sorted and may be many.
-      const auto member = op.kind == OpKind::kTransfer
-                              ? std::find(stream.ranks.begin(), stream.ranks.end(), rank)
-                              : std::lower_bound(stream.ranks.begin(), stream.ranks.end(), rank);
-      stream.ops[member - stream.ranks.begin()].push_back(issue.op);
+      stream.ops[place_of(rank, stream.ranks)].push_back(issue.op);
     }
   }
   return result;

@@ -10,8 +10,9 @@ namespace hpcomm::plan {
 
 namespace {
 
-// (weighted loss sum, weight sum) as two fp32.
-constexpr std::int64_t kLossBytes = 24;
+// Weighted sum of losses, sum of weights, and two numbers by which ranks agree on the kind of step, in float64: engine/
+// step_loss.h.
+constexpr std::int64_t kLossBytes = 32;
 
 constexpr int kSameRank = -1;
 constexpr int kNothing = -2;

@@ -241,13 +241,6 @@ class Machine {
     }
   }
 
-  // -1: it has no part in it. Source and destination are in no order, members of a collective are sorted.
-  static int place_of(int rank, const std::vector<int>& ranks) {
-    const auto at = ranks.size() <= 2 ? std::find(ranks.begin(), ranks.end(), rank)
-                                      : std::lower_bound(ranks.begin(), ranks.end(), rank);
-    return at == ranks.end() || *at != rank ? -1 : static_cast<int>(at - ranks.begin());
-  }
-
   // A rank that has what is read, or whose slot it is, starts nothing that it has issued later until it is there.
   void depend(const Dependency& dependency) {
     const auto [before, after] = dependency;

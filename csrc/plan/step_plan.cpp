@@ -86,6 +86,12 @@ std::uint64_t StepPlan::hash() const noexcept {
   return hash.value();
 }
 
+int place_of(int rank, const std::vector<int>& participants) {
+  const auto at = participants.size() <= 2 ? std::find(participants.begin(), participants.end(), rank)
+                                           : std::lower_bound(participants.begin(), participants.end(), rank);
+  return at == participants.end() || *at != rank ? -1 : static_cast<int>(at - participants.begin());
+}
+
 std::vector<int> StepPlan::replicas(int stage, int shard) const {
   std::vector<int> ranks;
   for (int copy = shard; copy < copies(); copy += tp) {

@@ -84,6 +84,13 @@ struct Dependency {
   bool operator==(const Dependency&) const = default;
 };
 
+// Messages in a group. NCCL has hung above it.
+inline constexpr std::size_t kMostInGroup = 256;
+
+// Where `rank` is among the participants of an operation, -1: nowhere. Source and destination are in no order; members
+// of a collective are sorted and may be many.
+[[nodiscard]] int place_of(int rank, const std::vector<int>& participants);
+
 // Ranks are a mesh of pp x dp x tp, the outermost first: rank = (pipeline_rank * dp + replica) * tp + shard. The ranks
 // of a pipeline rank are its copies: copy = replica * tp + shard.
 struct StepPlan {

@@ -120,6 +120,7 @@ std::string count_by_lane(const StepPlan& plan) {
 
 std::string StepPlan::to_text() const {
   HPCOMM_REQUIRE(dp >= 1 && tp >= 1, "dp is ", dp, ", tp is ", tp);
+  const std::int64_t copies = std::int64_t{dp} * tp;  // of a plan that nobody has checked
   const Style style{.stages = num_stages() > pp};
   std::vector<std::string> labels;
   std::vector<std::vector<std::string>> rows;
@@ -128,7 +129,7 @@ std::string StepPlan::to_text() const {
   for (int first = 0; first < std::ssize(lists);) {
     std::vector<std::string> row = plan::tokens(plan::actions(*this, first), style);
     int next = first + 1;
-    while (next < std::ssize(lists) && next % copies() != 0 && plan::tokens(plan::actions(*this, next), style) == row) {
+    while (next < std::ssize(lists) && next % copies != 0 && plan::tokens(plan::actions(*this, next), style) == row) {
       ++next;
     }
     labels.push_back(next == first + 1 ? str("rank ", first) : str("rank ", first, "-", next - 1));

@@ -53,6 +53,9 @@ void check_ties(const StepPlan& plan) {
                    "tie ", i, " must list two or more different stages below ", plan.num_stages(),
                    " in increasing order, and bytes");
   }
+}
+
+void check_modes(const StepPlan& plan) {
   HPCOMM_REQUIRE(plan.start_order == StartOrder::kEither || plan.start_order == StartOrder::kIssueOrder ||
                      plan.start_order == StartOrder::kSlots,
                  "there is no start order ", static_cast<int>(plan.start_order));
@@ -258,16 +261,8 @@ void check_names(const StepPlan& plan) {
   }
 }
 
-bool takes_part(const Operation& op, int rank) {
-  const auto& ranks = op.participants;
-  // Source and destination are in no order; members of a collective are sorted and may be many.
-  return ranks.size() <= 2 ? std::find(ranks.begin(), ranks.end(), rank) != ranks.end()
-                           : std::binary_search(ranks.begin(), ranks.end(), rank);
-}
-
 // Members of a group are issued as one: on one communicator, next to each other in every list.
 void check_groups(const StepPlan& plan) {
-  constexpr int kMaxMembers = 256;  // NCCL has hung above it
   std::map<int, std::vector<int>> members;
   for (int i = 0; i < std::ssize(plan.operations); ++i) {
     const Operation& op = plan.operations[i];
@@ -278,8 +273,8 @@ void check_groups(const StepPlan& plan) {
     }
   }
   for (const auto& [group, ops] : members) {
-    HPCOMM_REQUIRE(std::ssize(ops) <= kMaxMembers, "group ", group, " has ", ops.size(), " members, at most ",
-                   kMaxMembers);
+    HPCOMM_REQUIRE(ops.size() <= kMostInGroup, "group ", group, " has ", ops.size(), " members, at most ",
+                   kMostInGroup);
     const Operation& first = plan.operations[ops[0]];
     for (const int index : ops) {
       const Operation& op = plan.operations[index];
@@ -316,7 +311,8 @@ void check_list(const StepPlan& plan, int rank) {
     HPCOMM_REQUIRE(in_range(issue.op, std::ssize(plan.operations)), where(), " names operation ", issue.op,
                    ", the plan has ", plan.operations.size());
     const Operation& op = plan.operations[issue.op];
-    HPCOMM_REQUIRE(takes_part(op, rank), where(), " is ", describe(op), ", in which that rank takes no part");
+    HPCOMM_REQUIRE(place_of(rank, op.participants) != -1, where(), " is ", describe(op),
+                   ", in which that rank takes no part");
     if (issue.host == -1) {
       host = issue.op;
       continue;
@@ -356,6 +352,7 @@ void check_issue_points(const StepPlan& plan) {
 void require_well_formed(const StepPlan& plan) {
   check_mesh(plan);
   check_ties(plan);
+  check_modes(plan);
   check_communicators(plan);
   for (int i = 0; i < std::ssize(plan.operations); ++i) {
     OperationCheck(plan, i).run();

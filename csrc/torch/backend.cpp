@@ -61,8 +61,6 @@ void HpcommBackend::leave() noexcept {
   }
 }
 
-const std::shared_ptr<HostCommunicator>& HpcommBackend::communicator() const { return communicator_; }
-
 OpOptions HpcommBackend::op_options(std::chrono::milliseconds timeout) const {
   OpOptions options;
   options.timeout = timeout.count() > 0 ? timeout : std::chrono::milliseconds(timeout_);
@@ -176,11 +174,9 @@ HpcommBackend::C10dWork HpcommBackend::_allgather_base(at::Tensor& output, at::T
       });
     }
     return compose(call, {input}, {output}, [to = lane_alias(output), from = lane_alias(input)](Step& step) {
-      at::Tensor staged = is_direct(to) ? to : at::empty(to.sizes(), to.options());
+      const at::Tensor staged = receptacle(to);
       step.all_gather(staged, direct(from, "all_gather"));
-      if (!staged.is_same(to)) {
-        to.copy_(staged);
-      }
+      deliver(staged, to);
     });
   });
 }
@@ -227,11 +223,9 @@ HpcommBackend::C10dWork HpcommBackend::_reduce_scatter_base(at::Tensor& output, 
       });
     }
     return compose(call, {input}, {output}, [how, to = lane_alias(output), from = lane_alias(input)](Step& step) {
-      at::Tensor staged = is_direct(to) ? to : at::empty(to.sizes(), to.options());
+      const at::Tensor staged = receptacle(to);
       step.reduce_scatter(staged, how.prepared(from, false, "reduce_scatter"), how.op);
-      if (!staged.is_same(to)) {
-        to.copy_(staged);
-      }
+      deliver(staged, to);
     });
   });
 }
@@ -262,11 +256,9 @@ HpcommBackend::C10dWork HpcommBackend::reduce_scatter(Tensors& outputs, TensorLi
       for (std::size_t i = 0; i < from.size(); ++i) {
         whole_input[static_cast<std::int64_t>(i)].view(from[i].sizes()).copy_(from[i]);
       }
-      at::Tensor staged = is_direct(to) ? to : at::empty(to.sizes(), to.options());
+      const at::Tensor staged = receptacle(to);
       step.reduce_scatter(staged, how.prepared(whole_input, false, "reduce_scatter"), how.op);
-      if (!staged.is_same(to)) {
-        to.copy_(staged);
-      }
+      deliver(staged, to);
     });
   });
 }

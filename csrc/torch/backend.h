@@ -109,7 +109,6 @@ class HpcommBackend final : public c10d::Backend {
   C10dWork message(c10d::OpType type, const char* title, Tensors& tensors, int peer, int tag);
 
   [[nodiscard]] OpOptions op_options(std::chrono::milliseconds timeout) const;
-  [[nodiscard]] const std::shared_ptr<HostCommunicator>& communicator() const;
   void leave() noexcept;
   [[nodiscard]] GroupOperations operations() const { return {communicator_, inside_}; }
 

@@ -13,17 +13,6 @@ namespace {
 
 using Tensors = HpcommBackend::Tensors;
 
-// `target`, or contiguous memory of its shape to be copied to it afterwards.
-at::Tensor receptacle(const at::Tensor& target) {
-  return is_direct(target) ? target : at::empty(target.sizes(), target.options());
-}
-
-void deliver(const at::Tensor& received, const at::Tensor& target) {
-  if (!received.is_same(target)) {
-    target.copy_(received);
-  }
-}
-
 // Parts of an all-to-all: part i goes to, or comes from, rank i.
 struct Parts {
   Tensors send;

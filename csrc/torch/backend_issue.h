@@ -41,9 +41,9 @@ HpcommBackend::C10dWork HpcommBackend::issue(const Call& call, const Tensors& in
   }
   auto work = c10::make_intrusive<BackendWork>(rank_, call.type, profiled ? call.title : nullptr, inputs,
                                                std::move(results), sequence);
-  work->attach(start(sequence, options), communicator(), inside_);
+  work->attach(start(sequence, options), communicator_, inside_);
   if (profiled && call.async) {
-    communicator()->stream().enqueue([work] { work->end_event(); });  // also when nobody waits
+    communicator_->stream().enqueue([work] { work->end_event(); });  // also when nobody waits
   }
   if (coalescing) {
     const std::lock_guard lock(coalescing_mutex_);

@@ -68,6 +68,16 @@ std::vector<bool> overlap_any(const std::vector<at::Tensor>& written, const std:
   return overlap;
 }
 
+at::Tensor receptacle(const at::Tensor& target) {
+  return is_direct(target) ? target : at::empty(target.sizes(), target.options());
+}
+
+void deliver(const at::Tensor& received, const at::Tensor& target) {
+  if (!received.is_same(target)) {
+    target.copy_(received);
+  }
+}
+
 at::Tensor direct(const at::Tensor& tensor, const char* what) {
   require_served(tensor, what, kHost);
   require_memory(tensor, what);

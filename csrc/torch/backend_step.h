@@ -20,8 +20,7 @@ enum class TagSpace : std::uint64_t { kUser = 0, kComposed = 1, kMonitoredBarrie
   return (static_cast<std::uint64_t>(space) << 32) | (tag & 0xffffffffU);
 }
 
-// --- Tensors as operations take them
-// ----------------------------------------------------------------------------------
+// --- Tensors as operations take them ---------------------------------------------------------------------------------
 
 // True when an operation can work on the tensor's own memory.
 [[nodiscard]] bool is_direct(const at::Tensor& tensor);
@@ -30,6 +29,9 @@ enum class TagSpace : std::uint64_t { kUser = 0, kComposed = 1, kMonitoredBarrie
 // Which of `written` share memory with any of `read`. (Their spans, at least.)
 [[nodiscard]] std::vector<bool> overlap_any(const std::vector<at::Tensor>& written,
                                             const std::vector<at::Tensor>& read);
+// `target`, or contiguous memory of its shape, from which deliver() copies to it afterwards.
+[[nodiscard]] at::Tensor receptacle(const at::Tensor& target);
+void deliver(const at::Tensor& received, const at::Tensor& target);
 // `tensor`, of the host, itself or a contiguous copy. Checks device and layout.
 [[nodiscard]] at::Tensor direct(const at::Tensor& tensor, const char* what);
 // The same storage, sizes and strides in a tensor that has no Python object, so the lane lets go of it without the GIL,
@@ -56,8 +58,7 @@ struct Reduction {
 // What c10d asks for. `what` is for messages.
 [[nodiscard]] Reduction reduction(const c10d::ReduceOp& op, const char* what);
 
-// --- One step after the other
-// -----------------------------------------------------------------------------------------
+// --- One step after the other ----------------------------------------------------------------------------------------
 
 class Step {
  public:

@@ -198,6 +198,8 @@ class TreeSender {
                      leaf_names(flat.structure)[i], " is on ", tensor.device().str());
       HPCOMM_REQUIRE(tensor.layout() == at::kStrided && !tensor.is_nested(), "send: ", leaf_names(flat.structure)[i],
                      tensor.is_sparse() || tensor.is_sparse_csr() ? " is sparse" : " is nested, or has another layout");
+      HPCOMM_REQUIRE(tensor.sizes().size() <= kMaxDimensions, "send: ", leaf_names(flat.structure)[i], " has ",
+                     tensor.dim(), " dimensions, and tensors travel with ", kMaxDimensions, " at most; reshape it");
       const DType dtype = dtype_of_leaf(flat, i);
       HPCOMM_REQUIRE(
           has_memory(tensor), "send: ", leaf_names(flat.structure)[i],

@@ -107,6 +107,7 @@ void bind_ddp(py::module_& module) {
           py::arg("meet"))
       .def_property_readonly("lacks_core", &DdpReducer::lacks_core)
       .def("prepare", &DdpReducer::prepare, py::arg("outputs"), WithoutLock())
+      .def("renew_hooks", &DdpReducer::renew_hooks, WithoutLock())
       .def("require_finished", &DdpReducer::require_finished, py::arg("expected") = false, WithoutLock())
       .def("reset", &DdpReducer::reset, WithoutLock())
       .def("start", &DdpReducer::start, py::arg("bucket"), WithoutLock())

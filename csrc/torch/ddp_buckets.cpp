@@ -66,14 +66,25 @@ at::Tensor divided(const at::Tensor& gradient, int ranks) {
   return gradient.mul(1.0 / ranks);
 }
 
-// `gradient` as it was, if no rank has used its parameter; false where it is known that one has. `written`: an average
-// went over it. On a GPU the device decides, for the host would wait.
-bool put_back(at::Tensor& gradient, const at::Tensor& resting, bool written, RankCounts& used, std::size_t place) {
+// Of memory that a hook has made, perhaps on another stream than this one, which has begun to read it: it is not for
+// others before.
+void keep_until_read(const at::Tensor& made) {
+  if (made.is_cuda()) {
+    const c10::impl::VirtualGuardImpl streams(made.device().type());
+    made.record_stream(streams.getStream(made.device()));
+  }
+}
+
+// `gradient` as it was, if no rank has used its parameter; false where it is known that one has. `average`, if defined,
+// may lie where the gradient lay; undefined: nothing went over it. On a GPU the device decides, for the host would
+// wait.
+bool put_back(at::Tensor& gradient, const at::Tensor& resting, const at::Tensor& average, RankCounts& used,
+              std::size_t place) {
+  const bool written = average.defined();
   if (used.tensor().is_cuda() && written) {
-    gradient.copy_(at::where(used.any_there(place), gradient, resting));
-    // Made on the stream of a hook, which may be another: its memory is not for others before this has been read.
-    const c10::impl::VirtualGuardImpl streams(gradient.device().type());
-    resting.record_stream(streams.getStream(gradient.device()));
+    gradient.copy_(at::where(used.any_there(place), average, resting));
+    keep_until_read(resting);
+    keep_until_read(average);
     return true;
   }
   if (used.any(place)) {
@@ -405,9 +416,13 @@ void DdpBuckets::hand_out_one(std::size_t bucket, std::size_t entry, RankCounts*
   auto& [carried, fate, staged, resting] = buckets_[bucket].entries[entry];
   const auto is_used = [used, place] { return used == nullptr || used->any(place); };
   // What no rank has used stays as it is, torch's rule, though an average went over it.
-  if (resting.defined() &&
-      (gradient.defined() ? put_back(gradient, resting, fate != Fate::kStaged, *used, place) : !is_used())) {
-    return;
+  if (resting.defined()) {
+    const auto average = [&] {
+      return fate == Fate::kInBucket ? make_view(bucket, entry) : fate == Fate::kCopiedBack ? staged : at::Tensor();
+    };
+    if (gradient.defined() ? put_back(gradient, resting, average(), *used, place) : !is_used()) {
+      return;
+    }
   }
   switch (fate) {
     case Fate::kMissing:
@@ -427,12 +442,14 @@ void DdpBuckets::hand_out_one(std::size_t bucket, std::size_t entry, RankCounts*
         gradient = std::move(staged);
       } else if (!gradient.is_same(staged)) {
         gradient.copy_(staged);
+        keep_until_read(staged);
       }
       gradient.unsafeGetTensorImpl()->bump_version();
       break;
     case Fate::kStaged:
       if (gradient.defined()) {
         gradient.copy_(staged);
+        keep_until_read(staged);
       } else {
         gradient = std::move(staged);
       }

@@ -15,11 +15,11 @@ void DdpReducer::start(std::size_t bucket) {
                  "start(): a backward is reducing these gradients; run it in no_sync() first");
   HPCOMM_REQUIRE(turns_[bucket].work == nullptr, "bucket ", bucket, " was started and not finished");
   meet_once();
-  expects_again_ = expects_again_ || state_ == State::kExpecting;
-  state_ = State::kIdle;
   if (!alone_) {
     params_.require_unchanged();
   }
+  expects_again_ = expects_again_ || state_ == State::kExpecting;
+  state_ = State::kIdle;
   turns_[bucket].started = true;
   buckets_.begin(bucket);
   try {

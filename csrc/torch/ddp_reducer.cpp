@@ -64,6 +64,7 @@ void DdpReducer::prepare(const std::vector<at::Tensor>& outputs) {
   if (!alone_) {
     params_.require_unchanged();
   }
+  hooks_.renew();
   settle();
   unused_.forget();
   if (options_.find_unused) {
@@ -74,6 +75,11 @@ void DdpReducer::prepare(const std::vector<at::Tensor>& outputs) {
     state_ = State::kExpecting;
     record_.note_prepared();
   }
+}
+
+void DdpReducer::renew_hooks() {
+  std::lock_guard lock(mutex_);
+  hooks_.renew();
 }
 
 // As before the first mark of a step.

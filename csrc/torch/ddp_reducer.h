@@ -65,6 +65,9 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   [[nodiscard]] bool lacks_core() const noexcept { return carries_; }
   // The next backward reduces. `outputs` are those of the forward, for `find_unused`.
   void prepare(const std::vector<at::Tensor>& outputs);
+  // A forward with gradients begins, perhaps one that does not prepare: parameters that have been converted to another
+  // dtype or device and back are heard of again.
+  void renew_hooks();
   // Raises error (2) where a reduction has begun and is not at its end; with `expected`, also where it has not begun.
   void require_finished(bool expected = false) const;
   // Drops what was begun. Gradients that were on their way are undefined.

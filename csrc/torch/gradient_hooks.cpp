@@ -19,6 +19,19 @@
 namespace hpcomm {
 
 struct GradientHooks::Accumulator {
+  explicit Accumulator(at::Tensor tensor) : param(std::move(tensor)) {}
+  Accumulator(const Accumulator&) = delete;
+  Accumulator& operator=(const Accumulator&) = delete;
+  ~Accumulator() { take_off(); }
+  void take_off() {
+    if (node != nullptr) {
+      node->del_post_hook(hook);
+      --*owners;
+      node = nullptr;
+    }
+  }
+
+  at::Tensor param;
   // auto-typed: a shared_ptr up to torch 2.12, an intrusive_ptr from 2.13.
   decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>())) node;
   std::uintptr_t hook = 0;
@@ -81,22 +94,30 @@ GradientHooks::GradientHooks() = default;
 
 void GradientHooks::attach(const std::vector<at::Tensor>& params, const std::vector<std::string>& names, Final final) {
   HPCOMM_REQUIRE(!attached(), "attached already");
-  const auto shared = std::make_shared<const Final>(std::move(final));
+  final_ = std::make_shared<const Final>(std::move(final));
   for (std::size_t i = 0; i < params.size(); ++i) {
-    auto accumulator = std::make_unique<Accumulator>();
-    accumulator->node = accumulator_of(params[i]);
-    HPCOMM_REQUIRE(accumulator->node != nullptr, "parameter ", names[i], " requires no gradient or is no leaf");
-    accumulator->hook = accumulator->node->add_post_hook(std::make_unique<Hook>(shared, static_cast<int>(i)));
-    accumulator->owners = owners_of(&*accumulator->node);
-    ++*accumulator->owners;
-    accumulators_.push_back(std::move(accumulator));
+    HPCOMM_REQUIRE(params[i].is_leaf(), "parameter ", names[i], " is no leaf: gradients do not end there");
+    accumulators_.push_back(std::make_unique<Accumulator>(params[i]));
+    hang(i);
   }
 }
 
-GradientHooks::~GradientHooks() {
-  for (const auto& accumulator : accumulators_) {
-    accumulator->node->del_post_hook(accumulator->hook);
-    --*accumulator->owners;
+GradientHooks::~GradientHooks() = default;
+
+void GradientHooks::hang(std::size_t index) {
+  Accumulator& accumulator = *accumulators_[index];
+  accumulator.node = accumulator_of(accumulator.param);
+  accumulator.hook = accumulator.node->add_post_hook(std::make_unique<Hook>(final_, static_cast<int>(index)));
+  accumulator.owners = owners_of(&*accumulator.node);
+  ++*accumulator.owners;
+}
+
+void GradientHooks::renew() {
+  for (std::size_t i = 0; i < accumulators_.size(); ++i) {
+    if (torch::autograd::impl::try_get_grad_accumulator(accumulators_[i]->param) != accumulators_[i]->node) {
+      accumulators_[i]->take_off();
+      hang(i);
+    }
   }
 }
 

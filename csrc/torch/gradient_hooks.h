@@ -25,6 +25,9 @@ class GradientHooks {
   // Of `params`, frozen ones too; `names` are for messages. An accumulator holds its parameter, and the hooks hang on
   // the accumulators: what `final` holds lives as long as the last of them.
   void attach(const std::vector<at::Tensor>& params, const std::vector<std::string>& names, Final final);
+  // Autograd gives a parameter that has changed its dtype or its device another accumulator, also when it has changed
+  // back: where that happened the hooks move there. Before a forward or its backward, with none under way.
+  void renew();
   [[nodiscard]] bool attached() const noexcept { return !accumulators_.empty(); }
   // Whether others of this process have such hooks on this parameter as well. False before attach().
   [[nodiscard]] bool is_shared(std::size_t param) const noexcept;
@@ -33,6 +36,8 @@ class GradientHooks {
 
  private:
   struct Accumulator;
+  void hang(std::size_t index);
+  std::shared_ptr<const Final> final_;
   std::vector<std::unique_ptr<Accumulator>> accumulators_;
 };
 

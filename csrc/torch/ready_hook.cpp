@@ -72,6 +72,7 @@ ReadyHooks::ReadyHooks(std::shared_ptr<Reducer> reducer, const std::vector<at::T
 }
 
 void ReadyHooks::prepare() {
+  hooks_.renew();
   for (std::size_t i = 0; i < params_.size(); ++i) {
     (*had_)[i] = params_[i].grad().defined();
   }

@@ -194,6 +194,7 @@ class NativeReducer:
         no_sync() nobody else does, and the backward of that forward would complete it.
         """
         self.require_finished()
+        self._native.renew_hooks()
         return self._learns and bool(self._learn_order())
 
     @torch._disable_dynamo  # type: ignore[attr-defined]

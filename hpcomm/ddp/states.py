@@ -38,9 +38,7 @@ def broadcast_all(lane: Communicator | None, tensors: Sequence[torch.Tensor], ro
     where there is no lane, or a tensor is on another device, not dense, or a wrapper of others (DTensor).
     """
     if lane is None or any(
-        t.device.type != torch.device(lane.device).type
-        or t.layout is not torch.strided
-        or is_traceable_wrapper_subclass(t)
+        t.device != torch.device(lane.device) or t.layout is not torch.strided or is_traceable_wrapper_subclass(t)
         for t in tensors
     ):
         return False

@@ -35,7 +35,7 @@ __all__: list[str] = []
 
 _StockDDP = torch.nn.parallel.DistributedDataParallel
 _STOCK_FORWARD = _StockDDP.forward
-_POSITIONS = list(inspect.signature(_StockDDP.__init__).parameters)[2:]  # after self and module
+_STOCK_SIGNATURE = inspect.signature(_StockDDP.__init__)
 
 
 class DistributedDataParallel(_StockDDP, DividesOptimizer):
@@ -94,7 +94,8 @@ class DistributedDataParallel(_StockDDP, DividesOptimizer):
         shard_optimizer: bool = False,
         **kwargs: Any,
     ) -> None:
-        kwargs = {**dict(zip(_POSITIONS, args, strict=False)), **kwargs}
+        kwargs = _STOCK_SIGNATURE.bind_partial(self, module, *args, **kwargs).arguments
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("self", "module")}
         process_group: dist.ProcessGroup | None = kwargs.get("process_group")
         bucket_cap_mb: float | str | None = kwargs.get("bucket_cap_mb")
         if mesh is not None and (process_group is not None or kwargs.get("device_mesh") is not None):

@@ -223,7 +223,7 @@ def gradients_kept(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
 
 
 def broadcast(lane: Communicator, value: torch.Tensor, root: int) -> None:
-    """``value`` of rank ``root`` on all ranks of ``lane``, in place; of any dtype."""
-    dense = value.detach().resolve_conj().resolve_neg().contiguous()
+    """``value`` of rank ``root`` on all ranks of ``lane``, in place; of any dtype, and on any device."""
+    dense = value.detach().resolve_conj().resolve_neg().to(torch.device(lane.device)).contiguous()
     lane.broadcast(dense.reshape(-1).view(torch.uint8), root)
     value.detach().copy_(dense)

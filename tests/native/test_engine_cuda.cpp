@@ -590,6 +590,39 @@ TEST(engine_cuda_host_that_runs_ahead_takes_no_more_memory) {
   });
 }
 
+// Its host has asked for message #1 and is gone before the sender's host issues it: the GPU takes it all the same.
+TEST(engine_cuda_frozen_messages_reach_a_receiver_that_has_gone_ahead) {
+  const std::vector<std::size_t> counts{33, 120, 8};
+  const NcclJob job(2);
+  std::atomic<bool> is_gone = false;
+  job.run_threads([&](int rank) {
+    const Gpu gpu(job, rank);
+    const auto lane = gpu.lane("up");
+    const auto memory = std::make_shared<CommunicatorAllocator>(lane);
+    auto wrong = std::make_shared<std::atomic<int>>(0);
+    if (rank == 0) {
+      SendEdge sender({lane, 1, SchemaMode::kFrozen}, memory);
+      (void)send_from_kernel(gpu, sender, rank, counts, 0);
+      CHECK(eventually([&] { return is_gone.load(); }));
+      constexpr auto kLooks = 10ms;  // Refusal does every 5 ms
+      std::this_thread::sleep_for(kLooks);
+      (void)send_from_kernel(gpu, sender, rank, counts, 1);
+      std::this_thread::sleep_for(kLooks);
+      CHECK_THROWS(ErrorKind::kPeerError, send_from_kernel(gpu, sender, rank, counts, 2), "rank 1 has closed its end");
+    } else {
+      {
+        RecvEdge receiver({lane, 0, SchemaMode::kFrozen}, memory);
+        read_by_kernel(gpu, receiver.recv(0), 0, 0, wrong);
+        read_by_kernel(gpu, receiver.recv(1), 0, 1, wrong);
+      }
+      is_gone = true;
+    }
+    gpu.synchronize();
+    CHECK_EQ(wrong->load(), 0);
+    lane->close();
+  });
+}
+
 TEST(engine_cuda_what_is_not_received_yet_is_under_way) {
   const NcclJob job(2);
   std::atomic<bool> looked = false;

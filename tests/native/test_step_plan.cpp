@@ -137,6 +137,13 @@ TEST(actions_refuse_what_cannot_be_read) {
                "source and a destination");
 }
 
+// dp x tp is 0 in 32 bits.
+TEST(text_of_a_plan_with_more_copies_than_can_be_numbered) {
+  StepPlan plan = compile(one_f_one_b(2, 1, 1));
+  plan.dp = plan.tp = 65536;
+  CHECK(plan.to_text().find("dp 65536 x tp 65536") != std::string::npos);
+}
+
 TEST(text_draws_a_row_per_pipeline_rank) {
   CHECK_EQ(table_of(compile(one_f_one_b(2, 1, 2))),
            "rank 0 | F0 S0 F1 S1 r0 B0 L r1 B1{R0 R1}\n"

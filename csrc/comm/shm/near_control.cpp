@@ -182,21 +182,25 @@ std::optional<std::string> NearControl::try_receive(int peer, std::uint64_t chan
     std::uint64_t deliveries = 0;
     {
       std::lock_guard lock(inbox.mutex);
-      auto& mine = inbox.ready[channel];
       const std::uint64_t before = inbox.deliveries;
       take_from_ring(*from, peer);
-      if (mine.empty()) {
+      auto mine = inbox.ready.find(channel);
+      if (mine == inbox.ready.end()) {
         take_detours(*from, peer, until);
+        mine = inbox.ready.find(channel);
       }
       deliveries = inbox.deliveries;
-      const bool found = !mine.empty();
+      const bool found = mine != inbox.ready.end();
       if (deliveries - before > (found ? 1U : 0U)) {
         ring(*bell_);  // other threads wait for what this one has taken in
       }
       if (found) {
         inbox.idle = false;
-        std::string body = std::move(mine.front());
-        mine.pop_front();
+        std::string body = std::move(mine->second.front());
+        mine->second.pop_front();
+        if (mine->second.empty()) {
+          inbox.ready.erase(mine);
+        }
         return body;
       }
     }

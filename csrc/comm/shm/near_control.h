@@ -7,7 +7,7 @@
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -87,9 +87,9 @@ class NearControl final : public Control {
     explicit Inbox(RingReader reader) : ring(reader) {}
     std::mutex mutex;  // guards what follows, up to the atomics
     RingReader ring;
-    std::uint64_t due = 0;                                   // number of the next message
-    std::map<std::uint64_t, Message> early;                  // came before the ones that are due
-    std::map<std::uint64_t, std::deque<std::string>> ready;  // by channel
+    std::uint64_t due = 0;                                  // number of the next message
+    std::map<std::uint64_t, Message> early;                 // came before the ones that are due
+    std::map<std::uint64_t, std::list<std::string>> ready;  // by channel; none is empty
     // What waiting threads watch.
     std::atomic<std::uint64_t> position{0};    // in the ring
     std::atomic<std::uint64_t> detours{0};     // taken
