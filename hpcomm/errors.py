@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import threading
 
+# ``error`` is (message, rank, peer, operation, sequence) of the next exception of this thread with that message, which
+# is all that torch hands on. Set by the native part, where no line of Python may run: a handler of a signal would, and
+# its exception be lost.
 _passing = threading.local()
 _told = [0]
-
-
-def comes_through_torch(message: str, rank: int, peer: int, operation: str, sequence: int) -> None:
-    """What belongs to the next exception of this thread with this ``message``: torch hands on nothing but that."""
-    _passing.error = (message, rank, peer, operation, sequence)
 
 
 def failures_told() -> int:

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import (
 from hpcomm import _C, at_exit
 from hpcomm.communicator import gloo_group, over_shared_memory, start_control, while_they_stay, while_waiting
 from hpcomm.errors import HpcommError, SchemaMismatch
+from hpcomm.leaving import own_failure
 from hpcomm.rendezvous import Look, nothing, own_store, store_errors
 from hpcomm.settings import checks, cpu_transport, nccl_limits
 
@@ -61,6 +62,8 @@ def _require_equal(options: Any, transport: str) -> None:
     """
     store = options.store
     settings = {"HPCOMM_CPU_TRANSPORT": transport, "HPCOMM_CHECK": "1" if checks() else "0"}
+    # One that has not heard yet would make the group with those connections, and the others anew.
+    settings[_KNOWN_FAILURES] = str(sum(job.has_failed for job in _jobs_with(options)))
     mine = f"{' '.join(settings.values())} of rank {options.group_rank}"
     with store_errors("the other ranks"):
         # One key per group of this name: a store may outlive it.
@@ -70,10 +73,14 @@ def _require_equal(options: Any, transport: str) -> None:
         if own != other:
             raise SchemaMismatch(
                 f"ranks disagree on {name}: rank {options.group_rank} has {own!r}, "
-                f"rank {first[-1]} has {other!r}; set it alike on every rank",
+                f"rank {first[-1]} has {other!r}; {_ADVICE.get(name, 'set it alike on every rank')}",
                 rank=options.group_rank,
                 peer=int(first[-1]),
             )
+
+
+_KNOWN_FAILURES = "how often ranks were lost"
+_ADVICE = {_KNOWN_FAILURES: "make the group again when both have heard of it"}
 
 
 class Job:
@@ -88,6 +95,11 @@ class Job:
         control = start_control(private, names.index(ranks[rank]), len(ranks), timeout=timeout, names=names)
         neighbourhood = _C.neighbourhood_of(control) if len(ranks) > 1 else None
         self.native = _C.BackendJob(control, neighbourhood)
+
+    @property
+    def has_failed(self) -> bool:
+        """A rank of it was lost: what is made of the others, or when it is back, needs connections of its own."""
+        return self.native.control is not None and self.native.control.failure() is not None
 
     def config(self, ranks: list[int], rank: int, name: str, timeout: float) -> CommunicatorConfig:
         """A group of ``ranks`` (global)."""
@@ -117,13 +129,11 @@ _jobs: list[Job] = []
 
 def _job_of(options: Any, ranks: list[int], transport: str, timeout: float) -> Job:
     """The job that has all of ``ranks``, or a new one. All of them find the same: they made theirs together."""
-    whole = not options.global_ranks_in_group  # torch gives the default group an empty list
-    # prefixes of the device and of the group; below a sub-group's is the default group's store.
-    store = options.store.underlying_store
-    root = store if whole else dist.distributed_c10d._get_default_store()
+    store = options.store.underlying_store  # below the prefix of the device
+    root = _root_of(options)
     _jobs[:] = [job for job in _jobs if job.root is root and not job.native.ended]
-    for job in _jobs:
-        if set(ranks) <= set(job.ranks):
+    for job in _jobs_with(options):
+        if not job.has_failed:
             return job
     job = Job(root, store, ranks, options.group_rank, transport, timeout)
     if not _jobs:
@@ -133,17 +143,34 @@ def _job_of(options: Any, ranks: list[int], transport: str, timeout: float) -> J
     return job
 
 
+def _root_of(options: Any) -> Store:
+    """The default group's store, which is below those of all its sub-groups."""
+    whole = not options.global_ranks_in_group  # torch gives the default group an empty list
+    root: Store = options.store.underlying_store if whole else dist.distributed_c10d._get_default_store()
+    return root
+
+
+def _jobs_with(options: Any) -> list[Job]:
+    """Of this default group, those that have all ranks of a group: the same on each of them."""
+    if not _jobs:
+        return []
+    root, ranks = _root_of(options), set(options.global_ranks_in_group) or set(range(options.group_size))
+    return [job for job in _jobs if job.root is root and not job.native.ended and ranks <= set(job.ranks)]
+
+
 def _leave() -> None:
     """At exit without ``destroy_process_group``: peers that do not wait for us go on.
 
     What this rank has not waited for gets time to end, unless it ends by an error: others shall know of that at once.
     """
-    failed = getattr(sys, "last_value", None) is not None
+    failed, why = getattr(sys, "last_value", None) is not None, own_failure()
     for job in _jobs:
         with contextlib.suppress(HpcommError):
             try:
                 if not failed:
                     job.native.settle()
+                elif why is not None and not job.native.ended:
+                    job.native.control.say_why(why)
             finally:
                 job.native.end_at_exit()
 

@@ -61,6 +61,14 @@ def describe(error: BaseException, where: str = "") -> str:
     return f"{what}{', ' if where else ''}{where}\n{trace}"
 
 
+def own_failure() -> str | None:
+    """At exit, of a process that an exception has ended: what its peers shall read; None where they know more of it."""
+    error = getattr(sys, "last_value", None)
+    if error is None or isinstance(error, (PeerError, RankFailed)):
+        return None
+    return describe(error)
+
+
 @contextlib.contextmanager
 def told_of_errors(control: Control) -> Iterator[None]:
     """The peers are told of what ends this rank's start inside, where they cannot know it; else they would hear that it

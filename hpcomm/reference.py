@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import json
 import math
 from contextlib import contextmanager
@@ -13,7 +15,7 @@ import torch
 from hpcomm import _C
 from hpcomm.communicator import agree
 from hpcomm.control_channels import ControlChannel
-from hpcomm.errors import InvalidArgument, NumericsMismatch
+from hpcomm.errors import InvalidArgument, NumericsMismatch, SchemaMismatch
 from hpcomm.pipeline.adapt import as_chain
 from hpcomm.pipeline.chain import run_alone
 from hpcomm.pipeline.microbatch import join, split
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from hpcomm._C import Communicator
+    from hpcomm.mesh import Mesh
     from hpcomm.pipeline import Pipeline
     from hpcomm.pipeline.adapt import Model
 
@@ -67,7 +70,7 @@ def verify(
             named, on every rank. Or the loss is not finite, or ``loss_fn`` returns no weight and is no mean over
             samples: of the whole batch at once it is another number than by microbatches.
         InvalidArgument: ``x`` is None on this rank, or ``model`` is built otherwise.
-        SchemaMismatch: it is on some ranks.
+        SchemaMismatch: it is on some ranks; or the ranks of a replica were given different batches.
     """
     if x is None:
         raise InvalidArgument("verify(): every rank computes the reference, so every rank needs x (and target)")
@@ -75,6 +78,7 @@ def verify(
     agree(pipe.mesh.control, "model that verify() was given", [problem], timeout=pipe.mesh.timeout)
     if problem:
         raise InvalidArgument(f"verify(): the model is built otherwise than that of the Pipeline: {problem}")
+    _require_one_batch(pipe.mesh, {"x": x, "target": target, **keywords})
     pipe.zero_grad()
     number = pipe.step_number
     # Both start from it: a layer may compute with a buffer that it also changes.
@@ -110,6 +114,37 @@ def verify(
                 rank=pipe.mesh.rank,
             )
     return Comparison(loss, reference_loss, worst, name, len(differences))
+
+
+def _require_one_batch(mesh: Mesh, batch: dict[str, Any]) -> None:
+    """The same values on all ranks of a replica (collective over ``mesh``): the stages of one step would otherwise
+    compute on different data, which the step itself cannot see.
+    """
+    mine = [mesh.dp.rank, {name: _digest(value) for name, value in batch.items()}]
+    told = mesh.control.exchange(range(mesh.size), ControlChannel.REFERENCE, json.dumps(mine).encode(), mesh.timeout)
+    first: dict[int, tuple[int, dict[str, str]]] = {}  # of each replica
+    for rank, (replica, digests) in enumerate(map(json.loads, told)):
+        known, theirs = first.setdefault(replica, (rank, digests))
+        differing = [name for name in theirs | digests if theirs.get(name) != digests.get(name)]
+        if differing:
+            raise SchemaMismatch(
+                f"verify(): rank {known} and rank {rank}, which are stages of one replica, were given different "
+                f"batches: {', '.join(differing)}. All ranks of a replica need the same samples in the same order: "
+                "give the sampler mesh.dp.rank and mesh.dp.size, the same seed, and augmentation that draws alike",
+                rank=mesh.rank,
+            )
+
+
+def _digest(tree: Any) -> str:
+    """Of a tree's structure and the bytes of its tensors."""
+    structure, tensors = flatten(tree)
+    digest = hashlib.blake2b(structure, digest_size=16)
+    for tensor in tensors:
+        dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        digest.update(f"{dense.dtype} {tuple(dense.shape)}".encode())
+        if dense.nbytes > 0:
+            digest.update((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr()))
+    return digest.hexdigest()
 
 
 def _unsaved_of_all(pipe: Pipeline) -> dict[str, torch.Tensor]:

@@ -456,7 +456,7 @@ class Reversed(nn.Sequential):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (Glue(), "between its layers its forward computes .*relu"),
+        (Glue(), r"between its layers its forward computes \S*relu\S* \(line \d+ of .*test_meta.py: .*relu.*\); make"),
         (Branches(), "its forward cannot be traced"),
         (Unused(), "no layer that its forward calls has the parameter b.weight"),
         (Decoder(model_type="gemma"), "known for config.model_type in llama, mistral, .* only, not 'gemma'"),

@@ -420,6 +420,35 @@ def test_verify_refuses_a_model_that_is_built_otherwise(only_on: int) -> None:
         assert "it has no 3.weight" in words
 
 
+def other_batches(what: str) -> None:
+    with hpcomm.init(dp=2, pp=2) as mesh:
+        pipe = hpcomm.Pipeline(layers(), mesh=mesh, num_microbatches=4, loss_fn=nn.functional.mse_loss)
+        x, y = torch.full((8, 4), 1.0 + mesh.dp.rank), torch.full((8, 4), 2.0)
+        batch = {"x": x, "target": y}
+        if mesh.pp.rank == 1 and mesh.dp.rank == 1:
+            batch[what] = batch[what] + torch.eye(8)[:, :4]  # another order of samples, say
+        words = rf"rank 1 and rank 3, which are stages of one replica, were given different batches: {what}\. All ranks"
+        with pytest.raises(hpcomm.SchemaMismatch, match=words):
+            hpcomm.verify(pipe, layers(), **batch)
+        assert hpcomm.verify(pipe, layers(), x, target=y).compared == 8
+
+
+@pytest.mark.parametrize("what", ["x", "target"])
+def test_verify_names_stages_that_were_given_other_batches(what: str) -> None:
+    ranks.run(4, other_batches, what)
+
+
+def test_a_wrong_argument_on_one_rank_alone_ends_nothing() -> None:
+    with hpcomm.init() as mesh:
+        pipe = hpcomm.Pipeline(layers(), mesh=mesh, num_microbatches=2, loss_fn=nn.functional.mse_loss)
+        x = torch.ones(4, 4)
+        for batch, options in [(x, {"target": x, "tgt": x}), (x[:1], {"target": x[:1]})]:
+            with pytest.raises(hpcomm.InvalidArgument):
+                pipe.step(batch, **options)
+        assert pipe.step(x, target=x).isfinite()
+        assert hpcomm.verify(pipe, layers(), x, target=x).compared == 8
+
+
 def clipped_without_a_reduction() -> None:
     with hpcomm.init(dp=2) as mesh:
         pipe = hpcomm.Pipeline(layers(), mesh=mesh, num_microbatches=2, loss_fn=loss)

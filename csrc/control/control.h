@@ -76,6 +76,9 @@ class Control {
 
   // Tells every peer that this rank cannot go on, and why: their operations raise kPeerError with `message`.
   virtual void abort(const std::string& message) = 0;
+  // What the peers will read of why this rank has left: an error that ends it and that they have not caused. Before
+  // close().
+  virtual void say_why(std::string_view /*why*/) {}
   // Leaves in order: peers that still wait for this rank raise, others go on. Idempotent.
   virtual void close() noexcept = 0;
 
@@ -87,6 +90,10 @@ class Control {
   [[nodiscard]] virtual bool has_ended(int peer) const = 0;
   // True when nothing more will come from `peer`: it said goodbye, its connection has ended, or it is us after close().
   [[nodiscard]] virtual bool has_left(int peer) const = 0;
+  // What it said of why; empty where it said nothing.
+  [[nodiscard]] virtual std::string why_left(int /*peer*/) const { return {}; }
+  // "rank 2 has left the job", and why.
+  [[nodiscard]] std::string departure_of(int peer) const;
   // Peers of which that is true, in the order in which this rank heard of it.
   [[nodiscard]] virtual std::vector<int> departed() const { return {}; }
   // Peers of which nothing has been heard for a quarter of the heartbeat's limit or more, and since when.

@@ -84,7 +84,7 @@ TcpControl::Peer& TcpControl::recipient(int peer) {
   }
   Peer& to = peers_[static_cast<std::size_t>(peer)];
   if (to.state != PeerState::kOpen) {
-    throw Error(ErrorKind::kRankFailed, str("rank ", peer, " has left the job"), {rank_, peer, -1, "send"});
+    throw left(peer, "send");
   }
   return to;
 }
@@ -163,7 +163,7 @@ std::optional<Body> TcpControl::try_receive_body(int peer, std::uint64_t channel
       throw Error(ErrorKind::kClosed, "control message awaited after close()", {rank_, peer, -1, "receive"});
     }
     if (peers_[static_cast<std::size_t>(peer)].state != PeerState::kOpen) {
-      throw Error(ErrorKind::kRankFailed, str("rank ", peer, " has left the job"), {rank_, peer, -1, "receive"});
+      throw left(peer, "receive");
     }
     if (inbox.arrived.wait_until(lock, until) == std::cv_status::timeout && inbox.messages.empty() && !failure_) {
       return std::nullopt;
@@ -175,6 +175,24 @@ void TcpControl::tidy(Inboxes::iterator inbox) {
   if (inbox->second.messages.empty() && inbox->second.waiting == 0 && inbox->second.make_place == nullptr) {
     inboxes_.erase(inbox);
   }
+}
+
+void TcpControl::say_why(std::string_view why) {
+  constexpr std::size_t kMost = 4000;
+  std::lock_guard lock(mutex_);
+  why_ = why.substr(0, kMost);
+}
+
+std::string TcpControl::why_left(int peer) const {
+  std::lock_guard lock(mutex_);
+  return peers_[static_cast<std::size_t>(peer)].why_left;
+}
+
+Error TcpControl::left(int peer, const char* operation) const {
+  const std::string& why = peers_[static_cast<std::size_t>(peer)].why_left;
+  return {ErrorKind::kRankFailed,
+          str("rank ", peer, " has left the job", why.empty() ? "" : ": ", why),
+          {rank_, peer, -1, operation}};
 }
 
 void TcpControl::abort(const std::string& message) {
@@ -208,7 +226,7 @@ void TcpControl::close() noexcept {
       // one has sent before may still be on its way. It knows better itself, or is told by who gave it up.
       tell_all(FrameKind::kAbort, abort_channel(*failure_), failure_->what(), failure_->context().peer);
     }
-    tell_all(FrameKind::kGoodbye, 0, {});
+    tell_all(FrameKind::kGoodbye, 0, why_);
     for (auto& [key, inbox] : inboxes_) {
       inbox.arrived.notify_all();
     }

@@ -50,6 +50,8 @@ class TcpControl final : public Control {
   void close() noexcept override;
   void say_waiting(std::uint64_t wait, const std::optional<LongWait>& said) noexcept override;
   [[nodiscard]] bool has_ended(int peer) const override { return state_of(peer) == PeerState::kLost; }
+  void say_why(std::string_view why) override;
+  [[nodiscard]] std::string why_left(int peer) const override;
   [[nodiscard]] bool has_left(int peer) const override {
     return peer == rank_ ? is_closing() : state_of(peer) != PeerState::kOpen;
   }
@@ -74,6 +76,7 @@ class TcpControl final : public Control {
   struct Peer {
     Fd fd;
     PeerState state = PeerState::kOpen;
+    std::string why_left;
     std::unique_ptr<Inflow> incoming;  // the I/O thread's own
     Outbox outgoing;                   // what the socket did not take yet
     bool spoke = false;                // since the last heartbeat was due
@@ -117,6 +120,8 @@ class TcpControl final : public Control {
   void flush(Peer& peer);
   void send_frame(Peer& peer, FrameKind kind, std::uint64_t channel, std::string_view body);
   void put_frame(Peer& peer, FrameKind kind, std::uint64_t channel, std::string_view body);
+  // For who needs a rank that has left. With mutex_ held.
+  [[nodiscard]] Error left(int peer, const char* operation) const;
   // With mutex_ held: drops what nobody uses.
   void tidy(Inboxes::iterator inbox);
   // Called with mutex_ held. `but`: a rank that is not told.
@@ -143,6 +148,7 @@ class TcpControl final : public Control {
   std::vector<Told> told_;         // for tell_lenders()
   WaitTable waits_;                // of the ranks that say so to this one, and its own
   bool closing_ = false;
+  std::string why_;        // this rank leaves
   bool was_told_ = false;  // of failure_, by another rank
   bool stop_ = false;
 

@@ -144,6 +144,7 @@ void TcpControl::deliver(int rank, Inflow::Arrival arrival) {
       break;
     }
     case FrameKind::kGoodbye:
+      peers_[static_cast<std::size_t>(rank)].why_left = std::move(arrival.body.text);
       leave(rank, PeerState::kLeft);
       for (auto& [key, inbox] : inboxes_) {
         inbox.arrived.notify_all();

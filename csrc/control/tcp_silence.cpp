@@ -43,7 +43,7 @@ void TcpControl::look_for_silence(Deadline now) {
         }
         say(str("hpcomm: rank ", rank_, " has not heard from rank ", r, " for ",
                 Seconds(heartbeat_.limit() / 4).count(), " s; at ", Seconds(heartbeat_.limit()).count(),
-                " s it gives up\n"));
+                " s it counts as lost\n"));
         break;
       }
       case Heartbeat::Verdict::kDead: {

@@ -74,6 +74,7 @@ void bind_control(py::module_& module) {
       .def("check", &Control::check)
       .def("failure", &failure)
       .def("has_ended", &Control::has_ended, py::arg("peer"))
+      .def("say_why", &Control::say_why, py::arg("why"))
       .def("has_left", &Control::has_left, py::arg("peer"))
       .def("close", &Control::close, py::call_guard<WithoutGil>());
 

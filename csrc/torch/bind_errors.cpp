@@ -24,12 +24,15 @@ struct TorchError final : torch::PyTorchError {
   Error error;
 };
 
+// No line of Python runs here: the first one that does, as a caller's next, runs the handlers of signals that came
+// meanwhile, and what they raise must reach the program.
 PyObject* TorchError::python_type() {
   const py::module_ errors = py::module_::import("hpcomm.errors");
   const ErrorContext& context = error.context();
   try {
     // torch makes the exception from its words alone, in this thread, next.
-    errors.attr("comes_through_torch")(what(), context.rank, context.peer, context.operation, context.sequence);
+    errors.attr("_passing").attr("error") =
+        py::make_tuple(what(), context.rank, context.peer, context.operation, context.sequence);
   } catch (const py::error_already_set&) {  // words that are no UTF-8: the exception lacks the rest
   }
   return errors.attr(to_string(error.kind())).ptr();

@@ -407,7 +407,7 @@ class C10dCommunicator final : public HostCommunicator {
   [[noreturn]] void fail_without(int gone, const Operation& operation) {
     ErrorContext what = what_of(operation);
     what.peer = gone;
-    const Error error(ErrorKind::kRankFailed, str(title_of(what, lane()), ": rank ", gone, " has left the job"), what);
+    const Error error(ErrorKind::kRankFailed, str(title_of(what, lane()), ": ", control().departure_of(gone)), what);
     abort(error);
     throw error;
   }

@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from hpcomm import at_exit
 from hpcomm.communicator import agree, first_communicator, start_control
 from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import InvalidArgument, TimedOut
+from hpcomm.leaving import own_failure
 from hpcomm.rendezvous import own_store
 from hpcomm.settings import checking, default_timeout, emulation, levels
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
+_lanes: weakref.WeakSet[Communicator] = weakref.WeakSet()  # that have a Control of their own
 _wrappers: weakref.WeakKeyDictionary[Communicator, itertools.count[int]] = weakref.WeakKeyDictionary()
 
 
@@ -138,7 +141,7 @@ def lane_over(group: dist.ProcessGroup, device: torch.device, family: str = "") 
     control = start_control(store, names.index(ranks[rank]), size, timeout=timeout, names=names)
     members = names if size > 1 else [0]
     agree(control, "environment", emulation() + checking() + levels(device), timeout=timeout, ranks=members)
-    return first_communicator(
+    lane = first_communicator(
         store,
         control,
         ranks if size > 1 else [0],
@@ -147,3 +150,15 @@ def lane_over(group: dist.ProcessGroup, device: torch.device, family: str = "") 
         timeout=timeout,
         device=device,
     )
+    at_exit.unregister(_tell_failure)
+    at_exit.register(_tell_failure)
+    _lanes.add(lane)
+    return lane
+
+
+def _tell_failure() -> None:
+    """At exit by an exception: who reduces with this rank hears of it, and not that it has closed a communicator."""
+    why = own_failure()
+    if why is not None:
+        for lane in list(_lanes):
+            lane.control.abort(why)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpcomm.errors import TimedOut, tell_failure
+from hpcomm.errors import InvalidArgument, TimedOut, tell_failure
 from hpcomm.leaving import describe
 from hpcomm.pipeline.board import report, text_of
 
@@ -35,6 +35,8 @@ class TellPeers:
         if error is None:
             runner.board.write(-1)
             return
+        if self._mesh.size == 1 and isinstance(error, InvalidArgument) and runner.position == -1:
+            return  # nothing has begun, and nobody waits for this rank: in a notebook the next cell may be right
         action = runner.where()
         where = "" if action is None else f"in {text_of(action)}"
         if isinstance(error, TimedOut) and error.args:

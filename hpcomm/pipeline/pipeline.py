@@ -232,8 +232,8 @@ class Pipeline(LocalModel):
                 another number of samples, ranks of a replica with batches of different sizes, arguments no layer takes;
                 parameters were replaced, frozen, unfrozen or converted, or trained by another Pipeline on other ranks.
             PeerError, RankFailed, TimedOut: another rank raised, died, or did not come.
-            Exception: of the model or of ``loss_fn``; the other ranks then raise PeerError. The pipeline cannot be used
-                after an error.
+            Exception: of the model or of ``loss_fn``; the other ranks then raise PeerError. After any of these errors
+                the mesh and what is on it cannot be used; but on one rank after an InvalidArgument for its arguments.
         """
         if not torch.is_grad_enabled():
             return self.eval_step(*inputs, target=target, return_outputs=return_outputs, **keywords)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import linecache
+import operator
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +16,9 @@ from hpcomm.errors import InvalidArgument
 from hpcomm.pipeline.chain import ADVICE, Passed, Piece, Section, keywords_of
 
 __all__: list[str] = []
+
+_PLACE = "hpcomm_place"  # in a node's meta
+_TORCH = str(Path(torch.__file__).parent)
 
 
 class _Tracer(torch.fx.Tracer):
@@ -24,6 +30,11 @@ class _Tracer(torch.fx.Tracer):
     def __init__(self) -> None:
         super().__init__()
         self._around = _surroundings()
+
+    def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        node = super().create_node(*args, **kwargs)
+        node.meta[_PLACE] = _place_in_program()  # torch's record_stack_traces would load sympy
+        return node
 
     def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
         return True
@@ -37,6 +48,32 @@ class _Tracer(torch.fx.Tracer):
                     "a module"
                 )
         return super().call_module(m, forward, args, kwargs)
+
+
+def _described(node: torch.fx.Node) -> str:
+    """An operation as a program writes it, and where it does."""
+    target = node.target
+    if target is getattr:
+        name = f".{node.args[1]}"
+    elif target is operator.getitem:
+        name = "an indexing"
+    elif isinstance(target, str):
+        name = f".{target}()" if node.op == "call_method" else target
+    else:
+        module = getattr(target, "__module__", None) or "torch"
+        name = f"{module.removeprefix('_')}.{getattr(target, '__name__', target)}"
+    if node.meta.get(_PLACE) is None:
+        return name
+    file, line = node.meta[_PLACE]
+    return f"{name} (line {line} of {file}: {linecache.getline(file, line).strip():.100})"
+
+
+def _place_in_program() -> tuple[str, int] | None:
+    """File and line of the innermost frame that is neither torch's nor this module's."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 def _surroundings() -> dict[str, object]:
@@ -120,7 +157,7 @@ def _section_of(model: torch.nn.Module, graph: torch.fx.Graph) -> Section:
         if node.op != "call_module":
             if _only_asserts(node):
                 continue
-            raise InvalidArgument(f"between its layers its forward computes {node.target!s:.60}; make that a module")
+            raise InvalidArgument(f"between its layers its forward computes {_described(node)}; make that a module")
         layer = model.get_submodule(str(node.target))
         extra = _extra_of(node, previous, names, arguments)
         name = str(node.target)

@@ -253,6 +253,108 @@ def test_gradients_that_no_rank_uses_stay(device: str, world: int) -> None:
     run(device, world, kept_gradients)
 
 
+def missing_gradients(device: str) -> None:
+    """A parameter that none of the ranks reaches, or one of them, and that has no gradient here."""
+    with mesh_on(device, dp=-1) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(Resting().to(device), mesh=mesh, find_unused_parameters=True)
+        x, rest = torch.full((2, 4), mesh.rank + 1.0, device=device), wrapped.module.rest.weight
+        for step in range(4):
+            wrapped.zero_grad()
+            wrapped(x, all_of_it=step % 2 == 1 and mesh.rank == 0).sum().backward()
+            if step % 2 == 0:
+                assert rest.grad is None
+            else:
+                torch.testing.assert_close(rest.grad.cpu(), torch.full((4, 4), 2.0 / mesh.size))
+
+
+@one_and_two
+def test_a_gradient_that_is_nowhere_stays_none(device: str, world: int) -> None:
+    run(device, world, missing_gradients)
+
+
+class Deep(Resting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor, *, all_of_it: bool = False) -> torch.Tensor:
+        return self.last(self.used(x)) + (self.rest(x) if all_of_it else 0.0)
+
+
+def replaced_gradients(device: str) -> None:
+    """Another parameter's hook puts a tensor in place of a gradient that rests here while its average is on its way."""
+    with mesh_on(device, dp=-1) as mesh:
+        module = Deep().to(device)
+        wrapped = hpcomm.DistributedDataParallel(module, mesh=mesh, find_unused_parameters=True, bucket_cap_mb=1e-5)
+        x, rest = torch.ones(2, 4, device=device), module.rest.weight
+
+        def replace(_: torch.Tensor) -> None:
+            rest.grad = torch.full((4, 4), 99.0, device=device)
+
+        module.used.weight.register_post_accumulate_grad_hook(replace)
+        for reaching in (0, None):  # the rank whose backward reaches it
+            wrapped.zero_grad()
+            had = [torch.full((4, 4), 10.0 + rank) for rank in range(mesh.size)]
+            rest.grad = had[mesh.rank].to(device, copy=True)
+            wrapped(x, all_of_it=mesh.rank == reaching).sum().backward()
+            expected = had[mesh.rank] if reaching is None else (sum(had) + 2.0) / mesh.size
+            if mesh.size == 1:  # nothing is reduced, and the hook's word is the last
+                expected = torch.full((4, 4), 99.0)
+            torch.testing.assert_close(rest.grad.cpu(), expected)
+
+
+@one_and_two
+def test_a_resting_gradient_that_is_replaced_meanwhile(device: str, world: int) -> None:
+    run(device, world, replaced_gradients)
+
+
+def converted(device: str) -> list[torch.Tensor]:
+    """Through another dtype and device and back: autograd gives the parameters other accumulators."""
+    with mesh_on(device, dp=-1) as mesh:
+        x, y = shard(mesh.rank, device)
+        module = model(device)
+        wrapped = hpcomm.DistributedDataParallel(module, mesh=mesh, bucket_cap_mb=0.001)
+        loss_of(wrapped(x), y).backward()
+        wrapped.zero_grad()
+        if device == "cpu":
+            module.to(torch.complex128).to(torch.float64)
+        else:
+            module.cpu().to(device)
+        loss_of(wrapped(x), y).backward()
+        return gradients(wrapped)
+
+
+@one_and_two
+def test_gradients_of_a_model_that_was_elsewhere(device: str, world: int) -> None:
+    require_one_process(run(device, world, converted))
+
+
+def divided_by_hand(device: str) -> None:
+    """Parts of averages, and on how many ranks a parameter was used, of buckets that are reduced one by one."""
+    with mesh_on(device, dp=-1) as mesh:
+        module = Resting().to(device)
+        wrapped = hpcomm.DistributedDataParallel(
+            module, mesh=mesh, find_unused_parameters=True, shard_optimizer=True, bucket_cap_mb=1e-5
+        )
+        optimizer = wrapped.make_optimizer(torch.optim.SGD, lr=0.5)
+        x = torch.full((2, 4), mesh.rank + 1.0, device=device)
+        before = [p.detach().clone() for p in module.parameters()]
+        with wrapped.no_sync():
+            wrapped(x, all_of_it=False).sum().backward()
+        for call in (wrapped.start_reduction, wrapped.finish_reduction):
+            for bucket in range(wrapped.buckets):
+                call(bucket)
+        optimizer.step()
+        average = sum(2.0 * (rank + 1) for rank in range(mesh.size)) / mesh.size
+        for name, was, now in zip(["used", "rest"], before, module.parameters(), strict=True):
+            torch.testing.assert_close(now, was - (0.5 * average if name == "used" else 0.0))
+
+
+@one_and_two
+def test_divided_gradients_by_hand(device: str, world: int) -> None:
+    run(device, world, divided_by_hand)
+
+
 def captured(_: str) -> list[list[torch.Tensor]]:
     """Gradients after each of three replays with new data."""
     with mesh_on("cuda", dp=-1) as mesh:

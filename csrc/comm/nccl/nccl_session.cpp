@@ -221,7 +221,10 @@ bool Session::needs(const NcclWork& work, const Departure& departure) {
 
 Error Session::left(const Departure& departure) const {
   const int who = members[static_cast<std::size_t>(departure.member)];
-  return {ErrorKind::kRankFailed, str("rank ", who, " has left the job"), {rank, who, -1, "nccl"}};
+  const auto job = control.lock();
+  return {ErrorKind::kRankFailed,
+          job != nullptr ? job->departure_of(who) : str("rank ", who, " has left the job"),
+          {rank, who, -1, "nccl"}};
 }
 
 void Session::require_present(const NcclWork& work) const {

@@ -126,7 +126,7 @@ void NearControl::send(int peer, std::uint64_t channel, std::string_view body) {
   if (stopped_ || to->left) {
     below_->check();
     if (to->left) {
-      throw Error(ErrorKind::kRankFailed, str("rank ", peer, " has left the job"), {rank(), peer, -1, "send"});
+      throw Error(ErrorKind::kRankFailed, below_->departure_of(peer), {rank(), peer, -1, "send"});
     }
     throw Error(ErrorKind::kClosed, "control message after close()", {rank(), peer, -1, "send"});
   }

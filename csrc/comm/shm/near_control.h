@@ -53,6 +53,8 @@ class NearControl final : public Control {
     below_->say_waiting(wait, said);
   }
   [[nodiscard]] bool has_ended(int peer) const override { return below_->has_ended(peer); }
+  void say_why(std::string_view why) override { below_->say_why(why); }
+  [[nodiscard]] std::string why_left(int peer) const override { return below_->why_left(peer); }
   [[nodiscard]] bool has_left(int peer) const override {
     return (peer != rank() || stopped_) && below_->has_left(peer);  // asked of this rank with every message
   }

@@ -441,7 +441,7 @@ void Neighbourhood::require_alive(int rank, Deadline deadline) const {
 void Neighbourhood::require_stays(int rank) const {
   if (control_->has_left(rank)) {
     control_->check();  // it may have been lost
-    throw Error(ErrorKind::kRankFailed, str("rank ", rank, " has left the job"), {control_->rank(), rank, -1, ""});
+    throw Error(ErrorKind::kRankFailed, control_->departure_of(rank), {control_->rank(), rank, -1, ""});
   }
 }
 

@@ -94,6 +94,7 @@ class Neighbourhood {
   [[nodiscard]] bool read(int rank, std::uint64_t address, char* target, std::size_t bytes, Deadline deadline);
   // How often that was, and how often it did not.
   [[nodiscard]] std::uint64_t reads() const noexcept { return reads_.load(std::memory_order_relaxed); }
+  [[nodiscard]] const Control& control() const noexcept { return *control_; }
   [[nodiscard]] std::uint64_t refusals() const noexcept { return refusals_.load(std::memory_order_relaxed); }
 
  private:

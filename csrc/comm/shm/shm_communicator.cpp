@@ -337,8 +337,9 @@ class ShmCommunicator final : public HostCommunicator {
           what.peer = ranks()[r];
           const bool departed = steps.has_departed(r);
           const Error gone(departed ? ErrorKind::kRankFailed : ErrorKind::kPeerError,
-                           str(describe_operation(operation), ": rank ", what.peer, " ",
-                               departed ? "has left the job" : to_string(steps.gone(r))),
+                           str(describe_operation(operation), ": ",
+                               departed ? control().departure_of(what.peer)
+                                        : str("rank ", what.peer, " ", to_string(steps.gone(r)))),
                            what);
           abort(gone);
           throw gone;

@@ -93,7 +93,7 @@ Error ShmMailbox::gone(const Mail& mail, const std::string& beside) const {
   return {left ? ErrorKind::kRankFailed : ErrorKind::kPeerError,
           str(title_of(what, desk_.setup().lane), ": ",
               pair == nullptr ? std::string("all other ranks have left the job")
-              : left          ? str("rank ", what.peer, " has left the job")
+              : left          ? desk_.neighbourhood().control().departure_of(what.peer)
                               : str("rank ", what.peer, " ", to_string(desk_.gone(mail.peer))),
               mail.is_receive() && mail.is_of_program() ? beside : ""),
           what};
