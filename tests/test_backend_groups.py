@@ -279,11 +279,16 @@ def test_an_exit_without_destroy_is_quiet() -> None:
 @pytest.mark.parametrize("failed", [False, True])
 def test_an_exit_by_an_error_waits_for_nothing(failed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    native = SimpleNamespace(settle=lambda: said.append("settle"), end_at_exit=lambda: said.append("end"))
+    native = SimpleNamespace(
+        settle=lambda: said.append("settle"),
+        end_at_exit=lambda: said.append("end"),
+        ended=False,
+        control=SimpleNamespace(say_why=said.append),
+    )
     monkeypatch.setattr(job, "_jobs", [SimpleNamespace(native=native)])
-    monkeypatch.setattr(sys, "last_value", ValueError() if failed else None, raising=False)
+    monkeypatch.setattr(sys, "last_value", ValueError("why") if failed else None, raising=False)
     job._leave()
-    assert said == (["end"] if failed else ["settle", "end"])
+    assert [text.partition("\n")[0] for text in said] == (["ValueError: why", "end"] if failed else ["settle", "end"])
 
 
 def interrupted_as_it_ends() -> bool:
