@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 
 #include "base/dtype.h"
 
@@ -40,6 +41,10 @@ struct BufferView {
 
 // Whatever must outlive an operation that was issued and has not ended: a tensor, a slot, a bucket.
 using Keepalive = std::shared_ptr<const void>;
+
+[[nodiscard]] inline Keepalive both(Keepalive one, Keepalive other) {
+  return std::make_shared<const std::pair<Keepalive, Keepalive>>(std::move(one), std::move(other));
+}
 
 // An owned block of bytes as an Allocator hands it out.
 struct Buffer {

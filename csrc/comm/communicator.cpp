@@ -2,12 +2,12 @@
 #include "comm/communicator.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <new>
 #include <sstream>
 #include <utility>
 
 #include "base/hash.h"
+#include "base/host_memory.h"
 #include "comm/issued.h"
 
 namespace hpcomm {
@@ -304,12 +304,10 @@ std::shared_ptr<Communicator> Communicator::split(int color, int key, const std:
 }
 
 Buffer Communicator::allocate(std::size_t bytes) {
-  const std::size_t rounded = (bytes + 63) / 64 * 64;  // 0 when the addition wraps around
-  void* data = rounded < bytes ? nullptr : std::aligned_alloc(64, rounded);
-  if (data == nullptr && bytes > 0) {
-    throw Error(ErrorKind::kTransport, str("allocate: no ", bytes, " bytes of memory"));
+  if (auto memory = host_memory(bytes)) {
+    return *std::move(memory);
   }
-  return {{data, bytes, bytes, DType::kUInt8, {}}, Keepalive(data, std::free)};
+  throw Error(ErrorKind::kTransport, str("allocate: no ", bytes, " bytes of memory"));
 }
 
 }  // namespace hpcomm

@@ -88,7 +88,7 @@ class Issue {
   }
 
   void gather() {
-    const auto read = std::make_shared<const std::pair<Keepalive, Keepalive>>(reduction_.held, reduction_.sources);
+    const Keepalive read = both(reduction_.held, reduction_.sources);
     for (const Run& run : runs(reduction_.entries, false)) {
       std::vector<const void*> sources;
       for (std::size_t e = run.begin; e < run.end; ++e) {

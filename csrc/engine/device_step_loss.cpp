@@ -24,8 +24,7 @@ void DeviceStepLoss::issue(bool accumulate) {
   if (const double sum = std::atomic_ref(*odd_).load(std::memory_order_relaxed); sum != 0) {
     refuse_step_kinds(sum, communicator_->size(), communicator_->context("all_reduce", -1, 0));
   }
-  using Held = std::pair<Keepalive, Keepalive>;
-  const auto held = std::make_shared<const Held>(memory_.owner, odd_);
+  const Keepalive held = both(memory_.owner, odd_);
   OpOptions options;
   options.keepalive = held;
   options.ready = communicator_->compute()->record();

@@ -205,8 +205,7 @@ class LaneRecv final : public RecvRoute {
         SlotPool::Slot target = slots->acquire(parcel.cast_bytes);
         lane.stream().wait(target.free);
         message->cast = target.buffer;
-        using Held = std::pair<Keepalive, Keepalive>;
-        const auto held = in_order ? nullptr : std::make_shared<const Held>(slot.buffer.owner, target.buffer.owner);
+        const Keepalive held = in_order ? nullptr : both(slot.buffer.owner, target.buffer.owner);
         copy(lane.stream(), cast_items(*message), held);
         received = lane.follow(received, work.what(), held);
       }

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/host_memory.h"
 #include "comm/issued.h"
 #include "engine/joint_work.h"
 #include "engine/lane_route.h"
@@ -89,9 +90,8 @@ class LaneSend final : public SendRoute {
       return send_when_met(std::move(message), std::move(views), std::move(items), slot.owner);
     }
     communicator_.stream().wait(communicator_.compute()->record());
-    using Held = std::pair<Keepalive, Keepalive>;
     OpOptions options;
-    options.keepalive = std::make_shared<const Held>(std::move(message.keepalive), in_order_ ? nullptr : slot.owner);
+    options.keepalive = both(std::move(message.keepalive), in_order_ ? nullptr : slot.owner);
     if (!items.empty()) {
       // Held by the copy as well: the send may be refused while the copy is already on its way.
       copy(communicator_.stream(), std::move(items), options.keepalive);
@@ -111,11 +111,7 @@ class LaneSend final : public SendRoute {
   [[nodiscard]] std::size_t slot_bytes() const override { return slots_.bytes(); }
 
  private:
-  static WorkPtr ended(ErrorContext what) {
-    auto work = std::make_shared<HostWork>(std::move(what));
-    work->complete();
-    return work;
-  }
+  static WorkPtr ended(ErrorContext what) { return std::make_shared<DoneWork>(std::move(what)); }
 
   // Header, payload and schema in one Control message. The payload comes first: its tensors are written to their places
   // in it, which have to be aligned. Large tensors stay where they are.
@@ -134,8 +130,7 @@ class LaneSend final : public SendRoute {
       return ended(std::move(message.what));
     }
     auto work = std::make_shared<HostWork>(message.what);
-    using Held = std::pair<Keepalive, Keepalive>;
-    const auto held = std::make_shared<const Held>(std::move(message.keepalive), room.owner);
+    const Keepalive held = both(std::move(message.keepalive), room.owner);
     const auto sent = [work, lane = communicator_.lane(), held](const Error* why) {
       if (why == nullptr) {
         return work->complete();
@@ -211,8 +206,7 @@ class LaneSend final : public SendRoute {
   WorkPtr send_when_met(Outgoing message, std::vector<BufferView> views, std::vector<CopyItem> items,
                         const Keepalive& slot) {
     auto work = std::make_shared<HostWork>(message.what);
-    const std::shared_ptr<const void> held =
-        std::make_shared<const std::pair<Keepalive, Keepalive>>(std::move(message.keepalive), slot);
+    const Keepalive held = both(std::move(message.keepalive), slot);
     communicator_.device_slot()->enqueue_movable(message.what, [&lane = communicator_, peer = peer_, work, held,
                                                                 refusal = refusal_, rendezvous = rendezvous_,
                                                                 views = std::move(views),
@@ -241,9 +235,7 @@ class LaneSend final : public SendRoute {
     return std::make_shared<JointWork>(std::move(message.what), std::vector<WorkPtr>{std::move(work)}, refusal_);
   }
 
-  static std::size_t line(std::size_t bytes) {
-    return (bytes + Layout::kAlignment - 1) / Layout::kAlignment * Layout::kAlignment;
-  }
+  static std::size_t line(std::size_t bytes) { return round_up(bytes, Layout::kAlignment); }
 
   Communicator& communicator_;
   const int peer_;

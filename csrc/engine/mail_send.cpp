@@ -168,8 +168,7 @@ class MailSend final : public SendRoute {
       std::vector<Buffer> copies;
       const auto acquire = [&](std::size_t bytes) {
         Buffer buffer = slots.acquire(bytes).buffer;
-        using Held = std::pair<Keepalive, Keepalive>;
-        buffer.owner = std::make_shared<const Held>(std::move(buffer.owner), grant.copies);
+        buffer.owner = both(std::move(buffer.owner), grant.copies);
         copies.push_back(std::move(buffer));
         return static_cast<char*>(copies.back().view.data);
       };

@@ -5,14 +5,13 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/host_memory.h"
 
 namespace hpcomm {
 
 namespace {
 
-std::size_t on_a_line(std::size_t bytes) {
-  return (bytes + Layout::kAlignment - 1) / Layout::kAlignment * Layout::kAlignment;
-}
+std::size_t on_a_line(std::size_t bytes) { return round_up(bytes, Layout::kAlignment); }
 
 }  // namespace
 

@@ -182,7 +182,7 @@ WorkPtr Reducer::fetch(int param, void* gradient, Keepalive keepalive) {
   const Buffer& buffer = buffers_[place.bucket];
   std::vector<void*> targets(plan_.buckets[place.bucket].params.size(), nullptr);
   targets[place.entry] = gradient;
-  const auto held = std::make_shared<const std::pair<Keepalive, Keepalive>>(std::move(keepalive), buffer.owner);
+  const Keepalive held = both(std::move(keepalive), buffer.owner);
   Stream& stream = communicator_->stream();
   stream.wait(communicator_->compute()->record());  // who had the memory before may still run
   unpack(stream, plan_.buckets[place.bucket].layout, buffer.view, targets, {}, held);

@@ -8,11 +8,11 @@
 
 #include <bit>
 #include <cstddef>
-#include <cstdlib>
 #include <memory>
 #include <utility>
 
 #include "base/error.h"
+#include "base/host_memory.h"
 #include "base/view.h"
 #include "comm/peer_memory.h"
 
@@ -32,7 +32,7 @@ class SharedFirst final : public Allocator {
     if (shared_ != nullptr && bytes >= kFrom && bytes <= kUpTo) {
       const std::size_t step = std::bit_floor(bytes) / 8;
       try {
-        return shared_->allocate((bytes + step - 1) / step * step);
+        return shared_->allocate(round_up(bytes, step));
       } catch (const Error&) {
         // None left.
       }
@@ -55,12 +55,11 @@ class OwnWhenFull final : public Allocator {
     try {
       return shared_->allocate(bytes);
     } catch (const Error& why) {
-      const std::size_t rounded = (bytes + 63) / 64 * 64;  // 0 when the addition wraps around
-      void* data = why.kind() != ErrorKind::kTransport || rounded < bytes ? nullptr : std::aligned_alloc(64, rounded);
-      if (data == nullptr) {
+      auto own = why.kind() == ErrorKind::kTransport ? host_memory(bytes) : std::nullopt;
+      if (!own) {
         throw;
       }
-      return {{data, bytes, bytes, DType::kUInt8, {}}, Keepalive(data, std::free)};
+      return *std::move(own);
     }
   }
 

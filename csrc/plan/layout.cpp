@@ -3,14 +3,11 @@
 
 #include "base/error.h"
 #include "base/hash.h"
+#include "base/host_memory.h"
 
 namespace hpcomm {
 
 namespace {
-
-std::size_t round_up(std::size_t bytes) {
-  return (bytes + Layout::kAlignment - 1) / Layout::kAlignment * Layout::kAlignment;
-}
 
 std::vector<DType> wire_types(const std::vector<TensorSize>& tensors, std::optional<DType> wire) {
   std::vector<DType> wires;
@@ -31,7 +28,7 @@ Layout::Layout(const std::vector<TensorSize>& tensors, const std::vector<DType>&
   entries_.reserve(tensors.size());
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     const Entry entry{bytes_, tensors[i].count, tensors[i].dtype, wires[i]};
-    bytes_ += round_up(entry.wire_bytes());
+    bytes_ += round_up(entry.wire_bytes(), Layout::kAlignment);
     entries_.push_back(entry);
   }
 }

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/host_memory.h"
 #include "pack/pack.h"
 #include "torch/device.h"
 #include "torch/tensor.h"
@@ -133,9 +134,8 @@ std::size_t DdpBuckets::param_of(std::size_t bucket, std::size_t entry) const {
 
 // Shards are equal parts on cache lines.
 std::size_t DdpBuckets::byte_size(std::size_t bucket) const {
-  const std::size_t needed = plan_.buckets[bucket].layout.bytes();
   const std::size_t grain = options_.shard ? Layout::kAlignment * static_cast<std::size_t>(communicator_->size()) : 1;
-  return (needed + grain - 1) / grain * grain;
+  return round_up(plan_.buckets[bucket].layout.bytes(), grain);
 }
 
 // Room for all buckets in one piece, before the first of them: their sizes change once, when the order is learned. In

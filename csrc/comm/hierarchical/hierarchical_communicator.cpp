@@ -275,16 +275,16 @@ class HierarchicalCommunicator final : public HostCommunicator {
       const BufferView mine = block_of(blocks, output.count);
       self.inside_->reduce_scatter(mine, blocks, operation.op, options(memory.owner))->wait();
       // The output is the caller's, and the input this operation's.
-      const auto both = std::make_shared<std::pair<Keepalive, Keepalive>>(memory.owner, operation.options.keepalive);
-      self.between_->reduce_scatter(output, mine, operation.op, options(both))->wait();
+      const Keepalive held = both(memory.owner, operation.options.keepalive);
+      self.between_->reduce_scatter(output, mine, operation.op, options(held))->wait();
     }
 
     void all_gather(const BufferView& output, const BufferView& input) const {
       const Buffer memory = scratch(output.bytes);
       const BufferView blocks = {memory.view.data, output.bytes, output.count, output.dtype, output.device};
       const BufferView mine = block_of(blocks, input.count);
-      const auto both = std::make_shared<std::pair<Keepalive, Keepalive>>(memory.owner, operation.options.keepalive);
-      self.between_->all_gather(bytes_of(mine), bytes_of(input), options(both))->wait();
+      const Keepalive held = both(memory.owner, operation.options.keepalive);
+      self.between_->all_gather(bytes_of(mine), bytes_of(input), options(held))->wait();
       from_afar([&] { self.inside_->all_gather(blocks, mine, options(memory.owner))->wait(); });
       each_part(input.count, [&](std::size_t block, std::size_t part) {
         copy(range(output, part, input.count), range(blocks, block, input.count));

@@ -10,6 +10,7 @@
 
 #include "base/error.h"
 #include "base/fork.h"
+#include "base/host_memory.h"
 
 namespace hpcomm::shm {
 
@@ -19,8 +20,6 @@ constexpr std::size_t kAlignment = 64;
 // An arena doubles with each segment between these: few descriptors, and little waste for who asks for little.
 constexpr std::size_t kSmallestSegment = std::size_t{2} << 20;
 constexpr std::size_t kLargestSegment = std::size_t{64} << 20;
-
-std::size_t round_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
 
 }  // namespace
 

@@ -6,6 +6,7 @@
 #include <new>
 
 #include "base/fork.h"
+#include "base/host_memory.h"
 #include "control/channels.h"
 
 namespace hpcomm::shm {
@@ -14,7 +15,6 @@ namespace {
 
 using control::kDetourChannel;
 
-constexpr std::size_t kLine = 64;
 constexpr std::size_t kAllRings = std::size_t{8} << 20;
 constexpr std::size_t kLargestRing = std::size_t{64} << 10;
 constexpr std::size_t kSmallestRing = std::size_t{1} << 10;
@@ -27,12 +27,12 @@ struct Prefix {
   std::uint64_t bytes;
 };
 
-constexpr std::size_t padded(std::size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
+constexpr std::size_t padded(std::size_t bytes) { return round_up(bytes, kCacheLine); }
 
 }  // namespace
 
 std::size_t NearControl::ring_bytes_for(std::size_t ranks) noexcept {
-  return std::clamp(kAllRings / (ranks * ranks) / kLine * kLine, kSmallestRing, kLargestRing);
+  return std::clamp(kAllRings / (ranks * ranks) / kCacheLine * kCacheLine, kSmallestRing, kLargestRing);
 }
 
 std::size_t NearControl::segment_bytes(std::size_t ranks, std::size_t ring_bytes) noexcept {

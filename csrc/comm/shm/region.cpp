@@ -5,6 +5,7 @@
 #include <bit>
 
 #include "base/error.h"
+#include "base/host_memory.h"
 
 namespace hpcomm::shm {
 
@@ -26,7 +27,7 @@ struct Places {
 };
 
 Places places(const Geometry& g) {
-  const auto page = [](std::size_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; };
+  const auto page = [](std::size_t bytes) { return round_up(bytes, kPageBytes); };
   Places at;
   at.lines = page(g.ranks * sizeof(Bell));
   at.ring_ends = at.lines + page(g.ranks * 2 * sizeof(Line));

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/host_memory.h"
 #include "comm/shm/handover.h"
 #include "comm/shm/region.h"
 
@@ -25,7 +26,7 @@ class RingWriter {
   // At most as many bytes as there is room for. The reader sees them after publish(), or hears of them otherwise.
   void write(const void* source, std::size_t bytes) noexcept;
   // The next message begins on a cache line.
-  void pad() noexcept { position_ = (position_ + 63) / 64 * 64; }
+  void pad() noexcept { position_ = round_up(position_, std::uint64_t{kCacheLine}); }
   void publish() noexcept { ends_->written.store(position_, std::memory_order_seq_cst); }
 
  private:
@@ -51,7 +52,7 @@ class RingReader {
   }
   // At most as many bytes as are there; a null target drops them. `past` the caches, where they are of no use there.
   void read(void* target, std::size_t bytes, bool past = false) noexcept;
-  void pad() noexcept { position_ = (position_ + 63) / 64 * 64; }
+  void pad() noexcept { position_ = round_up(position_, std::uint64_t{kCacheLine}); }
   [[nodiscard]] std::uint64_t position() const noexcept { return position_; }
   // The writer may use what was read. As long as the writer does not look, the counter stays with this core.
   void release() noexcept { ends_->read.store(position_, std::memory_order_seq_cst); }
