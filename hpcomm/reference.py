@@ -69,7 +69,8 @@ def verify(
         NumericsMismatch: a gradient differs by more than ``tolerance``; the first such parameter in model order is
             named, on every rank. Or the loss is not finite, or ``loss_fn`` returns no weight and is no mean over
             samples: of the whole batch at once it is another number than by microbatches.
-        InvalidArgument: ``x`` is None on this rank, or ``model`` is built otherwise.
+        InvalidArgument: ``x`` is None on this rank, an argument is no tree that a Channel sends, or ``model`` is built
+            otherwise.
         SchemaMismatch: it is on some ranks; or the ranks of a replica were given different batches.
     """
     if x is None:
@@ -120,7 +121,7 @@ def _require_one_batch(mesh: Mesh, batch: dict[str, Any]) -> None:
     """The same values on all ranks of a replica (collective over ``mesh``): the stages of one step would otherwise
     compute on different data, which the step itself cannot see.
     """
-    mine = [mesh.dp.rank, {name: _digest(value) for name, value in batch.items()}]
+    mine = [mesh.dp.rank, {name: _digest({name: value}) for name, value in batch.items()}]
     told = mesh.control.exchange(range(mesh.size), ControlChannel.REFERENCE, json.dumps(mine).encode(), mesh.timeout)
     first: dict[int, tuple[int, dict[str, str]]] = {}  # of each replica
     for rank, (replica, digests) in enumerate(map(json.loads, told)):

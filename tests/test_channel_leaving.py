@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import signal
 import threading
@@ -44,6 +45,31 @@ def dropped_with_messages_under_way() -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_channel_that_is_dropped_sends_what_was_issued(transport: str) -> None:
     ranks.run(2, dropped_with_messages_under_way, env=TRANSPORTS[transport], timeout=90)
+
+
+def asked_for_and_dropped() -> None:
+    """The sender is gone first, and says how many messages it has sent; the receiver has asked for all of them."""
+    with hpcomm.init(dp=1, pp=2, timeout=20.0) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        message = [torch.ones(5000), torch.ones(7000)]
+        if mesh.rank == 0:
+            works = [channel.send(message) for _ in range(13)]
+            del channel
+            mesh.control.send(1, 995, b"gone")
+            with pytest.raises(hpcomm.PeerError, match="rank 1 has closed its end"):  # and not TimedOut
+                collections.deque((work.wait() for work in works), maxlen=0)
+        else:
+            mesh.control.receive(0, 995, 60)
+            asked = [channel.irecv() for _ in range(13)]
+            del asked, channel
+            mesh.control.receive(0, 994, 60)
+        if mesh.rank == 0:
+            mesh.control.send(1, 994, b"told")
+
+
+def test_a_sender_hears_that_what_was_asked_for_is_not_taken() -> None:
+    """Over shared memory, where messages wait at the sender."""
+    ranks.run(2, asked_for_and_dropped)
 
 
 def leaves_at_once(count: int) -> None:

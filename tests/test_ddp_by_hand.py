@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from typing import Any
 
 import pytest
@@ -191,6 +193,35 @@ def views_of_buckets() -> None:
 
 def test_a_gradient_of_another_layout_becomes_a_view_of_its_bucket() -> None:
     ranks.run(2, views_of_buckets)
+
+
+def reset_amid_a_wait() -> None:
+    """By a handler of a signal, in the thread that waits for a bucket of 16 bits."""
+    with hpcomm.init() as mesh:
+        module = nn.Linear(4, 4, bias=False)
+        wrapped = hpcomm.DistributedDataParallel(module, mesh=mesh, grad_dtype=torch.bfloat16)
+        with wrapped.no_sync():
+            wrapped(torch.full((2, 4), mesh.rank + 1.0)).sum().backward()
+        reducer = wrapped.reducer
+        if mesh.rank == 0:
+            before = signal.signal(signal.SIGALRM, lambda *_: reducer.reset())
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            wrapped.start_reduction(0)
+            wrapped.finish_reduction(0)
+            signal.signal(signal.SIGALRM, before)
+        else:
+            time.sleep(1.0)
+            reduce_by_hand(wrapped)
+        assert module.weight.grad is not None
+        assert module.weight.grad.untyped_storage().nbytes() >= 4 * module.weight.grad.numel()
+        for _ in range(2):
+            wrapped.zero_grad()
+            wrapped(torch.full((2, 4), mesh.rank + 1.0)).sum().backward()
+            assert torch.equal(module.weight.grad, torch.full((4, 4), 3.0))
+
+
+def test_a_handler_may_reset_what_a_reduction_by_hand_waits_for() -> None:
+    ranks.run(2, reset_amid_a_wait)
 
 
 def refused_between() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import pickle
 from pathlib import Path
@@ -442,9 +443,15 @@ def test_a_wrong_argument_on_one_rank_alone_ends_nothing() -> None:
     with hpcomm.init() as mesh:
         pipe = hpcomm.Pipeline(layers(), mesh=mesh, num_microbatches=2, loss_fn=nn.functional.mse_loss)
         x = torch.ones(4, 4)
-        for batch, options in [(x, {"target": x, "tgt": x}), (x[:1], {"target": x[:1]})]:
+        wrong: list[tuple[tuple[torch.Tensor, ...], dict[str, Any]]] = [
+            ((x,), {"target": x, "tgt": x}),
+            ((x[:1],), {"target": x[:1]}),
+            ((x,), {}),
+            ((x, x), {}),  # the target by position
+        ]
+        for call, (arguments, options) in itertools.product((pipe.step, pipe.eval_step), wrong):
             with pytest.raises(hpcomm.InvalidArgument):
-                pipe.step(batch, **options)
+                call(*arguments, **options)
         assert pipe.step(x, target=x).isfinite()
         assert hpcomm.verify(pipe, layers(), x, target=x).compared == 8
 

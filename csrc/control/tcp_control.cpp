@@ -179,11 +179,17 @@ void TcpControl::tidy(Inboxes::iterator inbox) {
 
 void TcpControl::say_why(std::string_view why) {
   constexpr std::size_t kMost = 4000;
+  if (forked()) {
+    return;
+  }
   std::lock_guard lock(mutex_);
   why_ = why.substr(0, kMost);
 }
 
 std::string TcpControl::why_left(int peer) const {
+  if (forked()) {
+    return {};
+  }
   std::lock_guard lock(mutex_);
   return peers_[static_cast<std::size_t>(peer)].why_left;
 }

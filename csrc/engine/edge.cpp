@@ -84,8 +84,8 @@ void SendEdge::leave() noexcept {
   }
   try {
     const Communicator& communicator = *config_.communicator;
-    if (refusal_->is_closed(UINT64_MAX)) {
-      return;  // the receiver is gone, or has ended: it would stay in Control for ever
+    if (refusal_->is_closed(sequence_)) {
+      return;  // the receiver waits for nothing more: it would stay in Control for ever
     }
     communicator.control().send(job_rank(communicator, config_.peer), farewell_of(id_),
                                 {reinterpret_cast<const char*>(&sequence_), sizeof sequence_});
@@ -447,11 +447,13 @@ RecvEdge::RecvEdge(EdgeConfig config, std::shared_ptr<Allocator> allocator) : co
 
 RecvEdge::~RecvEdge() {
   route_->inbound().closed = true;  // before the sender hears of it
-  // A host that was not there yet for a message does not take it now. A GPU goes on with what was issued, perhaps long
-  // before the sender issues it.
+  // A host does not take now what it has only asked for. A GPU goes on with what was issued, perhaps long before the
+  // sender issues it.
+  Inbound& inbound = route_->inbound();
   const bool goes_on = config_.communicator->device().type == DeviceType::kCuda;
-  if (!route_->inbound().is_beyond_last(sequence_)) {  // else the sender is gone and has sent no more
-    route_->inbound().refusal.tell_closed(goes_on ? sequence_.load() : 0);
+  if (!inbound.is_beyond_last(goes_on ? sequence_
+                                      : inbound.taken)) {  // else the sender is gone, and all it sent is here
+    inbound.refusal.tell_closed(goes_on ? sequence_.load() : 0);
   }
 }
 

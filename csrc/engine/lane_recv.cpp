@@ -61,6 +61,7 @@ class LaneRecv final : public RecvRoute {
         } else {
           work->issued(nullptr);
         }
+        edge->inbound->taken = sequence + 1;
       } catch (...) {
         if (edge != nullptr) {
           edge->inbound->fail(std::current_exception());
@@ -92,6 +93,7 @@ class LaneRecv final : public RecvRoute {
       if (!state.next(sequence, microbatch, deadline, *message, options.poll, &meanwhile)) {
         return nullptr;
       }
+      inbound_->taken = sequence + 1;
       work->complete();
     } catch (const Error&) {
       inbound_->fail(std::current_exception());

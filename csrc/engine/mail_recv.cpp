@@ -86,6 +86,7 @@ class MailRecv final : public RecvRoute {
       }
       try {
         receive(one);
+        inbound->taken = one.sequence + 1;
       } catch (const Error& why) {
         inbound->fail(std::make_exception_ptr(
             inbound->communicator.ended_by(why, inbound->communicator.context("recv", inbound->peer, one.sequence))));

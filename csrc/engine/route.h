@@ -81,6 +81,7 @@ struct Inbound {
   KnownPtr current;
   std::exception_ptr broken;
   std::atomic<std::uint64_t> sent_in_all = UINT64_MAX;  // by a sender that is gone
+  std::atomic<std::uint64_t> taken = 0;                 // messages, in full; on a host
   std::atomic<bool> closed = false;                     // by the owner's thread
   std::mutex expected_mutex;
   std::shared_ptr<const Schema> expected;

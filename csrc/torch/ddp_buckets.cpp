@@ -249,6 +249,7 @@ at::Tensor DdpBuckets::make_view(std::size_t bucket, std::size_t entry) const {
   const at::Tensor& param = params_[param_of(bucket, entry)];
   const at::Tensor& flat = buckets_[bucket].flat;
   const Layout::Entry& place = plan_.buckets[bucket].layout.entries()[entry];
+  HPCOMM_ASSERT(place.wire == place.dtype, "a view of parameter ", params_.names()[param_of(bucket, entry)]);
   auto view = at::detail::make_tensor<at::TensorImpl>(c10::Storage(flat.storage()), flat.key_set(), param.dtype());
   view.unsafeGetTensorImpl()->set_storage_offset(
       static_cast<std::int64_t>(place.offset / static_cast<std::size_t>(param.element_size())));

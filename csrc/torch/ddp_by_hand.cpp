@@ -60,6 +60,9 @@ void DdpReducer::finish(std::size_t bucket) {
     end_by_hand(turn);
     throw;
   }  // after Ctrl-C the next call goes on with it
+  if (!turn.started) {
+    return;  // a handler of a signal has reset it meanwhile
+  }
   end_by_hand(turn);
   const bool by_entry = turn.used.defined();
   buckets_.hand_out(bucket, by_entry ? &turn.used : options_.find_unused ? &used_.on_ranks() : nullptr, by_entry);

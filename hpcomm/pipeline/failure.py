@@ -35,8 +35,9 @@ class TellPeers:
         if error is None:
             runner.board.write(-1)
             return
-        if self._mesh.size == 1 and isinstance(error, InvalidArgument) and runner.position == -1:
-            return  # nothing has begun, and nobody waits for this rank: in a notebook the next cell may be right
+        if self._mesh.size == 1 and isinstance(error, InvalidArgument) and runner.position <= 0:
+            runner.clear()  # nobody waits for this rank, and in a notebook the next cell may be right
+            return
         action = runner.where()
         where = "" if action is None else f"in {text_of(action)}"
         if isinstance(error, TimedOut) and error.args:

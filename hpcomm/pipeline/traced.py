@@ -61,11 +61,12 @@ def _described(node: torch.fx.Node) -> str:
         name = f".{target}()" if node.op == "call_method" else target
     else:
         module = getattr(target, "__module__", None) or "torch"
-        name = f"{module.removeprefix('_')}.{getattr(target, '__name__', target)}"
+        name = f"{'operator' if module == '_operator' else module}.{getattr(target, '__name__', target)}"
     if node.meta.get(_PLACE) is None:
         return name
     file, line = node.meta[_PLACE]
-    return f"{name} (line {line} of {file}: {linecache.getline(file, line).strip():.100})"
+    text = linecache.getline(file, line).strip()
+    return f"{name} (line {line} of {file}{': ' if text else ''}{text:.100})"
 
 
 def _place_in_program() -> tuple[str, int] | None:
