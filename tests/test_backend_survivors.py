@@ -83,7 +83,8 @@ def interrupted_amid_an_error() -> None:
         if rank == 1:
             store.wait(["pressed"], timedelta(seconds=20))
             time.sleep(0.3)  # torch's reducer waits without a look at signals
-            with pytest.raises(hpcomm.SchemaMismatch):
+            # SchemaMismatch, unless a slow machine let the other one leave first.
+            with pytest.raises(hpcomm.HpcommError):
                 dist.all_reduce(torch.ones(7))
             return
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -469,6 +470,15 @@ class Reversed(nn.Sequential):
 def test_models_that_are_no_chain(model: Any, words: str) -> None:
     with pytest.raises(hpcomm.InvalidArgument, match=words):
         as_chain(model)
+
+
+def test_a_place_in_a_package_whose_name_begins_as_torchs_is_named() -> None:
+    file = f"{Path(torch.__file__).parent}vision/nets.py"
+    source = "class Net(Glue):\n    def forward(self, x):\n        return self.b(torch.relu(self.a(x)))\n"
+    names: dict[str, Any] = {"Glue": Glue, "torch": torch}
+    exec(compile(source, file, "exec"), names)
+    with pytest.raises(hpcomm.InvalidArgument, match=re.escape(f"torch.relu (line 3 of {file})")):
+        as_chain(names["Net"]())
 
 
 def test_a_sequential_with_a_forward_of_its_own_runs_as_that_says() -> None:

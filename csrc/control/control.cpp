@@ -106,10 +106,11 @@ std::string Control::receive(int peer, std::uint64_t channel, Deadline deadline,
               {rank(), peer, -1, "receive"});
 }
 
-std::string Control::departure_of(int peer) const {
-  const std::string why = why_left(peer);
+std::string departure_text(int peer, std::string_view why) {
   return str("rank ", peer, " has left the job", why.empty() ? "" : ": ", why);
 }
+
+std::string Control::departure_of(int peer) const { return departure_text(peer, why_left(peer)); }
 
 std::vector<std::string> Control::exchange(const std::vector<int>& ranks, std::uint64_t channel,
                                            const std::string& body, Deadline deadline, void (*poll)()) {

@@ -92,7 +92,7 @@ class Control {
   [[nodiscard]] virtual bool has_left(int peer) const = 0;
   // What it said of why; empty where it said nothing.
   [[nodiscard]] virtual std::string why_left(int /*peer*/) const { return {}; }
-  // "rank 2 has left the job", and why.
+  // departure_text(), of what it said.
   [[nodiscard]] std::string departure_of(int peer) const;
   // Peers of which that is true, in the order in which this rank heard of it.
   [[nodiscard]] virtual std::vector<int> departed() const { return {}; }
@@ -123,6 +123,9 @@ class Control {
   [[nodiscard]] std::vector<std::string> exchange(const std::vector<int>& ranks, std::uint64_t channel,
                                                   const std::string& body, Deadline deadline, void (*poll)() = nullptr);
 };
+
+// "rank 2 has left the job", and why where that was said.
+[[nodiscard]] std::string departure_text(int peer, std::string_view why);
 
 // A job of one rank: nobody to talk to.
 [[nodiscard]] std::shared_ptr<Control> make_solo_control();

@@ -195,9 +195,8 @@ std::string TcpControl::why_left(int peer) const {
 }
 
 Error TcpControl::left(int peer, const char* operation) const {
-  const std::string& why = peers_[static_cast<std::size_t>(peer)].why_left;
   return {ErrorKind::kRankFailed,
-          str("rank ", peer, " has left the job", why.empty() ? "" : ": ", why),
+          departure_text(peer, peers_[static_cast<std::size_t>(peer)].why_left),
           {rank_, peer, -1, operation}};
 }
 

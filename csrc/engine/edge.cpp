@@ -451,9 +451,9 @@ RecvEdge::~RecvEdge() {
   // sender issues it.
   Inbound& inbound = route_->inbound();
   const bool goes_on = config_.communicator->device().type == DeviceType::kCuda;
-  if (!inbound.is_beyond_last(goes_on ? sequence_
-                                      : inbound.taken)) {  // else the sender is gone, and all it sent is here
-    inbound.refusal.tell_closed(goes_on ? sequence_.load() : 0);
+  const std::uint64_t taken = goes_on ? sequence_.load() : inbound.taken.load();
+  if (!inbound.is_beyond_last(taken)) {  // else the sender is gone, and all that it sent is here
+    inbound.refusal.tell_closed(goes_on ? taken : 0);
   }
 }
 

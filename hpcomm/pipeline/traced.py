@@ -18,7 +18,7 @@ from hpcomm.pipeline.chain import ADVICE, Passed, Piece, Section, keywords_of
 __all__: list[str] = []
 
 _PLACE = "hpcomm_place"  # in a node's meta
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = f"{Path(torch.__file__).parent}/"  # and not torchvision
 
 
 class _Tracer(torch.fx.Tracer):

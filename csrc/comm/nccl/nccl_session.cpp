@@ -223,7 +223,7 @@ Error Session::left(const Departure& departure) const {
   const int who = members[static_cast<std::size_t>(departure.member)];
   const auto job = control.lock();
   return {ErrorKind::kRankFailed,
-          job != nullptr ? job->departure_of(who) : str("rank ", who, " has left the job"),
+          job != nullptr ? job->departure_of(who) : departure_text(who, {}),
           {rank, who, -1, "nccl"}};
 }
 
