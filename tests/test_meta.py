@@ -476,7 +476,7 @@ def test_a_place_in_a_package_whose_name_begins_as_torchs_is_named() -> None:
     file = f"{Path(torch.__file__).parent}vision/nets.py"
     source = "class Net(Glue):\n    def forward(self, x):\n        return self.b(torch.relu(self.a(x)))\n"
     names: dict[str, Any] = {"Glue": Glue, "torch": torch}
-    exec(compile(source, file, "exec"), names)
+    exec(compile(source, file, "exec"), names)  # noqa: S102
     with pytest.raises(hpcomm.InvalidArgument, match=re.escape(f"torch.relu (line 3 of {file})")):
         as_chain(names["Net"]())
 
