@@ -113,6 +113,8 @@ class Mesh:
         agree(self.control, "mesh", terms, timeout=self._timeout)
         if begin is not None:
             self._with_torch("torch's process group", range(self.size), begin)
+            # A rank that is still in there would hear of an error from here on as another rank's, and not have it too.
+            agree(self.control, "torch's process group", [], timeout=self._timeout)
         self.world: Communicator = first_communicator(
             store,
             self.control,

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ranks
@@ -433,6 +434,24 @@ def test_without_memory_auto_falls_back_to_gloo_with_one_warning(afterwards: boo
     (text,) = first[1]
     assert "ranks [0, 1] use gloo instead of shared memory: no " in text
     assert "bytes are available" in text
+
+
+def without_memory_and_late() -> None:
+    begin = torch.distributed.init_process_group
+
+    def late(*args: Any, **options: Any) -> None:
+        begin(*args, **options)
+        if os.environ["RANK"] == "1":
+            time.sleep(0.5)  # rank 0 has its group, and could go on
+
+    torch.distributed.init_process_group = late
+    without_memory(afterwards=False)
+
+
+def test_a_rank_that_is_late_in_torch_has_the_error_of_the_others_as_its_own() -> None:
+    for outcome in ranks.run(2, without_memory_and_late, env=SHM, expect_failure=True):
+        assert outcome.exception == "TransportError", outcome
+        assert "bytes of shared memory" in outcome.message
 
 
 @pytest.mark.parametrize("afterwards", [False, True])
