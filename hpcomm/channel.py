@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import numbers
 import operator
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -79,6 +81,8 @@ _senders: weakref.WeakSet[Sender] = weakref.WeakSet()
 
 # How long a message waits for a receiver that leaves as well: what it had asked for before may still come through.
 LEAVING_GRACE = 1.0  # seconds
+# And until it is known here what one that has left had taken.
+_NEWS = 0.05  # seconds
 
 
 def _part_with(edge: SendEdge, end: _End) -> None:
@@ -98,7 +102,8 @@ def let_go(control: Control, timeout: float) -> None:
     """Before this rank leaves the job in order: waits for messages that are under way, which would not come through.
 
     Until they have gone, their receivers have left, or the job has failed; ``timeout`` seconds at most. Every rank is
-    told, not only the receivers: three ranks may each wait for the next one, which none of them hears from.
+    told, not only the receivers: three ranks may each wait for the next one, which none of them hears from. A warning
+    names those who leave without having taken what was sent to them.
     """
     under_way = {
         edge: end.peer
@@ -107,6 +112,8 @@ def let_go(control: Control, timeout: float) -> None:
     }
     began = time.monotonic()
     leaving: dict[int, float] = {}  # peers that said so, and when
+    left: dict[int, float] = {}  # peers that are gone, and since when
+    untaken: collections.Counter[int] = collections.Counter()  # messages, by peer
     try:
         for peer in range(control.size) if under_way else ():
             if peer != control.rank:
@@ -119,11 +126,23 @@ def let_go(control: Control, timeout: float) -> None:
                     control.receive(peer, ControlChannel.LEAVING, 0.0)
                     leaving[peer] = time.monotonic()
             for edge, peer in list(under_way.items()):
-                is_late = peer in leaving and time.monotonic() > leaving[peer] + LEAVING_GRACE
-                if is_late or control.has_left(peer) or not edge.is_under_way:
+                now = time.monotonic()
+                if control.has_left(peer):
+                    left.setdefault(peer, now)
+                is_late = now > min(leaving.get(peer, now) + LEAVING_GRACE, left.get(peer, now) + _NEWS)
+                if is_late or not edge.is_under_way:
+                    untaken[peer] += edge.untaken
                     del under_way[edge]
     except HpcommError:
         return  # the job has failed: this rank is free to go
+    for peer, count in untaken.items():
+        if count > 0:
+            warnings.warn(
+                f"rank {control.rank} leaves the job with {count} messages or more that rank {peer} has not received; "
+                "they are lost. Those of hpcomm.nn may be gradients: does every token's backward run?",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 class Sender:
@@ -165,6 +184,11 @@ class Sender:
     def send(self, tree: object, microbatch: int = -1, *, wire_dtype: WireDtype = None) -> Work:
         """Issues one message; see :meth:`Channel.send`."""
         return self._edge.send(tree, microbatch, self._wire_dtype if wire_dtype is None else wire_dtype)
+
+    @property
+    def untaken(self) -> int:
+        """Messages that the receiver has not taken (on a GPU: 1 for any)."""
+        return self._edge.untaken
 
     @property
     def slot_bytes(self) -> int:
@@ -229,6 +253,11 @@ class Receiver:
     def expect(self, tree: object) -> None:
         """From now on messages must be like ``tree``; see :meth:`Channel.expect`."""
         self._edge.expect(tree)
+
+    @property
+    def came(self) -> int:
+        """The microbatch of the last message that came; -1 for one that has none."""
+        return self._edge.came
 
     def missed(self, microbatch: int) -> bool:
         """Whether another message came to ``take(microbatch)``, which has ended this end."""

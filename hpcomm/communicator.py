@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCP
 from hpcomm import _C, interfaces
 from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import HpcommError, InvalidArgument, RankFailed, SchemaMismatch, TimedOut, TransportError
+from hpcomm.leaving import told_of_errors
 from hpcomm.nccl_variables import warn_of_registration
 from hpcomm.rendezvous import Look, awaited, interruptible, nothing
 from hpcomm.settings import (
@@ -76,11 +77,12 @@ def start_control(store: Store, rank: int, size: int, *, timeout: float, names: 
     addresses = [""] * size
     for r in called:
         addresses[r] = awaited(store, f"control/{r}", f"rank {r}", timeout).decode()
-    control = listener.connect(addresses, timeout, heartbeat)
-    # All ranks take part, whatever they chose: whether they agree on it is asked through this Control.
-    apart = f"none, rank {rank} uses gloo" if transport == "gloo" else os.environ.get("HPCOMM_HOST", "")
-    control = _C.near_control(control, _C.Neighbourhood(control, timeout, apart, called, attach), timeout)
-    _C.tell_long_waits(control, notice)
+    connected = listener.connect(addresses, timeout, heartbeat)
+    with told_of_errors(connected):
+        # All ranks take part, whatever they chose: whether they agree on it is asked through this Control.
+        apart = f"none, rank {rank} uses gloo" if transport == "gloo" else os.environ.get("HPCOMM_HOST", "")
+        control = _C.near_control(connected, _C.Neighbourhood(connected, timeout, apart, called, attach), timeout)
+        _C.tell_long_waits(control, notice)
     return control
 
 
@@ -308,9 +310,11 @@ def while_they_stay(control: Control, ranks: Sequence[int]) -> Look:
         control.check()
         now = time.monotonic()
         for rank in ranks:
+            if rank == control.rank or not control.has_left(rank):
+                continue
             # One that left in order may have been done with what this rank is about to be done with.
-            if rank != control.rank and control.has_left(rank) and now - seen.setdefault(rank, now) > _GRACE:
-                raise RankFailed(f"rank {rank} has left the job", rank=control.rank, peer=rank, operation="init")
+            if control.why_left(rank) or now - seen.setdefault(rank, now) > _GRACE:
+                raise RankFailed(control.departure_of(rank), rank=control.rank, peer=rank, operation="init")
 
     return look
 

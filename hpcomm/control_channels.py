@@ -27,5 +27,6 @@ class ControlChannel(enum.IntEnum):
     OPTIMIZER = 28  # what there is of a divided optimizer's state
     DOCTOR = 29  # what each rank has found
     BUFFERS = 30  # which are not saved, and of which kind
+    FOUND_OUT = 31  # behind an exchange in which all have found the same error
     WRAPPER = 32768  # what its ranks have alike: the first of as many, one for each
     BUCKET_ORDER = 65536  # of a wrapper: as many again

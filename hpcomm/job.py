@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import (
 from hpcomm import _C, at_exit
 from hpcomm.communicator import gloo_group, over_shared_memory, start_control, while_they_stay, while_waiting
 from hpcomm.errors import HpcommError, SchemaMismatch
-from hpcomm.leaving import own_failure
+from hpcomm.leaving import own_failure, told_of_errors
 from hpcomm.rendezvous import Look, nothing, own_store, store_errors
 from hpcomm.settings import checks, cpu_transport, nccl_limits
 
@@ -93,8 +93,9 @@ class Job:
         private, _ = own_store(store, rank, len(ranks), timeout=timeout)
         names = sorted(ranks)  # torch's new_group() may keep an order of the caller's
         control = start_control(private, names.index(ranks[rank]), len(ranks), timeout=timeout, names=names)
-        neighbourhood = _C.neighbourhood_of(control) if len(ranks) > 1 else None
-        self.native = _C.BackendJob(control, neighbourhood)
+        with told_of_errors(control):
+            neighbourhood = _C.neighbourhood_of(control) if len(ranks) > 1 else None
+            self.native = _C.BackendJob(control, neighbourhood)
 
     @property
     def has_failed(self) -> bool:

@@ -11,6 +11,7 @@ K. Fukuda, S. Suzuki, "ChainerMN: Scalable Distributed Deep Learning Framework",
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from hpcomm import _C
 from hpcomm.channel import seconds
-from hpcomm.errors import InvalidArgument, SchemaMismatch
+from hpcomm.errors import InvalidArgument, SchemaMismatch, TimedOut
 
 if TYPE_CHECKING:
     from hpcomm._C import Work
@@ -51,13 +52,15 @@ def send(channel: Channel, tree: object, *, works: list[Work] | None = None) -> 
 
     Returns:
         A token: a 0-dim float32 zero. ``token.backward()``, or that of a sum with it, waits for the gradients of this
-        message; the gradient of the token itself does not count. Without a tensor that requires a gradient, or under
+        message; the gradient of the token itself does not count. Every token with a graph needs its backward: gradients
+        that nobody takes stay in memory, and their sender warns. Without a tensor that requires a gradient, or under
         ``torch.no_grad()``, it has no graph, and the receiver sends nothing back.
 
     Raises:
         SchemaMismatch: in the backward, when the receiver's backwards run in another order than the sender's, or what
             came is a message of the receiver's own, or other gradients than this message takes; or when the receiver
             refused this message, or one before it, and raised the same there.
+        TimedOut: in the backward, when the receiver's did not reach what it got of this message.
         ProtocolError: likewise, for one that came damaged.
         InvalidArgument: another call has not returned; in a backward, with ``schema="frozen"``, when another message's
             is due; in a backward through the backward (``create_graph=True``), which would need both ranks.
@@ -100,7 +103,9 @@ def recv(channel: Channel, timeout: float | None = None) -> Any:
             message = channel._take(number, limit)
         except SchemaMismatch as error:
             if channel._receiver.missed(number):
-                raise _mismatch(channel, due(number), str(error), error.sequence) from error
+                came = channel._receiver.came
+                what = f"message {came} came, or gradients of one" if came >= 0 else _OF_CHANNEL
+                raise _mismatch(channel, due(number), what, error.sequence) from error
             raise
         if _are_gradients(message):
             raise _mismatch(channel, due(number), "gradients came")
@@ -119,6 +124,10 @@ def _are_gradients(message: object) -> bool:
 
 
 _ORDER = "Backwards run in one order on both ranks, and messages the other way take a second Channel"
+_OF_CHANNEL = "a message of Channel.send came"
+
+# So many gradients that wait to be taken are a sign that their backwards do not come.
+_MANY = 64
 
 
 def _mismatch(channel: Channel, due: str, came: str, sequence: int = -1, hint: str = _ORDER) -> SchemaMismatch:
@@ -160,9 +169,26 @@ def _take_gradients(channel: Channel, number: int, shapes: list[torch.Size]) -> 
     try:
         answer = channel._receiver.take_answer(number, channel._sender)
     except SchemaMismatch as error:
-        if channel._receiver.missed(number):
-            raise _mismatch(channel, due, str(error), error.sequence) from error
-        raise
+        if not channel._receiver.missed(number):
+            raise
+        came = channel._receiver.came
+        if came < 0:
+            raise _mismatch(channel, due, _OF_CHANNEL, error.sequence) from error
+        hint = (
+            f"Did the backward of rank {channel._sender._end.peer} reach what it received as message {number} (add "
+            "0 * x.sum() for an x that a loss leaves out), and did the backward of this rank's token of message "
+            f"{came} run? {_ORDER}"
+        )
+        raise _mismatch(channel, due, f"those of message {came} came", error.sequence, hint) from error
+    except TimedOut as error:
+        raise TimedOut(
+            f"hpcomm.nn: the gradients of message {number} did not come: has the backward of rank {error.peer} "
+            f"reached what it received as message {number}? ({error})",
+            rank=error.rank,
+            peer=error.peer,
+            operation=error.operation,
+            sequence=error.sequence,
+        ) from error
     if not _are_gradients(answer):
         raise _mismatch(channel, due, "a message of the peer's own came")
     gradients: list[torch.Tensor | None] = answer[_KEY]
@@ -173,6 +199,22 @@ def _take_gradients(channel: Channel, number: int, shapes: list[torch.Size]) -> 
             channel, due, f"on {edge} came {wrong}", hint="What hpcomm.nn.recv sends back is like the message"
         )
     return gradients
+
+
+def _warn_of_untaken(channel: Channel, number: int) -> None:
+    """Only a token's backward takes gradients: where it is forgotten, nobody would notice that they pile up."""
+    if number % _MANY or channel.__dict__.get("_warned"):
+        return
+    untaken = channel._sender.untaken
+    if untaken > _MANY // 2:
+        channel.__dict__["_warned"] = True
+        end = channel._sender._end
+        warnings.warn(
+            f"hpcomm.nn: rank {end.peer} has not taken {untaken} gradients that rank "
+            f"{end.communicator.control.rank} has sent it; does it run the backward of the token of every send()?",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _difference(gradients: object, shapes: list[torch.Size]) -> str:
@@ -260,4 +302,5 @@ class _Recv(torch.autograd.Function):
         _ = ctx.saved_tensors  # type: ignore[attr-defined]
         _in_turn(channel, "recv's backward", number, lambda: channel._sender.send({_KEY: wanted}, number))
         ctx.__dict__["reached"] = reached  # of what has gone
+        _warn_of_untaken(channel, number)
         return (None, None, None, *(None for _ in gradients))

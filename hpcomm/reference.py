@@ -128,6 +128,7 @@ def _require_one_batch(mesh: Mesh, batch: dict[str, Any]) -> None:
         known, theirs = first.setdefault(replica, (rank, digests))
         differing = [name for name in theirs | digests if theirs.get(name) != digests.get(name)]
         if differing:
+            mesh.control.let_all_find_out(range(mesh.size), ControlChannel.FOUND_OUT)
             raise SchemaMismatch(
                 f"verify(): rank {known} and rank {rank}, which are stages of one replica, were given different "
                 f"batches: {', '.join(differing)}. All ranks of a replica need the same samples in the same order: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -85,6 +86,43 @@ def no_such_memory() -> None:
 
 def test_memory_of_no_size_that_there_is_is_refused() -> None:
     ranks.run(1, no_such_memory)
+
+
+def wrong_splits() -> None:
+    with world():
+        given, taken = torch.zeros(4), torch.zeros(3)
+        with pytest.raises(
+            hpcomm.InvalidArgument, match=r"output: the split sizes \[2, 2\] add up to 4, .* has 3 rows"
+        ):
+            dist.all_to_all_single(taken, given, [2, 2], [2, 2])
+        with pytest.raises(hpcomm.InvalidArgument, match=r"input: the split sizes \[1, 2\] add up to 3, .* has 4 rows"):
+            dist.all_to_all_single(taken, given, [1, 2], [1, 2])
+        dist.barrier()
+
+
+def test_split_sizes_that_do_not_fit_are_shown() -> None:
+    ranks.run(2, wrong_splits)
+
+
+def cannot_listen() -> None:
+    os.environ["HPCOMM_HOST"] = os.environ["RANK"]  # so that there is a Control, and gloo for the data
+    if os.environ["RANK"] == "1":
+
+        def broken(**_: object) -> None:
+            raise RuntimeError("Too many open files")
+
+        torch.distributed.ProcessGroupGloo.create_device = broken
+    try:
+        dist.init_process_group("hpcomm")
+    except hpcomm.TransportError as error:
+        sys.last_value = error  # as where nobody catches it, which is how a process knows at its exit
+        raise
+
+
+def test_a_group_that_one_rank_cannot_make_is_told_with_its_reason() -> None:
+    heard, failed = ranks.run(2, cannot_listen, expect_failure=True)
+    assert (heard.exception, failed.exception) == ("RankFailed", "TransportError")
+    assert "rank 1 has left the job: hpcomm.errors.TransportError: gloo cannot listen" in heard.message
 
 
 def test_a_store_that_has_gone_is_a_transport_error() -> None:

@@ -72,6 +72,40 @@ def test_a_sender_hears_that_what_was_asked_for_is_not_taken() -> None:
     ranks.run(2, asked_for_and_dropped)
 
 
+def send_twenty(channel: hpcomm.Channel, count: int) -> None:
+    for work in [channel.send(torch.ones(count)) for _ in range(20)]:
+        work.wait()
+
+
+def more_than_was_taken(count: int, schema: str) -> None:
+    with hpcomm.init(dp=1, pp=2, timeout=20.0) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, schema=schema)
+        if mesh.rank == 0:
+            channel.send(torch.ones(count)).wait()
+            with pytest.raises(hpcomm.PeerError, match="rank 1 has closed its end"):  # and not TimedOut
+                send_twenty(channel, count)
+            mesh.control.send(1, 994, b"told")
+        else:
+            assert torch.equal(channel.recv(), torch.ones(count))
+            del channel
+            mesh.control.receive(0, 994, 60)
+
+
+@pytest.mark.parametrize("schema", ["per_message", "frozen"])
+@pytest.mark.parametrize(
+    ("count", "env"),
+    [
+        (3_000_000, {}),
+        (3_000_000, {"HPCOMM_CPU_TRANSPORT": "gloo"}),
+        (5000, {"HPCOMM_EMULATE": "nccl"}),
+        (5000, {"HPCOMM_EMULATE": "nccl:lanes"}),
+        (5000, {"HPCOMM_EMULATE": "nccl:lanes", "HPCOMM_CPU_TRANSPORT": "gloo"}),
+    ],
+)
+def test_sends_whose_receiver_is_gone_end_at_once(count: int, env: dict[str, str], schema: str) -> None:
+    ranks.run(2, more_than_was_taken, count, schema, env=env)
+
+
 def leaves_at_once(count: int) -> None:
     """Nobody waits for the Work: autograd's sends give it to nobody."""
     with paired() as (mesh, channel):

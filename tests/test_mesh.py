@@ -234,6 +234,31 @@ def rank_one_never_comes() -> None:
         hpcomm.init(dp=2, timeout=1.0)
 
 
+def fails_behind_its_connections(start: Callable[[], object]) -> None:
+    if os.environ["RANK"] == "1":
+
+        def broken(*_: Any) -> None:
+            raise ArithmeticError("no such neighbour")
+
+        _C.near_control = broken
+    start()
+
+
+def start_of_a_backend() -> None:
+    dist.init_process_group("hpcomm")
+    dist.barrier()
+
+
+def test_what_fails_behind_the_connections_is_told() -> None:
+    """And not that the rank has left in order."""
+    for start in (partial(hpcomm.init, dp=3), start_of_a_backend):
+        first, failed, last = ranks.run(3, fails_behind_its_connections, start, expect_failure=True)
+        assert failed.exception == "ArithmeticError"
+        for other in (first, last):
+            assert other.exception == "PeerError", other
+            assert "rank 1 failed: ArithmeticError: no such neighbour" in other.message
+
+
 def test_a_rank_that_never_comes() -> None:
     outcome = ranks.run(2, rank_one_never_comes, expect_failure=True)[0]
     assert outcome.exception == "TimedOut"

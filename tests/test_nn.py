@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from typing import TYPE_CHECKING
 
 import pytest
@@ -186,7 +187,8 @@ def another_order() -> None:
         tokens = [hpcomm.nn.send(channel, torch.full((2,), float(i), requires_grad=True)) for i in range(2)]
         due = "hpcomm.nn: the gradients of message 0 were due: .*"
         with pytest.raises(
-            hpcomm.SchemaMismatch, match=due + "delivered microbatch 1 .* expects microbatch 0.* run in one order"
+            hpcomm.SchemaMismatch,
+            match=due + "those of message 1 came.* as message 0 .* of message 1 run.* in one order",
         ) as raised:
             tokens[0].backward()
         assert vars(raised.value) == vars(raised.value.__cause__)
@@ -307,7 +309,9 @@ def no_message_of_nn() -> None:
         channel.send(torch.ones(2))
     else:
         due = r"message 0 of hpcomm\.nn\.send was due: .*"
-        with pytest.raises(hpcomm.SchemaMismatch, match=due + "delivered microbatch -1 .* a second Channel") as raised:
+        with pytest.raises(
+            hpcomm.SchemaMismatch, match=due + r"a message of Channel\.send came.* a second Channel"
+        ) as raised:
             hpcomm.nn.recv(channel)
         assert vars(raised.value) == vars(raised.value.__cause__)
     mesh.world.barrier()
@@ -708,6 +712,51 @@ def looks_again() -> None:
 @over_all
 def test_a_recv_that_timed_out_can_be_repeated(env: dict[str, str]) -> None:
     ranks.run(2, looks_again, env=env)
+
+
+def skips(limit: float) -> None:
+    """The receiver's loss leaves out the second message."""
+    with hpcomm.init(dp=1, pp=2, timeout=limit) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        if mesh.rank == 0:
+            tokens = [hpcomm.nn.send(channel, torch.ones(2, requires_grad=True)) for _ in range(2)]
+            tokens[0].backward()
+            with pytest.raises(
+                hpcomm.TimedOut, match=r"hpcomm\.nn: the gradients of message 1 did not .* rank 1 .* 1\?"
+            ):
+                tokens[1].backward()
+        else:
+            first, _ = hpcomm.nn.recv(channel), hpcomm.nn.recv(channel)
+            first.sum().backward()
+            mesh.control.receive(0, 997, 60)
+        if mesh.rank == 0:
+            mesh.control.send(1, 997, b"over")
+
+
+def test_gradients_that_do_not_come_are_named() -> None:
+    ranks.run(2, skips, 2.0)
+
+
+def forgets(size: int) -> list[str]:
+    """The sender takes no gradient but one."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with paired() as (mesh, channel):
+            for i in range(70):
+                if mesh.rank == 0:
+                    token = hpcomm.nn.send(channel, torch.ones(size, requires_grad=True))
+                    token.backward() if i == 0 else None
+                else:
+                    hpcomm.nn.recv(channel).sum().backward()
+    return [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
+
+
+@over_all
+def test_gradients_that_nobody_takes_are_told(env: dict[str, str]) -> None:
+    quiet, (while_running, at_the_end) = ranks.run(2, forgets, 300_000, env=env)
+    assert quiet == []
+    assert while_running.startswith("hpcomm.nn: rank 0 has not taken 64 gradients that rank 1 has sent it")
+    assert at_the_end.startswith("rank 1 leaves the job with 69 messages or more that rank 0 has not received")
 
 
 def backward_a_second_time() -> None:

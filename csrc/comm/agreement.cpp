@@ -37,6 +37,7 @@ std::string title(const Issued& issued, const Communicator& communicator) {
 Agreement::Agreement(Communicator& communicator)
     : communicator_(communicator),
       collectives_(channel_of(communicator, "collectives")),
+      differences_(channel_of(communicator, "differences")),
       senders_(channel_of(communicator, "senders")),
       receivers_(channel_of(communicator, "receivers")) {}
 
@@ -57,7 +58,13 @@ Agreement::Results Agreement::meet(const std::vector<Issued>& issued, Deadline d
     }
   };
   try {
-    return exchange(issued, deadline, look, fits);
+    Results results = exchange(issued, deadline, look, fits);
+    for (std::size_t i = 0; i < issued.size(); ++i) {
+      if (issued[i].peer < 0 && results[i]) {
+        communicator_.control().let_all_find_out(communicator_.ranks(), differences_, poll);
+      }
+    }
+    return results;
   } catch (const Error& error) {
     communicator_.abort(error);
     throw;

@@ -60,8 +60,9 @@ class Agreement {
 
   Communicator& communicator_;
   const std::uint64_t collectives_;
-  const std::uint64_t senders_;    // what senders tell their receivers
-  const std::uint64_t receivers_;  // what receivers tell their senders
+  const std::uint64_t differences_;  // that one was found
+  const std::uint64_t senders_;      // what senders tell their receivers
+  const std::uint64_t receivers_;    // what receivers tell their senders
 };
 
 }  // namespace hpcomm

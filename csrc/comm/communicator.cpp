@@ -285,6 +285,7 @@ std::shared_ptr<Communicator> Communicator::split(int color, int key, const std:
     std::getline(choice, theirs, '\0');
     const auto& [first, agreed] = lanes.try_emplace(their_color, job_rank, theirs).first->second;
     if (agreed != theirs) {
+      control().let_all_find_out(ranks(), Fingerprint().add(name()).add("split apart").value(), config_.poll);
       // On all ranks, also those of other colors: NCCL makes the parts of all of them at once, or none.
       throw Error(ErrorKind::kSchemaMismatch,
                   str("split: ranks of color ", their_color, " want different lanes: rank ", first, " has \"", agreed,

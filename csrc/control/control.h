@@ -122,6 +122,10 @@ class Control {
   // receive() does.
   [[nodiscard]] std::vector<std::string> exchange(const std::vector<int>& ranks, std::uint64_t channel,
                                                   const std::string& body, Deadline deadline, void (*poll)() = nullptr);
+  // Behind an exchange in which all of `ranks` have found the same reason to fail: waits until all have found it, or a
+  // few seconds for one that is slow. Whoever failed sooner could end before others have heard of everybody, and they
+  // would hear of that instead. Throws what `poll` throws. Collective over `ranks`.
+  void let_all_find_out(const std::vector<int>& ranks, std::uint64_t channel, void (*poll)() = nullptr);
 };
 
 // "rank 2 has left the job", and why where that was said.

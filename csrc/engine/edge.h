@@ -92,12 +92,16 @@ class SendEdge {
   // Whether the receiver would miss a message if this, and with it perhaps the communicator, went away now. By
   // one thread at a time, as send().
   [[nodiscard]] bool is_under_way() const;
+  // Messages that the receiver has not taken: those that it still may, and on a host those whose sends have failed. Of
+  // a GPU, whether there are any.
+  [[nodiscard]] std::size_t untaken() const;
   // Throws what the receiver refused the message of `microbatch` for, or one before it. By any thread.
   void check_refused(int microbatch) const;
   // Tells the receiver that nothing comes behind what was sent; it may still be under way. Nothing is sent later.
   void leave() noexcept;
 
  private:
+  void forget_ended() const;
   [[noreturn]] void refuse(int microbatch, const std::string& why) const;
   [[nodiscard]] KnownPtr read_own(std::string_view schema, std::uint64_t fingerprint, int microbatch) const;
 
@@ -110,6 +114,7 @@ class SendEdge {
   SchemaBook book_;
   KnownPtr last_;
   mutable std::vector<WorkPtr> under_way_;  // and some that have ended
+  mutable std::size_t failed_ = 0;          // of those that are there no more
   std::size_t look_at_ = 1;                 // the size at which these are let go of
 };
 
@@ -176,6 +181,8 @@ class RecvEdge {
   // The microbatch that recv() was given when the message of another one came, which has ended the edge; else -1. By
   // any thread.
   [[nodiscard]] int missed() const noexcept;
+  // The microbatch of the last message that came, or -1.
+  [[nodiscard]] int came() const noexcept;
   [[nodiscard]] std::string name() const;  // "edge 0->1"
   [[nodiscard]] Device device() const noexcept { return config_.communicator->device(); }
   [[nodiscard]] std::chrono::milliseconds timeout() const noexcept { return config_.communicator->timeout(); }

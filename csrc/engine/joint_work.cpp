@@ -19,9 +19,7 @@ bool JointWork::wait_until(Deadline deadline) const {
   try {
     for (const WorkPtr& part : parts_) {
       while (!part->wait_until(std::min(deadline, Clock::now() + kRefusalPoll))) {
-        if (refusal_ != nullptr) {
-          refusal_->check();
-        }
+        ask();
         if (Clock::now() >= deadline) {
           return false;
         }
@@ -29,9 +27,7 @@ bool JointWork::wait_until(Deadline deadline) const {
     }
     return true;
   } catch (const Error&) {
-    if (refusal_ != nullptr) {
-      refusal_->check();  // a receiver that refused it may have left since: that tells more
-    }
+    ask();  // a receiver that refused it may have left since: that tells more
     throw;
   }
 }
@@ -42,10 +38,19 @@ void JointWork::check() const {
       part->check();
     }
   } catch (const Error&) {
-    if (refusal_ != nullptr) {
-      refusal_->check();
-    }
+    ask();
     throw;
+  }
+}
+
+void JointWork::ask() const {
+  if (refusal_ == nullptr) {
+    return;
+  }
+  if (ends_ == Ends::kWithLane) {
+    refusal_->check_unmet(static_cast<std::uint64_t>(what_.sequence));
+  } else {
+    refusal_->check();
   }
 }
 

@@ -185,6 +185,7 @@ class LaneRecv final : public RecvRoute {
         rendezvous->meet(*place, work.what(), deadline_after(limit),
                          [&] { inbound->check(sequence, Deadline::max()); });
       }
+      inbound->taken = sequence + 1;  // its sender, which may be at it, waits for no more than its end
       auto works =
           issue_all(lane, views, [&](const BufferView& view) { return lane.recv(view, inbound->peer, options); });
       if (place != nullptr) {

@@ -143,7 +143,8 @@ class LaneSend final : public SendRoute {
     if (work->done()) {
       return work;
     }
-    return std::make_shared<JointWork>(std::move(message.what), std::vector<WorkPtr>{std::move(work)}, refusal_);
+    return std::make_shared<JointWork>(std::move(message.what), std::vector<WorkPtr>{std::move(work)}, refusal_,
+                                       JointWork::Ends::kByItself);
   }
 
   // Whether Control reads this tensor where it lies.

@@ -195,7 +195,8 @@ class MailSend final : public SendRoute {
       if (std::all_of(mails.begin(), mails.end(), [](const WorkPtr& mail) { return has_ended_well(*mail); })) {
         return std::make_shared<DoneWork>(std::move(message.what));
       }
-      return std::make_shared<JointWork>(std::move(message.what), std::move(mails), std::move(refused));
+      return std::make_shared<JointWork>(std::move(message.what), std::move(mails), std::move(refused),
+                                         JointWork::Ends::kByItself);
     }
 
     void issue_lent(std::vector<WorkPtr>& mails, Outgoing& message, const LoanPool::Loan& loan) {

@@ -52,6 +52,23 @@ void Refusal::check() {
   }
 }
 
+void Refusal::check_unmet(std::uint64_t sequence) {
+  check();
+  std::optional<Error> why;
+  {
+    const std::lock_guard lock(mutex_);
+    if (sequence >= closed_from_) {
+      why = closed_;
+    }
+  }
+  if (why) {
+    if (const auto communicator = communicator_.lock()) {
+      communicator->abort(*why);
+    }
+    throw Error(*why);
+  }
+}
+
 void Refusal::check_for(std::int32_t microbatch) {
   if (const auto told = hear(Who::kOther); told && microbatch_ <= microbatch) {  // -1, not known, is before all
     throw Error(*told);

@@ -26,6 +26,9 @@ class Refusal {
   // At the sender: throws what the receiver told, once it has come, and ends the communicator's operations, which
   // nobody meets any more. From any thread but the communicator's own; also when the communicator is gone.
   void check();
+  // The same for message number `sequence` that waits on the lane for its receive: a receiver that is gone ends it,
+  // too, and what waits behind it.
+  void check_unmet(std::uint64_t sequence);
   // The same, but throws only where the message of `microbatch` was refused, or one before it.
   void check_for(std::int32_t microbatch);
   // The same for message number `sequence`, which a receiver that is gone may not take either; but looks no more than a

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "engine/edge.h"
+#include "engine/inbound.h"
 #include "engine/refusal.h"
 #include "pack/pack.h"
 
@@ -38,60 +39,6 @@ class SendRoute {
   [[nodiscard]] virtual std::size_t slot_bytes() const = 0;
   // True while a message whose Work has ended would be lost if this process ended.
   [[nodiscard]] virtual bool is_looked_for() const { return false; }
-};
-
-// What a receiving end knows of its edge, and every check of what comes. Touched by the lane alone, or by whoever runs
-// in its order; but for atomics, `expected`, `refusal` and the constants.
-struct Inbound {
-  Inbound(const EdgeConfig& config, std::uint64_t edge_id);
-
-  // Throws kProtocol for the header of any message but `sequence`: one that was repeated, lost or of another edge.
-  void require_due(const MessageHeader& header, std::uint64_t sequence) const;
-  // As parse_header(), of what came for message `sequence`.
-  [[nodiscard]] MessageHeader header_in(std::string_view bytes, std::uint64_t sequence) const;
-  // RecvEdge::expect(). Throws kSchemaMismatch where the edge is frozen to something else.
-  void expect(std::shared_ptr<const Schema> schema);
-  // The schema of message `sequence`, whose header has come. Throws kProtocol and kSchemaMismatch.
-  KnownPtr accept(const MessageHeader& header, std::string_view schema, std::uint64_t sequence, int microbatch);
-  // False on a frozen edge after its first message, whose route may have headers all the same.
-  [[nodiscard]] bool needs_header(std::uint64_t sequence) const noexcept {
-    return mode != SchemaMode::kFrozen || sequence == 0;
-  }
-  // Throws what ended the edge, the communicator or the wait.
-  void check(std::uint64_t sequence, Deadline deadline);
-  // The first error ends the edge: what comes after it would pair headers with payloads of other messages.
-  void fail(std::exception_ptr error);
-  [[nodiscard]] std::string name() const;  // "edge 0->1"
-  // Whether the sender is gone, and did not send so many messages. From any thread.
-  [[nodiscard]] bool is_beyond_last(std::uint64_t sequence);
-  // Parts of accept(). The schema that a header says its message has, which comes with it or was there before.
-  [[nodiscard]] KnownPtr schema_of(const MessageHeader& header, std::string_view schema, std::uint64_t sequence);
-  // In which way a message is not what was expected; empty where it is.
-  [[nodiscard]] std::string unlike_expected(const KnownPtr& known);
-  [[noreturn]] void reject(std::uint64_t sequence, const std::string& why) const;
-
-  // Not owned: a lane's tasks must not keep its communicator alive. The RecvEdge does, and a communicator that is
-  // destroyed waits for its lane first.
-  Communicator& communicator;
-  const int peer;
-  const std::uint64_t id;
-  const SchemaMode mode;
-  const std::uint64_t max_bytes;
-  SchemaBook book;
-  KnownPtr current;
-  std::exception_ptr broken;
-  std::atomic<std::uint64_t> sent_in_all = UINT64_MAX;  // by a sender that is gone
-  std::atomic<std::uint64_t> taken = 0;                 // messages, in full; on a host
-  std::atomic<bool> closed = false;                     // by the owner's thread
-  std::mutex expected_mutex;
-  std::shared_ptr<const Schema> expected;
-  KnownPtr fixed;  // of a frozen edge, by its first message
-  // What was expected of the last message, and which schemas of the book are known to be like that.
-  std::shared_ptr<const Schema> like;
-  std::vector<KnownPtr> found_like;
-  std::int32_t at_hand = -1;     // microbatch of the last message whose header was accepted
-  std::atomic<int> missed = -1;  // RecvEdge::missed()
-  Refusal refusal;
 };
 
 class RecvRoute {

@@ -62,8 +62,9 @@ std::vector<at::Tensor> split_rows(const at::Tensor& tensor, std::vector<std::in
   }
   HPCOMM_REQUIRE(static_cast<int>(splits.size()) == size, what, ": ", splits.size(), " split sizes for ", size,
                  " ranks");
-  HPCOMM_REQUIRE(std::accumulate(splits.begin(), splits.end(), std::int64_t{0}) == tensor.size(0), what,
-                 ": the split sizes do not add up to the ", tensor.size(0), " rows of the tensor");
+  const std::int64_t rows = std::accumulate(splits.begin(), splits.end(), std::int64_t{0});
+  HPCOMM_REQUIRE(rows == tensor.size(0), what, ": the split sizes ", c10::IntArrayRef(splits), " add up to ", rows,
+                 ", the tensor has ", tensor.size(0), " rows");
   const at::NoGradGuard no_grad;
   return lane_alias(tensor).split_with_sizes(splits, 0);
 }

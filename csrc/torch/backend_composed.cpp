@@ -210,8 +210,8 @@ HpcommBackend::C10dWork HpcommBackend::alltoall_base(at::Tensor& output, at::Ten
     const Call call{c10d::OpType::ALLTOALL_BASE, "all_to_all", "hpcomm:all_to_all", options.asyncOp, options.timeout};
     HPCOMM_REQUIRE(output.scalar_type() == input.scalar_type(), "all_to_all: the output is ", output.dtype().name(),
                    ", the input ", input.dtype().name());
-    Parts parts{split_rows(input, input_splits, size_, call.name), split_rows(output, output_splits, size_, call.name),
-                lane_alias(input), lane_alias(output)};
+    Parts parts{split_rows(input, input_splits, size_, "all_to_all, input"),
+                split_rows(output, output_splits, size_, "all_to_all, output"), lane_alias(input), lane_alias(output)};
     return compose(call, {input}, {output}, [parts = std::move(parts)](Step& step) { all_to_all(step, parts); });
   });
 }

@@ -245,6 +245,10 @@ class TreeSender {
     const Turn turn(mutex_);
     return edge_.is_under_way();
   }
+  [[nodiscard]] std::size_t untaken() const {
+    const Turn turn(mutex_);
+    return edge_.untaken();
+  }
 
  private:
   mutable std::mutex mutex_;
@@ -314,7 +318,8 @@ void bind_channel(py::module_& module) {
       .def("send", &send, py::arg("tree"), py::arg("microbatch") = -1, py::arg("wire_dtype") = py::none())
       .def_property_readonly("slot_bytes", &TreeSender::slot_bytes)
       .def("leave", &TreeSender::leave)
-      .def_property_readonly("is_under_way", &TreeSender::is_under_way);
+      .def_property_readonly("is_under_way", &TreeSender::is_under_way)
+      .def_property_readonly("untaken", &TreeSender::untaken);
 
   py::class_<TreeReceiver, std::shared_ptr<TreeReceiver>> receiver(module, "RecvEdge");
   receiver
@@ -335,7 +340,8 @@ void bind_channel(py::module_& module) {
           },
           py::arg("microbatch"), py::arg("sent"))
       .def("expect", &TreeReceiver::expect, py::arg("tree"))
-      .def_property_readonly("missed", &TreeReceiver::missed);
+      .def_property_readonly("missed", &TreeReceiver::missed)
+      .def_property_readonly("came", &TreeReceiver::came);
   sender.attr("MAX_SLOTS") = EdgeConfig::kMostSlots;
   sender.attr("MAX_BYTES") = EdgeConfig{}.max_bytes;
   direct::Direct<DirectSend>::put_on(sender);

@@ -70,12 +70,21 @@ void bind_control(py::module_& module) {
             return std::vector<py::bytes>(all.begin(), all.end());
           },
           py::arg("ranks"), py::arg("channel"), py::arg("body"), py::arg("timeout"))
+      .def(
+          "let_all_find_out",
+          [](Control& control, const std::vector<int>& ranks, std::uint64_t channel) {
+            const WithoutGil scope;
+            control.let_all_find_out(ranks, channel, &check_signals);
+          },
+          py::arg("ranks"), py::arg("channel"))
       .def("abort", &Control::abort, py::arg("message"), py::call_guard<WithoutGil>())
       .def("check", &Control::check)
       .def("failure", &failure)
       .def("has_ended", &Control::has_ended, py::arg("peer"))
       .def("say_why", &Control::say_why, py::arg("why"))
       .def("has_left", &Control::has_left, py::arg("peer"))
+      .def("why_left", &Control::why_left, py::arg("peer"))
+      .def("departure_of", &Control::departure_of, py::arg("peer"))
       .def("close", &Control::close, py::call_guard<WithoutGil>());
 
   py::class_<ControlListener>(module, "ControlListener")

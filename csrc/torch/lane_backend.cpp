@@ -306,8 +306,8 @@ LaneBackend::C10dWork LaneBackend::alltoall_base(at::Tensor& output, at::Tensor&
   return for_torch([&] {
     const at::NoGradGuard no_grad;
     return issue({c10d::OpType::ALLTOALL_BASE, options.timeout}, {output},
-                 exchange_plan(split_rows(output, output_splits, size_, "all_to_all"),
-                               split_rows(input, input_splits, size_, "all_to_all")));
+                 exchange_plan(split_rows(output, output_splits, size_, "all_to_all, output"),
+                               split_rows(input, input_splits, size_, "all_to_all, input")));
   });
 }
 

@@ -56,6 +56,7 @@ class TreeReceiver : public std::enable_shared_from_this<TreeReceiver> {
   // What was wrong with the tree of a message: ends the edge where it was the message's fault. To be thrown.
   [[nodiscard]] Error refusal_of(const Receipt& receipt, const Error& why);
   [[nodiscard]] int missed() const noexcept { return edge_.missed(); }
+  [[nodiscard]] int came() const noexcept { return edge_.came(); }
   [[nodiscard]] std::string edge_name() const { return edge_.name(); }
   [[nodiscard]] std::chrono::milliseconds edge_timeout() const noexcept { return edge_.timeout(); }
 

@@ -18,7 +18,7 @@ from hpcomm import at_exit
 from hpcomm.communicator import agree, first_communicator, start_control
 from hpcomm.control_channels import ControlChannel
 from hpcomm.errors import InvalidArgument, TimedOut
-from hpcomm.leaving import own_failure
+from hpcomm.leaving import own_failure, told_of_errors
 from hpcomm.rendezvous import own_store
 from hpcomm.settings import checking, default_timeout, emulation, levels
 
@@ -140,16 +140,17 @@ def lane_over(group: dist.ProcessGroup, device: torch.device, family: str = "") 
     names = sorted(ranks)
     control = start_control(store, names.index(ranks[rank]), size, timeout=timeout, names=names)
     members = names if size > 1 else [0]
-    agree(control, "environment", emulation() + checking() + levels(device), timeout=timeout, ranks=members)
-    lane = first_communicator(
-        store,
-        control,
-        ranks if size > 1 else [0],
-        name=f"ddp {start}:{ranks}",
-        lane="gradient",
-        timeout=timeout,
-        device=device,
-    )
+    with told_of_errors(control):
+        agree(control, "environment", emulation() + checking() + levels(device), timeout=timeout, ranks=members)
+        lane = first_communicator(
+            store,
+            control,
+            ranks if size > 1 else [0],
+            name=f"ddp {start}:{ranks}",
+            lane="gradient",
+            timeout=timeout,
+            device=device,
+        )
     at_exit.unregister(_tell_failure)
     at_exit.register(_tell_failure)
     _lanes.add(lane)

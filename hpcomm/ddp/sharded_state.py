@@ -129,6 +129,7 @@ def _told_by_all(
     known: list[dict[str, tuple[str, Any]]] = [{} for _ in members]
     for rank, theirs in zip(lane.ranks, everybody, strict=True):
         if isinstance(theirs, str):
+            lane.control.let_all_find_out(lane.ranks, ControlChannel.FOUND_OUT)
             raise InvalidArgument(f"rank {rank}: {theirs}")
         for all_of_it, its in zip(known, theirs, strict=True):
             all_of_it.update(its)

@@ -4,9 +4,11 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "base/hash.h"
 #include "comm/agreement.h"
 #include "native/check.h"
 #include "native/patience.h"
@@ -64,6 +66,30 @@ TEST(agreement_shows_all_ranks_of_a_collective_and_goes_on) {
              "communicator can be used again");
     CHECK_EQ(differs->context().peer, rank == 1 ? 0 : 1);
     CHECK(!agreement.meet({collective(rank, "barrier", 8, "barrier")}, soon()).front());
+  });
+}
+
+TEST(agreement_waits_with_a_difference_until_all_have_found_it) {
+  std::atomic<bool> all_know = false;
+  ThreadJob(3).run([&](const std::shared_ptr<Communicator>& world) {
+    if (world->rank() < 2) {
+      const auto differs = Agreement(*world).meet({collective(world->rank(), "barrier", 0, "barrier")}, soon()).front();
+      CHECK(differs && differs->kind() == ErrorKind::kSchemaMismatch);
+      CHECK(all_know);  // or this rank could raise, and end, while rank 1 knows of nothing
+      return;
+    }
+    // By hand, as a rank whose words come late to one of the others.
+    const auto channel = [&](const char* kind) {
+      return Fingerprint().add(world->name()).add("check").add(kind).value();
+    };
+    world->control().send(0, channel("collectives"), "0 all_reduce");
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    all_know = true;
+    world->control().send(1, channel("collectives"), "0 all_reduce");
+    for (const int rank : {0, 1}) {
+      CHECK(contains(world->control().receive(rank, channel("collectives"), soon()), "barrier"));
+    }
+    world->control().let_all_find_out({0, 1, 2}, channel("differences"));
   });
 }
 

@@ -130,6 +130,22 @@ BOTH(exchange_gathers_in_the_order_of_the_ranks) {
   });
 }
 
+BOTH(who_found_a_reason_to_fail_waits_until_all_have_or_are_gone) {
+  const auto controls = connect(3);
+  std::atomic<int> here = 0;
+  run_ranks(3, [&](int rank) {
+    Control& mine = *controls[static_cast<std::size_t>(rank)];
+    std::this_thread::sleep_for(20ms * rank);
+    ++here;
+    mine.let_all_find_out({0, 1, 2}, 7);
+    CHECK_EQ(here, 3);
+  });
+  controls[2]->close();
+  const Deadline began = Clock::now();
+  run_ranks(2, [&](int rank) { controls[static_cast<std::size_t>(rank)]->let_all_find_out({0, 1, 2}, 7); });
+  CHECK(Clock::now() - began < 4s);  // not as long as for one that is slow
+}
+
 BOTH(receive_gives_up_at_its_deadline) {
   const auto controls = connect(2);
   CHECK(!controls[0]->try_receive(1, 0, Clock::now() + 5ms).has_value());

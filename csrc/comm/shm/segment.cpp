@@ -2,6 +2,7 @@
 #include "comm/shm/segment.h"
 
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -69,6 +70,21 @@ std::size_t left_in_group(const std::string& root, const GroupFiles& files, std:
   }
 }
 
+class AllSignalsLater {
+ public:
+  AllSignalsLater() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, &before_);
+  }
+  AllSignalsLater(const AllSignalsLater&) = delete;
+  AllSignalsLater& operator=(const AllSignalsLater&) = delete;
+  ~AllSignalsLater() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+ private:
+  sigset_t before_{};
+};
+
 }  // namespace
 
 std::size_t available_memory(const std::string& root) {
@@ -121,7 +137,10 @@ std::shared_ptr<Segment> Segment::create(const std::string& what, std::size_t by
     error = bytes > available ? ENOMEM : 0;
   }
   if (error == 0) {
-    do {
+    // A signal would end it, and kernels give back then what they have allocated so far: those of a timer come sooner
+    // each time than a large segment takes.
+    const AllSignalsLater later;
+    do {  // who stops this process cannot be put off
       error = ::fallocate(fd.get(), 0, 0, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
     } while (error == EINTR);
   }

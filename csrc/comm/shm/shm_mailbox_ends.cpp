@@ -56,7 +56,11 @@ void ShmMailbox::depart(std::size_t rank) {
   {
     const Turn turn(*this);
     pairs_[rank]->departed = true;
-    progress();  // what it sent before it left counts
+    if (!failed_) {
+      // What it sent before it left counts. Only that: on this thread nothing may wait for news of other ranks.
+      pairs_[rank]->in.pull();
+      pairs_[rank]->out.push();
+    }
     bury();
   }
   ring_always(bell_);
