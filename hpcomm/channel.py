@@ -9,7 +9,7 @@ import operator
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcomm import _C
@@ -105,15 +105,12 @@ def let_go(control: Control, timeout: float) -> None:
     told, not only the receivers: three ranks may each wait for the next one, which none of them hears from. A warning
     names those who leave without having taken what was sent to them.
     """
-    under_way = {
-        edge: end.peer
-        for edge, end in (*((sender._edge, sender._end) for sender in _senders), *_parting.items())
-        if end.communicator.control is control and edge.is_under_way
-    }
+    ends = [*((sender._edge, sender._end) for sender in _senders), *_parting.items()]
+    edges = {edge: end.peer for edge, end in ends if end.communicator.control is control}
+    under_way = {edge: peer for edge, peer in edges.items() if edge.is_under_way}
     began = time.monotonic()
     leaving: dict[int, float] = {}  # peers that said so, and when
     left: dict[int, float] = {}  # peers that are gone, and since when
-    untaken: collections.Counter[int] = collections.Counter()  # messages, by peer
     try:
         for peer in range(control.size) if under_way else ():
             if peer != control.rank:
@@ -131,17 +128,24 @@ def let_go(control: Control, timeout: float) -> None:
                     left.setdefault(peer, now)
                 is_late = now > min(leaving.get(peer, now) + LEAVING_GRACE, left.get(peer, now) + _NEWS)
                 if is_late or not edge.is_under_way:
-                    untaken[peer] += edge.untaken
                     del under_way[edge]
     except HpcommError:
         return  # the job has failed: this rank is free to go
+    if control.failure() is None:
+        _warn_of_untaken(control.rank, edges)
+
+
+def _warn_of_untaken(rank: int, edges: Mapping[SendEdge, int]) -> None:
+    untaken: collections.Counter[int] = collections.Counter()  # messages, by peer
+    for edge, peer in edges.items():
+        untaken[peer] += edge.untaken
     for peer, count in untaken.items():
         if count > 0:
             warnings.warn(
-                f"rank {control.rank} leaves the job with {count} messages or more that rank {peer} has not received; "
+                f"rank {rank} leaves the job with {count} messages or more that rank {peer} has not received; "
                 "they are lost. Those of hpcomm.nn may be gradients: does every token's backward run?",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
 
 
