@@ -11,7 +11,6 @@ K. Fukuda, S. Suzuki, "ChainerMN: Scalable Distributed Deep Learning Framework",
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +52,7 @@ def send(channel: Channel, tree: object, *, works: list[Work] | None = None) -> 
     Returns:
         A token: a 0-dim float32 zero. ``token.backward()``, or that of a sum with it, waits for the gradients of this
         message; the gradient of the token itself does not count. Every token with a graph needs its backward: gradients
-        that nobody takes stay in memory, and their sender warns. Without a tensor that requires a gradient, or under
+        that nobody takes stay in memory. Without a tensor that requires a gradient, or under
         ``torch.no_grad()``, it has no graph, and the receiver sends nothing back.
 
     Raises:
@@ -126,9 +125,6 @@ def _are_gradients(message: object) -> bool:
 _ORDER = "Backwards run in one order on both ranks, and messages the other way take a second Channel"
 _OF_CHANNEL = "a message of Channel.send came"
 
-# So many gradients that wait to be taken are a sign that their backwards do not come.
-_MANY = 64
-
 
 def _mismatch(channel: Channel, due: str, came: str, sequence: int = -1, hint: str = _ORDER) -> SchemaMismatch:
     end = channel._sender._end
@@ -199,22 +195,6 @@ def _take_gradients(channel: Channel, number: int, shapes: list[torch.Size]) -> 
             channel, due, f"on {edge} came {wrong}", hint="What hpcomm.nn.recv sends back is like the message"
         )
     return gradients
-
-
-def _warn_of_untaken(channel: Channel, number: int) -> None:
-    """Only a token's backward takes gradients: where it is forgotten, nobody would notice that they pile up."""
-    if number % _MANY or channel.__dict__.get("_warned"):
-        return
-    untaken = channel._sender.untaken
-    if untaken > _MANY // 2:
-        channel.__dict__["_warned"] = True
-        end = channel._sender._end
-        warnings.warn(
-            f"hpcomm.nn: rank {end.peer} has not taken {untaken} gradients that rank "
-            f"{end.communicator.control.rank} has sent it; does it run the backward of the token of every send()?",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
 
 def _difference(gradients: object, shapes: list[torch.Size]) -> str:
@@ -302,5 +282,4 @@ class _Recv(torch.autograd.Function):
         _ = ctx.saved_tensors  # type: ignore[attr-defined]
         _in_turn(channel, "recv's backward", number, lambda: channel._sender.send({_KEY: wanted}, number))
         ctx.__dict__["reached"] = reached  # of what has gone
-        _warn_of_untaken(channel, number)
         return (None, None, None, *(None for _ in gradients))

@@ -72,21 +72,19 @@ def test_a_sender_hears_that_what_was_asked_for_is_not_taken() -> None:
     ranks.run(2, asked_for_and_dropped)
 
 
-def send_twenty(channel: hpcomm.Channel, count: int) -> None:
-    for work in [channel.send(torch.ones(count)) for _ in range(20)]:
-        work.wait()
-
-
 def more_than_was_taken(count: int, schema: str) -> None:
     with hpcomm.init(dp=1, pp=2, timeout=20.0) as mesh:
         channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank, schema=schema)
         if mesh.rank == 0:
             channel.send(torch.ones(count)).wait()
-            with pytest.raises(hpcomm.PeerError, match="rank 1 has closed its end"):  # and not TimedOut
-                send_twenty(channel, count)
+            works = [channel.send(torch.ones(count)) for _ in range(20)]
+            mesh.control.send(1, 995, b"issued")
+            with pytest.raises(hpcomm.PeerError, match="rank 1 has closed"):  # and not TimedOut
+                collections.deque((work.wait() for work in works), maxlen=0)
             mesh.control.send(1, 994, b"told")
         else:
             assert torch.equal(channel.recv(), torch.ones(count))
+            mesh.control.receive(0, 995, 60)
             del channel
             mesh.control.receive(0, 994, 60)
 
@@ -104,6 +102,28 @@ def more_than_was_taken(count: int, schema: str) -> None:
 )
 def test_sends_whose_receiver_is_gone_end_at_once(count: int, env: dict[str, str], schema: str) -> None:
     ranks.run(2, more_than_was_taken, count, schema, env=env)
+
+
+def dropped_while_it_receives(moments: list[float]) -> None:
+    """What is under way then is taken, or ends for its sender as well."""
+    with hpcomm.init(dp=1, pp=2, timeout=20.0) as mesh:
+        for moment in moments:
+            channel = hpcomm.Channel(mesh.lane([0, 1], f"dropped after {moment}"), 1 - mesh.rank)
+            if mesh.rank == 0:
+                works = [channel.send(torch.ones(10_000_000)) for _ in range(3)]
+                mesh.control.send(1, 995, b"issued")
+                with pytest.raises(hpcomm.PeerError):  # and not TimedOut
+                    collections.deque((work.wait() for work in works), maxlen=0)
+            else:
+                mesh.control.receive(0, 995, 60)
+                asked = [channel.irecv() for _ in range(2)]
+                time.sleep(moment)
+                del asked, channel
+            mesh.world.barrier()
+
+
+def test_a_channel_that_is_dropped_while_it_receives_ends_its_sends() -> None:
+    ranks.run(2, dropped_while_it_receives, [0.0, 0.01, 0.02, 0.04], env=TRANSPORTS["gloo"], timeout=60)
 
 
 def leaves_at_once(count: int) -> None:

@@ -753,10 +753,9 @@ def forgets(size: int) -> list[str]:
 
 @over_all
 def test_gradients_that_nobody_takes_are_told(env: dict[str, str]) -> None:
-    quiet, (while_running, at_the_end) = ranks.run(2, forgets, 300_000, env=env)
+    quiet, (told,) = ranks.run(2, forgets, 300_000, env=env)
     assert quiet == []
-    assert while_running.startswith("hpcomm.nn: rank 0 has not taken 64 gradients that rank 1 has sent it")
-    assert at_the_end.startswith("rank 1 leaves the job with 69 messages or more that rank 0 has not received")
+    assert told.startswith("rank 1 leaves the job with 69 messages or more that rank 0 has not received")
 
 
 def backward_a_second_time() -> None:

@@ -260,7 +260,9 @@ RecvEdge::~RecvEdge() {
   Inbound& inbound = route_->inbound();
   const bool goes_on = config_.communicator->device().type == DeviceType::kCuda;
   const std::uint64_t taken = goes_on ? sequence_.load() : inbound.taken.load();
-  if (!inbound.is_beyond_last(taken)) {  // else the sender is gone, and all that it sent is here
+  // What a lane is receiving now is taken, or it fails: the lane says so.
+  const bool is_at_one = !goes_on && inbound.begun > taken;
+  if (!is_at_one && !inbound.is_beyond_last(taken)) {  // else the sender is gone, and all that it sent is here
     inbound.refusal.tell_closed(taken);
   }
 }

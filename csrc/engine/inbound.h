@@ -45,7 +45,8 @@ struct Inbound {
   const SchemaMode mode;
   const std::uint64_t max_bytes;
   std::atomic<std::uint64_t> sent_in_all = UINT64_MAX;  // by a sender that is gone
-  std::atomic<std::uint64_t> taken = 0;                 // messages, in full, or whose receive has begun; on a host
+  std::atomic<std::uint64_t> begun = 0;                 // messages whose receive a lane has begun; on a host
+  std::atomic<std::uint64_t> taken = 0;                 // messages, in full; on a host
   std::atomic<bool> closed = false;                     // by the owner's thread
   std::atomic<std::int32_t> at_hand = -1;               // microbatch of the last message whose header was accepted
   std::atomic<int> missed = -1;                         // RecvEdge::missed()

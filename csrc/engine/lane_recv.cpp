@@ -62,6 +62,9 @@ class LaneRecv final : public RecvRoute {
           work->issued(nullptr);
         }
         edge->inbound->taken = sequence + 1;
+        if (edge->inbound->closed) {
+          edge->inbound->refusal.tell_closed(sequence + 1);  // as ~RecvEdge() has left it to this
+        }
       } catch (...) {
         if (edge != nullptr) {
           edge->inbound->fail(std::current_exception());
@@ -185,7 +188,7 @@ class LaneRecv final : public RecvRoute {
         rendezvous->meet(*place, work.what(), deadline_after(limit),
                          [&] { inbound->check(sequence, Deadline::max()); });
       }
-      inbound->taken = sequence + 1;  // its sender, which may be at it, waits for no more than its end
+      inbound->begun = sequence + 1;
       auto works =
           issue_all(lane, views, [&](const BufferView& view) { return lane.recv(view, inbound->peer, options); });
       if (place != nullptr) {
