@@ -2,12 +2,15 @@
 #include "engine/joint_work.h"
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 namespace hpcomm {
 
 namespace {
 
 constexpr auto kRefusalPoll = std::chrono::milliseconds(20);
+constexpr auto kNews = std::chrono::milliseconds(200);
 
 }  // namespace
 
@@ -26,8 +29,8 @@ bool JointWork::wait_until(Deadline deadline) const {
       }
     }
     return true;
-  } catch (const Error&) {
-    ask();  // a receiver that refused it may have left since: that tells more
+  } catch (const Error& why) {
+    ask_again(why);
     throw;
   }
 }
@@ -37,9 +40,17 @@ void JointWork::check() const {
     for (const WorkPtr& part : parts_) {
       part->check();
     }
-  } catch (const Error&) {
-    ask();
+  } catch (const Error& why) {
+    ask_again(why);
     throw;
+  }
+}
+
+// A receiver that refused it may have left since: that tells more. A transport may hear of that first.
+void JointWork::ask_again(const Error& why) const {
+  const Deadline until = Clock::now() + (why.kind() == ErrorKind::kTransport ? kNews : std::chrono::milliseconds(0));
+  for (ask(); refusal_ != nullptr && Clock::now() < until; ask()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
 }
 

@@ -31,6 +31,8 @@ class JointWork final : public Work {
  private:
   // Throws what the other end has told.
   void ask() const;
+  // Once its send has failed by `why`.
+  void ask_again(const Error& why) const;
 
   ErrorContext what_;
   std::vector<WorkPtr> parts_;
