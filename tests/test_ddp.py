@@ -80,7 +80,7 @@ def test_gradients_equal_one_process(world: int, bucket_cap_mb: float) -> None:
     for reduced, expected in zip(gradients[0], one_process(world), strict=True):
         torch.testing.assert_close(reduced, expected, rtol=1e-12, atol=1e-12)
     for other in gradients[1:]:
-        assert all(map(torch.equal, gradients[0], other))
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
 
 
 def count_operations() -> int:

@@ -55,7 +55,7 @@ def sharded() -> tuple[list[torch.Tensor], int, int]:
 def test_an_optimizer_whose_state_is_divided() -> None:
     results = ranks.run(3, sharded)
     for parameters, _, _ in results[1:]:
-        assert all(map(torch.equal, results[0][0], parameters))
+        assert all(torch.equal(a, b) for a, b in zip(results[0][0], parameters, strict=True))
     assert sum(mine for _, mine, _ in results) == results[0][2], "each number has its state on one rank"
     assert max(mine for _, mine, _ in results) < results[0][2] / 2
 

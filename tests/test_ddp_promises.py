@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import ranks
 import torch
 from torch import nn
 
 import hpcomm
+from hpcomm.ddp import sizes
 
 
 def ignored_is_left() -> None:
@@ -139,3 +143,130 @@ def two_optimizers_one_parameter() -> None:
 
 def test_a_parameter_is_stepped_by_one_optimizer() -> None:
     ranks.run(2, two_optimizers_one_parameter)
+
+
+class Grows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum((layer(x) for layer in self.children()), torch.zeros(()))
+
+
+def copy_with_a_new_layer() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        torch.manual_seed(0)
+        wrapped = hpcomm.DistributedDataParallel(Grows(), mesh=mesh)
+        wrapped.module.second = nn.Linear(4, 4)
+        other = copy.deepcopy(wrapped)
+        other(torch.full((1, 4), 10.0**mesh.rank)).sum().backward()
+        for layer in other.module.children():
+            assert torch.equal(layer.weight.grad, torch.full((4, 4), 5.5))
+
+
+def test_a_copy_reduces_layers_that_came_later() -> None:
+    ranks.run(2, copy_with_a_new_layer)
+
+
+def join_divides_by_those_left() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(nn.Linear(4, 1, bias=False), mesh=mesh)
+        with wrapped.join(divide_by_initial_world_size=False):
+            for _ in range(1 if mesh.rank == 0 else 0):
+                wrapped(torch.full((1, 4), 3.0)).sum().backward()
+                assert torch.equal(wrapped.module.weight.grad, torch.full((1, 4), 3.0))
+
+
+def test_join_may_divide_by_the_ranks_that_are_left() -> None:
+    ranks.run(2, join_divides_by_those_left)
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mine", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.mine
+
+
+def buffers_after_reduce_on_last() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(Counts(), mesh=mesh)
+        for step in range(3):
+            wrapped.module.mine.fill_(step + 10.0**mesh.rank)
+            with wrapped.reduce_on_last(2):
+                for _ in range(2):
+                    wrapped(torch.ones(1, 4)).sum().backward()
+            assert wrapped.module.mine == step + 1.0
+
+
+def test_buffers_are_synchronised_behind_reduce_on_last() -> None:
+    ranks.run(2, buffers_after_reduce_on_last)
+
+
+def nested() -> None:
+    with hpcomm.init(dp=2) as mesh:
+        wrapped = hpcomm.DistributedDataParallel(nn.Linear(4, 4), mesh=mesh)
+        with (
+            pytest.raises(hpcomm.InvalidArgument, match=r"reduce_on_last\(\) inside itself"),
+            wrapped.reduce_on_last(1),
+            wrapped.reduce_on_last(1),
+        ):
+            pass
+
+
+def test_reduce_on_last_is_not_nested() -> None:
+    ranks.run(2, nested)
+
+
+def measured_otherwise() -> tuple[float, ...]:
+    with hpcomm.init(dp=2) as mesh:
+        seconds = iter([1e-3 * 10.0**mesh.rank, 2e-3 * 10.0**mesh.rank])
+        sizes._median_seconds = lambda *_: next(seconds)
+        wrapped = hpcomm.DistributedDataParallel(nn.Linear(1024, 1024), mesh=mesh, bucket_cap_mb="auto")
+        return tuple(wrapped._hpcomm_sizes.cost)
+
+
+def test_bucket_sizes_are_those_of_all_ranks() -> None:
+    one, other = ranks.run(2, measured_otherwise)
+    assert one == other
+
+
+def torchs(what: str) -> str:
+    with hpcomm.init(dp=2) as mesh:
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        options: dict[str, Any] = {}
+        if what == "skip":
+            options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+        if what == "delay":
+            options = {
+                "delay_all_reduce_named_params": [("0.weight", module[0].weight)],
+                "param_to_hook_all_reduce": module[0].bias,
+            }
+        if what == "python":
+            torch._dynamo.config.optimize_ddp = "python_reducer"
+        wrapped = hpcomm.DistributedDataParallel(module, mesh=mesh, **options)
+        if what == "compiled":
+            torch._dynamo.config.compiled_autograd = True
+        if what == "rpc":
+            torch._C._distributed_rpc._is_current_rpc_agent_set = lambda: True
+        wrapped._choose()
+        return str(wrapped.reduction)
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("skip", "skip_all_reduce_unused_params"),
+        ("delay", "delay_all_reduce_named_params"),
+        ("python", "optimize_ddp='python_reducer'"),
+        ("compiled", "compiled autograd"),
+        ("rpc", "RPC is in use"),
+    ],
+)
+def test_why_torchs_reducer_is_taken_is_told(what: str, why: str) -> None:
+    for told in ranks.run(2, torchs, what):
+        assert why in told

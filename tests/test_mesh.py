@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -455,3 +456,29 @@ def test_memory_that_nccl_may_use_in_place_inside_captures_is_told_once(
             nccl_variables.warn_of_registration()
         assert len(capfd.readouterr().err.splitlines()) == lines
     nccl_variables.warn_of_registration.cache_clear()
+
+
+def ordered() -> None:
+    with hpcomm.init(dp=2, order=("dp", "pp", "tp")) as mesh:
+        assert mesh.device_mesh.mesh_dim_names == ("dp", "pp", "tp")
+        assert mesh.device_mesh["dp"].size() == 2
+        assert list(mesh.device_mesh.get_coordinate() or ()) == [mesh.rank, 0, 0]
+
+
+def test_a_device_mesh_has_the_order_of_its_mesh() -> None:
+    ranks.run(2, ordered)
+
+
+def taken_again() -> None:
+    for _ in range(2):
+        dist.init_process_group("gloo")
+        for seconds in (40.0, 50.0):
+            with hpcomm.init(dp=2, timeout=seconds) as mesh:
+                group = mesh.group("pp")
+                assert dist.get_rank(group) == 0
+                assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=seconds)
+        dist.destroy_process_group()
+
+
+def test_groups_that_are_taken_again() -> None:
+    ranks.run(2, taken_again)

@@ -780,3 +780,25 @@ def backward_a_second_time() -> None:
 @over_all
 def test_a_second_backward_raises_before_it_waits(env: dict[str, str]) -> None:
     ranks.run(2, backward_a_second_time, env=env)
+
+
+def zeroed_behind_the_backward() -> None:
+    with hpcomm.init(pp=2) as mesh:
+        channel = hpcomm.Channel(mesh.pp, 1 - mesh.rank)
+        size = 2 << 20  # too large to be packed: it is read where it lies
+        if mesh.rank == 0:
+            x = torch.zeros(1, size, requires_grad=True)
+            token = hpcomm.nn.send(channel, x)
+            mesh.barrier()
+            token.backward()
+            assert torch.equal(x.grad, torch.full((1, size), 3.0))
+        else:
+            shift = torch.nn.Parameter(torch.zeros(size))
+            h = hpcomm.nn.recv(channel)
+            ((h + shift[None]) * 3.0).sum().backward()
+            shift.grad.zero_()
+            mesh.barrier()
+
+
+def test_what_the_receiver_writes_behind_its_backward_does_not_travel() -> None:
+    ranks.run(2, zeroed_behind_the_backward)
