@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 import weakref
 
 import pytest
@@ -154,6 +155,22 @@ def both_leave() -> None:
 @pytest.mark.parametrize("env", [*TRANSPORTS.values(), {"HPCOMM_EMULATE": "nccl"}], ids=[*TRANSPORTS, "one slot"])
 def test_messages_that_nobody_receives_hold_nobody(env: dict[str, str]) -> None:
     ranks.run(2, both_leave, env=env)
+
+
+def leaves_where_warnings_are_errors() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        with paired() as (mesh, channel):
+            if mesh.rank == 1:
+                for _ in range(20):
+                    channel.send(torch.ones(300_000))
+            else:
+                assert torch.equal(channel.recv(), torch.ones(300_000))
+        assert mesh._closed
+
+
+def test_messages_that_are_lost_hold_nobody_where_warnings_are_errors() -> None:
+    ranks.run(2, leaves_where_warnings_are_errors)
 
 
 def one_receiver_has_left() -> None:
